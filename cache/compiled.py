@@ -215,3 +215,9 @@ def _once(made: Function) -> Function:
         template = made.get_call_template
         made.get_call_template = lambda given, named: template(tuple(map(types.unliteral, given)), named)
     return made
+
+
+def compiled_apart(function: Function) -> Function:
+    """Return ``function`` compiled for another thread: it may allocate, and runs without the interpreter's
+    lock."""
+    return COMPILER(function, error_model="numpy", nogil=True)

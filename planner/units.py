@@ -29,6 +29,22 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def parse_seconds(text: str, field: str) -> float:
+    """Return the seconds that ``500ms``, ``1s``, ``2min`` or a plain number of seconds says.
+
+    Raises DeploymentError naming ``field``.
+    """
+    for unit, factor in (("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit)) * factor
+            except ValueError:
+                continue
+            if 0 <= value < float("inf"):
+                return value
+    raise DeploymentError(f"{text!r} is not a time", field=field, hint="for example 500ms, 1s, 2min")
+
+
 def parse_size(text: str, field: str) -> int:
     """``512MiB``, ``2GB``, ``1.5GiB`` or plain bytes -> bytes (rounded down).
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flag
 from tonnage.planner.records import dataclass
+from tonnage.planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from tonnage.server.engines.sharing import KVEventsConfig
@@ -67,8 +68,13 @@ class Options:
 
     admission_mode: str = flag(
         "guaranteed", "guaranteed: nothing admitted is ever preempted; predictive: by learned output lengths; "
-        "greedy: vLLM's rule; no_evict: all reservations fit", group=_ADMISSION,
-        choices=("guaranteed", "predictive", "greedy", "no_evict"),
+        "greedy: vLLM's rule; no_evict: all reservations fit; auto: vLLM's rule, or holding back where that "
+        "serves the load better by measured step costs", group=_ADMISSION,
+        choices=("guaranteed", "predictive", "greedy", "no_evict", "auto"),
+    )  # fmt: skip
+    target_itl: float | None = flag(
+        None, "with --admission-mode auto: P99 of the time between tokens to stay below, at the price of "
+        "throughput (for example 100ms)", group=_ADMISSION, metavar="TIME", read=parse_seconds,
     )  # fmt: skip
     watermark: float | None = flag(
         None, "share of the pool that admission leaves free (default: the mode's own)", group=_ADMISSION,
@@ -146,4 +152,4 @@ class Options:
 
 
 # Of a command that loads a model and serves nothing: the rest are settings of the API.
-LOADING = ("backend", "lora_modules", "admission_mode", "watermark")
+LOADING = ("backend", "lora_modules", "admission_mode", "watermark", "target_itl")

@@ -6,16 +6,17 @@ The one object that a block manager asks. It changes nothing but its histogram o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from tonnage.cache.admission import decide as decisions
+from tonnage.cache.admission.auto import auto_of
+from tonnage.cache.admission.decide import Newcomer, Rules, State
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.passing import Head, head_start
-from tonnage.cache.admission.policy import AdmissionMode, Policy, blocks_short, blocks_taken
+from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy
 from tonnage.cache.admission.reservation import refusal, reserved_blocks, split_reservation
-from tonnage.cache.admission.safety import IntArray, Leaving, grant, is_safe, last_owners
+from tonnage.cache.admission.safety import Leaving, last_owners
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Wait, WaitReason
 from tonnage.cache.blocks.groups import FULL
@@ -25,17 +26,31 @@ from tonnage.cache.sequences import steps
 
 
 class Admission:
-    """``policy`` over the requests of ``reservations``. ``ended`` teaches it; everything else only reads."""
+    """``policy`` over the requests of ``reservations``.
+
+    ``ended`` teaches it lengths, and ``auto`` (None in other modes) what steps cost; everything else only
+    reads.
+    """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
         self.policy, self.reservations = policy, reservations
         self.limits, self.core = reservations.limits, reservations.core
-        self.forecast = LengthForecast(policy.quantile, policy.cautious)
-        self._margin = policy.margin(self.limits)
+        self.auto = auto_of(policy, self.limits)
+        holds = policy if self.auto is None else policy.under(VLLM)
+        self.rules = Rules(holds, self.limits, LengthForecast(holds.quantile, holds.cautious))
         self._rows = columns(self.core.rows)
         self._full = np.flatnonzero(columns(self.core.groups).kind == FULL).tolist()
-        # A window stops growing: without a full group all that is reserved is the peak.
-        self._by_sum = policy.mode is AdmissionMode.NO_EVICT or not self._full
+
+    @property
+    def mode(self) -> AdmissionMode:
+        """The mode that holds now: in ``auto`` one of two others."""
+        return self.rules.policy.mode
+
+    def choose(self, in_system: int) -> None:
+        """Let ``auto`` choose the rule for the next decisions, with so many requests running and waiting."""
+        if self.auto is not None:
+            rule = self.auto.rule(in_system)
+            self.rules.follow(self.policy.under(rule), rule.fresh)
 
     # -- who may start -----------------------------------------------------------------------------------
 
@@ -56,13 +71,12 @@ class Admission:
             short = held.of_tenant(request.tenant) + blocks - self.policy.tenant_blocks
             if short > 0:
                 return Wait(WaitReason.TENANT_QUOTA, short)
-        short = held.reserved + blocks + self._margin - limits.usable_blocks
-        # Alone it fits, as it is not refused; where all reservations fit together no schedule can go wrong.
-        if not held.by_slot or (short <= 0 and head is None):
-            return Admit(blocks)
-        if self._by_sum or (head is not None and not self.policy.forecasts):
-            return Wait(WaitReason.BLOCKS, max(1, short))
-        return None
+        known = decisions.decide_by_sum(
+            held.reserved, blocks, not held.by_slot, self.rules, head=head is not None
+        )
+        if known is None:
+            return None
+        return Wait(WaitReason.BLOCKS, known) if known > 0 else Admit(blocks)
 
     def decide(self, request: AdmissionRequest, row: int, hit: int, head: Head | None = None) -> Decision:
         """Whether ``request`` may start now, with the ``hit`` blocks that `hits.find_hit` has left in ``row``.
@@ -75,48 +89,50 @@ class Admission:
         full, windowed = split_reservation(request, limits)
         prompt = request.prompt_tokens
         left = prompt - (used + cached) // groups * limits.layout.block_size
-        entry = (used + cached, cached, full, prompt, left, 0, request.max_tokens, request.n)
-        order = self.reservations.order()
-        state = self.reservations.snapshot().with_one(cached, windowed, lost[order], entry)
-        output_left = self._forecast(state.output, state.output_left, [*self.reservations.requests(), request])
-        if int(state.prompt_left.sum()) <= limits.max_num_batched_tokens:
-            output_left[-1] -= 1  # its whole prompt in one step: that step gives the first token too
-        short = blocks_short(state, output_left, limits, self.policy, head)
-        if short:
-            return Wait(WaitReason.BLOCKS, short)
-        return Admit(full + windowed)
+        new = Newcomer(
+            entry=(used + cached, cached, full, prompt, left, 0, request.max_tokens, request.n),
+            cached=cached, windowed=windowed, reserved=full + windowed, lost=lost[self.reservations.order()],
+            produced=request.produced, tenant=request.tenant,
+        )  # fmt: skip
+        short = decisions.decide(self._state(1), new, self.rules, head)
+        return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
+
+    def _state(self, most: int = 0) -> State:
+        """What is decided on, with room for ``most`` newcomers."""
+        snapshot, requests = self.reservations.snapshot(), self.reservations.requests()
+        produced = snapshot.output.astype(np.int64)
+        produced += np.array([request.produced for request in requests], np.int64)
+        return State(
+            snapshot, decisions.empty_rows(snapshot, most), self.reservations.reserved, produced,
+            [request.tenant for request in requests],
+        )  # fmt: skip
 
     def start_of(self, request: AdmissionRequest) -> Head:
         """When ``request``, first in the queue and without room, begins if all goes as forecast."""
-        snapshot, requests = self.reservations.snapshot(), [*self.reservations.requests(), request]
-        most = np.append(snapshot.output_left, request.max_tokens)
-        left = self._forecast(np.append(snapshot.output, 0), most, requests)
-        return head_start(request, int(left[-1]), snapshot, left[:-1], self.limits, self._margin)
+        state = self._state(1)
+        entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
+        after = state.with_one(Newcomer(entry, 0, 0, 0))
+        left = self.rules.lengths(
+            after, np.append(state.produced, request.produced), [*(state.tenants or ()), request.tenant]
+        )
+        return head_start(request, int(left[-1]), state.snapshot, left[:-1], self.limits, self.rules.margin)
 
     def committed(self) -> int:
         """Usable blocks that count as taken for a new request, with the margin that it must leave."""
-        held = self.reservations
-        if not held.by_slot:
-            return 0
-        taken = held.reserved
-        if not self._by_sum:
-            snapshot = held.snapshot()
-            left = self._forecast(snapshot.output, snapshot.output_left, held.requests())
-            taken = min(taken, max(blocks_taken(snapshot, left, self.limits, self.policy)))
-        return min(self.limits.usable_blocks, taken + self._margin)
+        return decisions.committed(self._state(), self.rules)
 
-    def ended(self, output_tokens: int, tenant: str = "") -> None:
-        """A sequence has ended by itself (not cancelled) after ``output_tokens`` tokens."""
-        self.forecast.ended(output_tokens, tenant)
+    def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
+        """Learn from a sequence that ended by itself (not cancelled).
 
-    def _forecast(
-        self, output: IntArray, output_left: IntArray, requests: Sequence[AdmissionRequest]
-    ) -> Int64Array:
-        """int64 [requests]: tokens still to come of each, of at most ``output_left``."""
-        if self.policy.quantile == 1 or not self.policy.forecasts:
-            return output_left.astype(np.int64)
-        produced = output + np.array([request.produced for request in requests], dtype=np.int64)
-        return self.forecast.left(produced, output_left, [request.tenant for request in requests])
+        Args:
+            output_tokens: tokens it produced.
+            tenant: whose it was.
+            prompt_tokens: tokens of its prompt that no prefix saved.
+            max_tokens: most it might have produced.
+        """
+        self.rules.forecast.ended(output_tokens, tenant)
+        if self.auto is not None:
+            self.auto.ended(prompt_tokens, output_tokens, max_tokens)
 
     # -- who may grow ------------------------------------------------------------------------------------
 
@@ -132,16 +148,9 @@ class Admission:
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
             return ends
-        if self.policy.mode is AdmissionMode.GUARANTEED:
-            snapshot, entries = held.snapshot(), held.entries(batch)
-            granted = grant(snapshot, entries, wanted, multiple=groups)
-            if (granted < wanted).any() and not is_safe(
-                snapshot
-            ):  # the bound on shared blocks does not suffice
-                granted = grant(snapshot, entries, wanted, multiple=groups, leaving=self.leaving())
-        else:
-            available = self.limits.usable_blocks - held.windowed - held.used
-            granted = np.clip(available - (np.cumsum(wanted) - wanted), 0, wanted)
+        granted = decisions.grant(self._state(), held.entries(batch), wanted, self.rules, self.leaving)
+        if granted is None:  # the law is broken: nobody may grow, and the scheduler says so
+            granted = np.zeros_like(wanted)
         short = granted < wanted
         if not short.any():
             return ends

@@ -9,6 +9,8 @@
                 blocks run out; only when nobody can go on is one preempted, the one with the least to redo.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest is preempted.
 ``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
+``auto``        greedy, or predictive by another quantile where a rehearsal shows that it serves the load better
+                (`tonnage.cache.admission.auto`).
 =============== ============================================================================================
 
 Everywhere a request may start that runs alone or whose reservation fits beside all others
@@ -37,13 +39,30 @@ class AdmissionMode(StrEnum):
     PREDICTIVE = "predictive"
     GREEDY = "greedy"
     NO_EVICT = "no_evict"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What ``auto`` admits by now. ``share`` None is vLLM's rule: a request starts when its prompt fits.
+
+    Else a request starts only if the pool's peak fits, with each running request forecast to end where this
+    share of the longer outputs still runs. ``fresh`` False: that is asked of preempted requests alone.
+    """
+
+    share: float | None = None
+    fresh: bool = True
+
+
+VLLM = Rule()
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """``length_quantile`` and ``watermark`` None: the mode's own.
 
-    The watermark is a share of the usable blocks that admission leaves free for growth, as vLLM's
+    ``target_itl``: P99 of the seconds between tokens that ``auto`` keeps below, at the price of throughput. The
+    watermark is a share of the usable blocks that admission leaves free for growth, as vLLM's
     ``--watermark``. Raises CacheConfigError, naming the field.
     """
 
@@ -51,6 +70,7 @@ class Policy:
     length_quantile: float | None = None
     watermark: float | None = None
     tenant_blocks: int | None = None  # most blocks reserved to one tenant at a time
+    target_itl: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve < 1:
@@ -61,6 +81,19 @@ class Policy:
             raise CacheConfigError(
                 f"means nothing to {self.mode}, which forecasts no lengths", field="length_quantile",
                 hint="guaranteed and predictive do",
+            )  # fmt: skip
+        if self.target_itl is not None and self.mode is not AdmissionMode.AUTO:
+            raise CacheConfigError(
+                f"means nothing to {self.mode}", field="target_itl", hint="--admission-mode auto has it"
+            )
+        if self.target_itl is not None and not 0 < self.target_itl < float("inf"):
+            raise CacheConfigError(
+                f"{self.target_itl} s is not a time", field="target_itl", hint="for example 100ms"
+            )
+        if self.mode is AdmissionMode.AUTO and self.watermark is not None:
+            raise CacheConfigError(
+                "means nothing to auto, which weighs idle blocks against preemptions", field="watermark",
+                hint="leave it out, or --admission-mode predictive",
             )  # fmt: skip
         if self.tenant_blocks is not None and self.tenant_blocks < 1:
             raise CacheConfigError(f"{self.tenant_blocks} is below 1", field="tenant_blocks")
@@ -102,6 +135,13 @@ class Policy:
     def forecasts(self) -> bool:
         """Whether the mode looks at blocks over time. Where not, nobody passes the head of the queue."""
         return self.mode in (AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE)
+
+    def under(self, rule: Rule) -> Policy:
+        """Return the mode of its own that ``auto`` is while ``rule`` holds."""
+        if rule == VLLM:
+            return Policy(AdmissionMode.GREEDY, tenant_blocks=self.tenant_blocks)
+        assert rule.share is not None
+        return Policy(AdmissionMode.PREDICTIVE, 1 - rule.share, 0.0, self.tenant_blocks)
 
     def margin(self, limits: Limits) -> int:
         """Blocks that a new request must leave."""

@@ -168,7 +168,9 @@ class Simulator:
         if step.picked:
             scheduler.computed(step.picked)
         context = sum([s.computed for s in scheduler.running.values()])
-        self.now += step.turns * self.setup.step_time.seconds(computed // step.turns, context)
+        seconds = step.turns * self.setup.step_time.seconds(computed // step.turns, context)
+        scheduler.took(computed // step.turns, len(step.picked), seconds, step.turns)
+        self.now += seconds
         self._end(step)
         self._check()
         running, waiting = len(scheduler.running), len(scheduler.waiting)

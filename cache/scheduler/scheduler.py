@@ -12,6 +12,7 @@ Preemption is by recompute, and each mode of admission has one rule:
                 does not depend on those after it, so both preempt the same ones.)
 ``predictive``  only where nobody can compute: then `Admission.victim`, and everybody is asked anew. Stalling
                 costs a turn, preemption a prefill: benchmarks/admission.py.
+``auto``        as ``greedy`` or as ``predictive``, whichever holds in this step.
 =============== =============================================================================================
 """
 
@@ -64,7 +65,6 @@ class Scheduler(Generic[S]):
         whole_prompts: bool = False,
     ) -> None:
         self.manager, self.admission = manager, manager.admission
-        self.mode = self.admission.policy.mode
         self.budget = budget
         self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
         self.whole_prompts = whole_prompts
@@ -76,6 +76,11 @@ class Scheduler(Generic[S]):
         self.counters = Counters()
         self._ids = itertools.count()
         self._changed = True  # something ended or arrived since everybody who waits was asked
+
+    @property
+    def mode(self) -> AdmissionMode:
+        """The mode of admission that holds now."""
+        return self.admission.mode
 
     @property
     def idle(self) -> bool:
@@ -104,10 +109,28 @@ class Scheduler(Generic[S]):
 
     def end(self, sequence: S, output_tokens: int) -> None:
         """It has ended by itself after ``output_tokens``, which teaches the forecast of those to come."""
-        self.admission.ended(output_tokens, sequence.tenant)
+        self.admission.ended(
+            output_tokens, sequence.tenant, sequence.prompt - sequence.cached, sequence.max_tokens
+        )
         self.drop(sequence)
 
     # -- the step ----------------------------------------------------------------------------------------
+
+    def took(self, tokens: int, sequences: int, seconds: float, turns: int = 1) -> None:
+        """Teach admission what a step cost.
+
+        Args:
+            tokens: positions computed in each turn.
+            sequences: sequences that computed at least one.
+            seconds: duration of all turns together.
+            turns: decode steps taken at once.
+        """
+        auto = self.admission.auto
+        if auto is None or not sequences:
+            return
+        context = sum([s.computed for s in self.running.values()])
+        for _ in range(turns):
+            auto.stepped(tokens, sequences, context, seconds / turns, len(self.running) + len(self.waiting))
 
     def step(self, leap: int | None = None) -> Step[S]:
         """Decide the next step and take its blocks.
@@ -117,6 +140,8 @@ class Scheduler(Generic[S]):
         Raises InvariantViolation where a mode that never preempts would have to.
         """
         step: Step[S] = Step()
+        if self.waiting:
+            self.admission.choose(len(self.running) + len(self.waiting))
         if leap is not None and leap > 1 and not (self.waiting and self._changed):
             self._leap(step, leap)
         if step.turns == 1:
@@ -322,6 +347,8 @@ class Scheduler(Generic[S]):
         sequence.computed, sequence.junction = answer.cached_tokens, answer.junction
         if not sequence.generated:
             sequence.cached = answer.cached_tokens
+        if sequence.preempted and self.admission.auto is not None:
+            self.admission.auto.recomputed(sequence.length - 1 - answer.cached_tokens)
         if not sequence.preempted:
             self.counters.prompt_tokens += sequence.prompt
             self.counters.prefix_hit_tokens += answer.cached_tokens

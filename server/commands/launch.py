@@ -129,7 +129,9 @@ def _check_host(deployment: Deployment) -> None:
 def make_engine(settings: Settings, plan: Plan) -> Engine:
     """The engine of ``--backend``. Raises DeploymentError for what the backend does not have."""
     asked = settings.deployment()
-    policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
+    policy = Policy(
+        AdmissionMode(settings.admission_mode), watermark=settings.watermark, target_itl=settings.target_itl
+    )
     if settings.lora_modules and not asked.enable_lora:
         raise DeploymentError("there are no slots for them", field="lora_modules", hint="add --enable-lora")
     if settings.backend != "vllm" and asked.enable_lora:

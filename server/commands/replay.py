@@ -21,7 +21,7 @@ from tonnage.planner.markup import save
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Plan
-from tonnage.planner.units import parse_count
+from tonnage.planner.units import parse_count, parse_seconds
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.parsers import replay as parser
 
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     if arguments.wait_target is not None and not arguments.search_gpus:
         raise DeploymentError("means nothing without --search-gpus", field="--wait-target")
     asked = arguments.wait_target or WAIT_TARGET
-    target = parse_seconds(asked)
+    target = parse_seconds(asked, "--wait-target")
     if not 0 < arguments.scale < float("inf"):
         raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
     # Imported here: --help needs none of it.
@@ -151,18 +151,6 @@ def _speed(value: float | None, unit: float, field: str) -> float | None:
     if value is not None and not 0 < value < float("inf"):
         raise DeploymentError(f"{value} is not a speed", field=field, hint="leave it out for the GPU's own")
     return None if value is None else value * unit
-
-
-def parse_seconds(text: str) -> float:
-    for unit, factor in (("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("", 1.0)):
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit)) * factor
-            except ValueError:
-                continue
-            if 0 <= value < float("inf"):
-                return value
-    raise DeploymentError(f"{text!r} is not a time", field="--wait-target", hint="for example 500ms, 1s, 2min")
 
 
 def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:

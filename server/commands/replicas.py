@@ -43,7 +43,8 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace
     from tonnage.planner.planning.build import make_plan
-    from tonnage.server.commands.replay import WAIT_TARGET, parse_seconds, positive, setup_of
+    from tonnage.planner.units import parse_seconds
+    from tonnage.server.commands.replay import WAIT_TARGET, positive, setup_of
 
     plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:
@@ -60,7 +61,7 @@ def run(argv: list[str]) -> int:
     arguments.policy, arguments.length_quantile, arguments.watermark = "guaranteed", None, None
     arguments.max_tokens = None
     asked = arguments.wait_target or WAIT_TARGET
-    target = parse_seconds(asked)
+    target = parse_seconds(asked, "--wait-target")
 
     def tried(replicas: int, wait: float) -> None:
         print(f"{_counted(replicas, 'replica')}: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)

@@ -51,6 +51,7 @@ class Scheduler:
         self.counters = self.core.counters
         self.generation_tokens = 0
         self._matcher = matcher
+        self._begun = 0.0  # when the step under way was scheduled
 
     @property
     def entries(self) -> dict[int, Sequence]:
@@ -89,6 +90,7 @@ class Scheduler:
         Raises InvariantViolation where a mode that never preempts would have to.
         """
         sample_laws(self.manager, self.core.steps + 1)
+        self._begun = time.perf_counter()
         step = self.core.step()
         for sequence in step.preempted:
             sequence.prompt_logprobs = [None]
@@ -150,7 +152,9 @@ class Scheduler:
         Call after the forward. Also publishes what the step wrote in the prefix index.
         """
         reached = [sequence for sequence in picked if sequence.samples]
+        tokens = sum([sequence.chunk for sequence in picked])
         self.core.computed(picked)
+        self.core.took(tokens, len(picked), time.perf_counter() - self._begun)
         drawing = []
         for sequence in reached:
             drawing.append(sequence)

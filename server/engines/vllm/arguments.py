@@ -78,7 +78,9 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
     an encoder: it keeps no block, vLLM's own will do. ``kv_events_config`` is not vLLM's object yet."""
     if not plan.kv_cache.layout.groups:
         return {}
-    admission = {"admission_mode": str(policy.mode), "watermark": policy.watermark}
+    admission = {
+        "admission_mode": str(policy.mode), "watermark": policy.watermark, "target_itl": policy.target_itl
+    }  # fmt: skip
     return {
         "scheduler_cls": "tonnage.server.engines.vllm.scheduler.ours.BackendScheduler",
         "additional_config": {

@@ -552,14 +552,14 @@ def test_options_from_the_environment() -> None:
     policy = read_policy({}, environment)
     assert (policy.mode, policy.reserve) == (AdmissionMode.GUARANTEED, 0.1)
     assert read_policy({"tonnage": {"admission_mode": "greedy"}}, environment).mode is AdmissionMode.GREEDY
-    assert read_policy({}, {}).mode is AdmissionMode.PREDICTIVE
+    assert read_policy({}, {}).mode is AdmissionMode.AUTO
     with pytest.raises(BadOption, match="TONNAGE_WATERMARK"):
         read_policy({}, {"TONNAGE_WATERMARK": "much"})
     with pytest.raises(BadOption, match=r"TONNAGE_ADMISION_MODE .*did you mean TONNAGE_ADMISSION_MODE\?"):
         read_policy({}, {"TONNAGE_ADMISION_MODE": "greedy"})
     with pytest.raises(BadOption, match=r"did you mean eviction\?"):
         read_policy({"tonnage": {"evictions": "lru"}}, {})
-    assert read_policy({}, {"TONNAGE_PORT": "8000", "TONNAGE_MODEL": "x"}).mode is AdmissionMode.PREDICTIVE
+    assert read_policy({}, {"TONNAGE_PORT": "8000", "TONNAGE_MODEL": "x"}).mode is AdmissionMode.AUTO
     with pytest.raises(BadOption, match="an object"):
         read_policy({"tonnage": "guaranteed"}, {})
     assert read_eviction({}, {"TONNAGE_EVICTION": "learned"}) == "learned"

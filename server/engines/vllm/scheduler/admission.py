@@ -4,18 +4,21 @@ lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from tonnage.cache.admission import AdmissionMode, Policy, committed_peak, grant, is_safe
+from tonnage.cache.admission import AdmissionMode, Policy, committed_peak
+from tonnage.cache.admission import decide as decisions
+from tonnage.cache.admission.auto import auto_of
+from tonnage.cache.admission.decide import Newcomer, Rules, State
 from tonnage.cache.admission.forecast import FloatArray, LengthForecast
 from tonnage.cache.admission.loops import compile_loops
-from tonnage.cache.admission.policy import blocks_short, blocks_taken
-from tonnage.cache.admission.snapshot import COLUMNS, PRIVATE, RunningSnapshot
-from tonnage.cache.blocks.state import Int32Array, Int64Array
+from tonnage.cache.admission.policy import VLLM
+from tonnage.cache.admission.snapshot import COLUMNS
+from tonnage.cache.blocks.state import Int64Array
 from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
 from tonnage.server.engines.vllm.scheduler.groups import Groups
@@ -39,36 +42,6 @@ class SteadyForecast(LengthForecast):
         return self._curve
 
 
-class State:
-    """What is decided on in one step: the running requests, then those that may start, in order, ``most`` of
-    them."""
-
-    def __init__(self, account: Account, most: int) -> None:
-        self._rows = np.empty((len(account) + most, COLUMNS), np.int32)
-        self.snapshot, self.reserved = account.snapshot(self._rows), account.reserved
-        self.fresh: list[Hit] = []
-        self.lengths: Int64Array | None = None  # tokens still to come of each; asked for once a step
-
-    def with_one(
-        self, used: int, windowed: int, lost: Int32Array | None, entry: Sequence[int]
-    ) -> RunningSnapshot:
-        """As `RunningSnapshot.with_one`, without a copy: of two of the same state only the last is right."""
-        now, count = self.snapshot, len(self.snapshot) + 1
-        self._rows[count - 1] = entry
-        rows = self._rows[:count]
-        if lost is not None:
-            rows = rows.copy()
-            rows[: len(lost), PRIVATE] -= lost
-        return RunningSnapshot(now.usable, now.used + used, now.windowed + windowed, rows)
-
-    def take(self, after: RunningSnapshot, reserved: int, lengths: Int64Array | None, hit: Hit) -> None:
-        """One more may start."""
-        if hit.used:
-            self._rows[: len(after)] = after.rows
-        self.snapshot, self.reserved, self.lengths = after, reserved, lengths
-        self.fresh.append(hit)
-
-
 class VllmAdmission:
     """``policy`` over ``account``. Not asked in greedy mode, which is vLLM's own."""
 
@@ -76,10 +49,12 @@ class VllmAdmission:
         self.policy, self.account = policy, account
         self.groups: Groups = account.groups
         self.limits = account.groups.limits
-        self.forecast = SteadyForecast(policy, self.limits.layout.block_size)
+        # Without a full group nothing grows block by block: there is nothing to forecast.
+        self.auto = auto_of(policy, self.limits) if self.groups.count else None
+        holds = policy.under(VLLM) if policy.mode is AdmissionMode.AUTO else policy
+        self.forecast = SteadyForecast(holds, self.limits.layout.block_size)
+        self.rules = Rules(holds, self.limits, self.forecast)
         compile_loops()  # before a request pays for it
-        self._margin = policy.margin(self.limits)
-        self._by_sum = policy.mode is AdmissionMode.NO_EVICT or not self.groups.count
         # After a refusal, as many are asked as leave; once somebody has left and a quarter of a block's worth
         # of steps is over, all again: who leaves may make room for two.
         self._refused = ("", -self.limits.layout.block_size)  # who was refused last, in which step
@@ -87,8 +62,28 @@ class VllmAdmission:
         self._short = 0  # blocks it was short of
         self._departed = 0  # who had left then, and who has been asked since
         self._departed_then = 0
+        self._fresh: list[Hit] = []  # what the newcomers of this step would find
         # Guaranteed: blocks that may still be taken before anybody has to sit out a step.
         self._slack = 0
+
+    @property
+    def mode(self) -> AdmissionMode:
+        """The mode that holds now: in ``auto`` one of two others."""
+        return self.rules.policy.mode
+
+    def choose(self) -> None:
+        """Let ``auto`` choose the rule of the next step."""
+        scheduler = self.account.scheduler
+        if self.auto is not None and scheduler.waiting:
+            rule = self.auto.rule(len(scheduler.running) + len(scheduler.waiting))
+            self.rules.follow(self.policy.under(rule), rule.fresh)
+
+    def ended(self, request: Any) -> None:
+        """Learn from a request that ended by itself, before the account forgets it."""
+        self.forecast.ended(request.num_output_tokens)
+        if self.auto is not None:
+            found = self.account.found.get(request.request_id, 0)
+            self.auto.ended(request.num_prompt_tokens - found, request.num_output_tokens, request.max_tokens)
 
     # -- what never fits -------------------------------------------------------------------------------------
 
@@ -125,16 +120,15 @@ class VllmAdmission:
 
     def committed(self) -> int:
         """Usable blocks that count as taken for a newcomer, with the margin that it must leave; O(running)."""
-        if not len(self.account):
-            return 0
-        taken = self.account.reserved
-        if not self._by_sum:
-            snapshot = self.account.snapshot()
-            left = snapshot.output_left.astype(np.int64)
-            if self.policy.quantile != 1 and self.policy.forecasts:
-                left = self.forecast.left(snapshot.output, snapshot.output_left)
-            taken = min(taken, max(blocks_taken(snapshot, left, self.limits, self.policy)))
-        return min(self.limits.usable_blocks, taken + self._margin)
+        return decisions.committed(self._state(0), self.rules)
+
+    def _state(self, most: int) -> State:
+        """The running requests, with room for ``most`` newcomers."""
+        rows = np.empty((len(self.account) + most, COLUMNS), np.int32)
+        snapshot = self.account.snapshot(rows)
+        return State(
+            snapshot, rows, self.account.reserved, snapshot.output.astype(np.int64), outsiders=self._outsiders()
+        )
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -149,7 +143,7 @@ class VllmAdmission:
         most = 0 if head is None else max(0, min(room, _WAVE, self._asks(head, step)))
         if not most and not self._may_stall():
             return [], []
-        state = State(self.account, most)
+        state = self._state(most)
         allowed = self._may_start(chain((head,), waiting), most, step, state) if most else []
         if not self._may_stall(state):
             return allowed, []
@@ -171,24 +165,28 @@ class VllmAdmission:
 
     def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
         allowed: list[Any] = []
+        self._fresh.clear()
         budget = self.limits.max_num_batched_tokens
         for request in waiting:
             self._head = request.request_id
             if len(allowed) == most or budget <= 0:
                 break
             hit = self.account.find(request)
-            if short := self._decide(request, hit, state):
+            new = self._newcomer(request, hit)
+            short = decisions.decide(state, new, self.rules)
+            if short > 0:
                 self._refused, self._short = (request.request_id, step), short
                 self._departed = self._departed_then = self.account.departed
                 break
+            state.take(new)
+            self._fresh.append(hit)
             self._departed += 1
             allowed.append(request)
             budget -= request.num_tokens - hit.tokens
         return allowed
 
-    def _decide(self, request: Any, hit: Hit, state: State) -> int:
-        """Blocks short; 0: it may start, and ``state`` is the one with it."""
-        groups, snapshot = self.groups, state.snapshot
+    def _newcomer(self, request: Any, hit: Hit) -> Newcomer:
+        groups = self.groups
         full, windowed = self.account.reservation(request)
         output = request.num_tokens - request.num_prompt_tokens
         entry = (
@@ -196,34 +194,9 @@ class VllmAdmission:
             request.num_prompt_tokens + groups.lookahead, request.num_tokens - hit.tokens,
             output, max(1, request.max_tokens - output), 1,
         )  # fmt: skip
-        after = state.with_one(hit.cached * groups.count, windowed, self.account.lost(hit), entry)
-        reserved = state.reserved + full + windowed
-        # Alone it fits, as it is not refused; where all reservations fit together no schedule can go wrong.
-        short = reserved + self._margin - self.limits.usable_blocks
-        lengths = None
-        if len(snapshot) and (short > 0 or self._outsiders()):
-            if not self._by_sum:
-                lengths = self._lengths(state, after)
-                short = blocks_short(after, lengths, self.limits, self.policy)
-            if short > 0:
-                return short
-        state.take(after, reserved, lengths, hit)
-        return 0
-
-    def _lengths(self, state: State, after: RunningSnapshot) -> Int64Array:
-        """int64 [requests]: tokens still to come of each of ``after``, of at most ``output_left``.
-
-        Of those before the last it is known when another newcomer was decided on in this step: who has produced
-        nothing yet changes nobody's forecast.
-        """
-        if self.policy.quantile == 1:
-            return after.output_left.astype(np.int64)
-        if state.lengths is None or not state.fresh or after.output[-1] or after.output[-2]:
-            return self.forecast.left(after.output, after.output_left)
-        # As the newcomer before, which had a forecast of its own only where max_tokens did not cut it.
-        if state.lengths[-1] == after.output_left[-2] != after.output_left[-1]:
-            return self.forecast.left(after.output, after.output_left)
-        return np.append(state.lengths, min(int(state.lengths[-1]), int(after.output_left[-1])))
+        return Newcomer(
+            entry, hit.cached * groups.count, windowed, full + windowed, self.account.lost(hit), output
+        )
 
     def _outsiders(self) -> bool:
         """Whether somebody who is not in the account may hold blocks: streaming sessions that wait for input,
@@ -236,7 +209,7 @@ class VllmAdmission:
     def _may_stall(self, state: State | None = None) -> bool:
         """Whether anybody could be short of blocks in the next step: not where all reservations fit together,
         nor while the step takes less than is there."""
-        if not self.policy.forecasts or not self.groups.count:
+        if not self.policy.forecasts or not self.groups.count:  # auto leaves it to vLLM, too
             return False
         reserved, outsiders = self.account.reserved if state is None else state.reserved, self._outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
@@ -245,7 +218,7 @@ class VllmAdmission:
         if outsiders or self.groups.others:
             return True
         if self.policy.mode is AdmissionMode.GUARANTEED:
-            return (state is not None and bool(state.fresh)) or self._slack < self._most_taken(state)
+            return (state is not None and bool(self._fresh)) or self._slack < self._most_taken(state)
         available = self.account.pool.get_num_free_blocks() if state is None else state.snapshot.available
         return bool(available < self._most_taken(state))
 
@@ -274,18 +247,18 @@ class VllmAdmission:
             wanted = self._wanted(state)
             if int(wanted.sum()) <= self._slack:
                 return allowed, []
-            entries = np.arange(len(wanted))
-            granted = grant(snapshot, entries, wanted)
-            if (granted < wanted).any() and not is_safe(
-                snapshot
-            ):  # the bound on shared blocks does not suffice
-                leaving = self.account.leaving(snapshot, state.fresh)
-                if not is_safe(snapshot, leaving):
-                    return allowed, []
-                granted = grant(snapshot, entries, wanted, leaving=leaving)
         else:
             wanted = self._wanted(state)
-            granted = np.where(np.cumsum(wanted) <= snapshot.available, wanted, 0)
+        granted = decisions.grant(
+            state,
+            np.arange(len(wanted)),
+            wanted,
+            self.rules,
+            lambda: self.account.leaving(snapshot, self._fresh),
+        )
+        if granted is None:
+            return allowed, []
+        if self.policy.mode is not AdmissionMode.GUARANTEED:
             granted[len(running) :] = wanted[len(running) :]  # vLLM starts nobody without room
         short = np.flatnonzero(granted < wanted).tolist()
         stalled = [running[at] for at in short if at < len(running)]

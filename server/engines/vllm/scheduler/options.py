@@ -11,12 +11,13 @@ from typing import Any
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.errors import CacheConfigError
-from tonnage.planner.errors import did_you_mean, nearest
+from tonnage.planner.errors import DeploymentError, did_you_mean, nearest
+from tonnage.planner.units import parse_seconds
 
-# Predictive is what a vLLM that runs already can take without losing: guaranteed mode counts with the
-# max_tokens of every request, and plain vLLM fills in max_model_len for clients that send none.
-DEFAULT = AdmissionMode.PREDICTIVE
-KEYS = ("admission_mode", "length_quantile", "watermark", "eviction")
+# vLLM's own rule until a rehearsal shows that another serves the load better (benchmarks/vllm_admission.py
+# --matrix).
+DEFAULT = AdmissionMode.AUTO
+KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction")
 EVICTION = ("lru", "learned")  # vLLM's own, the first; `tonnage.server.engines.vllm.eviction`
 
 
@@ -33,6 +34,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
             _mode(values.get("admission_mode", DEFAULT)),
             _number(values, "length_quantile"),
             _number(values, "watermark"),
+            target_itl=_seconds(values, "target_itl"),
         )
     except CacheConfigError as error:
         raise BadOption(f"{_where(str(error.field), given)}: {error}") from None
@@ -91,6 +93,17 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         raise CacheConfigError(f"{value!r} is not a number", field=key) from None
+
+
+def _seconds(values: Mapping[str, Any], key: str) -> float | None:
+    """Return seconds from a number of them or a time with its unit ("100ms")."""
+    value = values.get(key)
+    if not isinstance(value, str):
+        return _number(values, key)
+    try:
+        return parse_seconds(value, key)
+    except DeploymentError as error:
+        raise CacheConfigError(f"{value!r} is not a time", field=key, hint=error.hint) from None
 
 
 def _variable(key: str) -> str:

@@ -10,7 +10,8 @@ What goes wrong in here never reaches a request: from the first exception on vLL
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +33,7 @@ from tonnage.server.engines.vllm.scheduler.groups import read_groups
 from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
 from tonnage.server.engines.vllm.scheduler.own import config_of
 from tonnage.server.engines.vllm.scheduler.report import Report
+from tonnage.server.engines.vllm.scheduler.step_times import StepTimes
 from tonnage.server.engines.vllm.scheduler.versions import rules_of
 from tonnage.server.engines.vllm.told import Told, put
 
@@ -50,6 +52,8 @@ class Admitting(Scheduler):
     _plain: VllmAdmission | None = None  # says what never fits after a fallback, where no mode promises more
     fallbacks = 0  # exceptions of ours so far: 0 or 1
     _report: Report | None = None
+    # Seconds from any origin. A simulation sets its own on the object (benchmarks/admission_matrix.py).
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -65,6 +69,7 @@ class Admitting(Scheduler):
             self._account = Account(self, read_groups(self, rules))
             self._plain = VllmAdmission(Policy(AdmissionMode.GREEDY), self._account)
             self.admission = VllmAdmission(policy, self._account)
+            self._times = StepTimes(self, self.admission)
             logger.info(
                 "Tonnage admission: %s, %d usable blocks",
                 policy.mode,
@@ -102,8 +107,11 @@ class Admitting(Scheduler):
         if not greedy:
             with self._ours("before a step"):
                 self._account.sync()
-                allowed, stalled = self._plan()
+                self.admission.choose()
+                if self.admission.mode is not AdmissionMode.GREEDY:
+                    allowed, stalled = self._plan()
                 free = self._account.pool.get_num_free_blocks()
+        begun = self.clock()
         if self._report is not None:
             with self._telling():
                 self._report.stepping()
@@ -113,6 +121,7 @@ class Admitting(Scheduler):
             with self._ours("after a step"):
                 self._account.sync(output.num_scheduled_tokens)
                 self.admission.took(free - self._account.pool.get_num_free_blocks())
+                self._times.scheduled(output, begun)
         if self._report is not None:
             with self._telling():
                 self._report.stepped(output, self.admission)
@@ -124,6 +133,9 @@ class Admitting(Scheduler):
         if self._refused:
             with self._ours("when it refused a request"):
                 ended = self._end_refused()
+        if self.admission is not None:
+            with self._ours("when a step came back"):
+                self._times.back(args[0] if args else named["scheduler_output"])
         outputs = super().update_from_output(*args, **named)
         for client, each in ended:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(each)
@@ -137,7 +149,8 @@ class Admitting(Scheduler):
             with self._ours("when a request ended"):
                 self._account.leave(request.request_id)
                 if _by_itself(request):
-                    self.admission.forecast.ended(request.num_output_tokens)
+                    self.admission.ended(request)
+                self._account.found.pop(request.request_id, None)
         return super()._free_request(request, *args, **named)
 
     def _preempt_request(self, request: Request, *args: Any, **named: Any) -> None:

@@ -1,0 +1,286 @@
+"""The mode ``auto``: vLLM's rule, unless a rehearsal shows that holding requests back serves the load better.
+
+Where a block is missing, vLLM preempts and computes again. Whether that is dear or nearly free depends on the
+engine, the lengths and the queue, so nothing here is a constant of the machine. `Auto` learns three things:
+what steps cost (`tonnage.cache.admission.cost`), how long requests are, and how many are in the system. From
+them it rehearses vLLM's rule and some that hold back (`tonnage.cache.admission.rehearsal`), and takes the one
+with the most tokens a second that loses nothing a client notices: time to the first token, time between tokens.
+
+While nothing is learned, while nothing is computed again, and wherever no rule gains, that is vLLM's rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from tonnage.cache.admission.cost import CostFit, StepCost
+from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy, Rule
+from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, rehearse
+from tonnage.cache.admission.types import Limits
+
+log = logging.getLogger("tonnage.cache")
+
+# What is rehearsed beside vLLM's rule. A higher share holds back less. Shares between these differ by less
+# than two rehearsals of the same load do; below 0.6 blocks lie idle even where computing again is dear.
+RULES = (
+    *(Rule(share) for share in (0.6, 0.7, 0.8, 0.9)),
+    *(Rule(share, fresh=False) for share in (0.5, 0.75)),
+)
+# Lengths that are remembered, that must be known, and after how many ends all is rehearsed anew.
+_REMEMBERED, _KNOWN, _ANEW = 256, 96, 64
+# The least share of seconds that goes into tokens computed again before anything is rehearsed: no rule can
+# gain more.
+_LOST = 0.02
+# Steps over which the number of requests in the system is averaged: some lives of a request. A queue that
+# comes and goes within them is no reason to hold anything back.
+_LIFETIME = 512
+# Systems whose numbers of requests differ by less are taken for the same.
+_LEVEL = 1.4
+# The guard: windows in a row that may fall this far behind the forecast of vLLM's rule, and for how many ends
+# vLLM's rule then holds.
+_BEHIND, _WINDOWS, _BANNED = 0.97, 2, 1024
+# Rehearsals take at most this share of one core.
+_DUTY = 0.05
+_STEADY_REQUESTS = 1536  # of a rehearsal, beside twice its clients
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a rule must keep, as ratios of its rehearsal to that of vLLM's rule: at least ``tokens`` a second,
+    at most ``first`` of the seconds to the first token (P50, P99), at most ``between`` of those between tokens
+    (P99)."""
+
+    tokens: float
+    first: float
+    between: float
+
+
+# To start holding back, and to go on with it: a rehearsal scatters by some per cent, and a rule that comes and
+# goes brings neither throughput nor a smooth stream.
+START, STAY = Bounds(1.04, 0.98, 0.8), Bounds(1.02, 1.01, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for some number of requests in the system: the rule, its outcome and that of vLLM's."""
+
+    rule: Rule
+    outcome: Outcome
+    own: Outcome
+
+
+class Auto:
+    """Chooses the rule of admission; `rule` asks, all other methods teach.
+
+    Args:
+        engine: limits of pool and step.
+        target_itl: P99 of the seconds between tokens to stay below, at the price of throughput; None: at most
+            that of vLLM's rule.
+        background: rehearse in a thread, while the last rule holds. False: at once, for a simulated clock.
+    """
+
+    def __init__(self, engine: Engine, target_itl: float | None = None, *, background: bool = True) -> None:
+        self.engine, self.target_itl, self.background = engine, target_itl, background
+        self.fit = CostFit()
+        self.fallbacks = 0  # how often the guard went back to vLLM's rule
+        self.choice: Choice | None = None  # the last one; None: vLLM's rule, with nothing rehearsed
+        self._requests: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
+        self._ended = 0
+        self._choices: dict[int, Choice] = {}
+        self._rehearsed_at = 0  # requests that had ended then
+        self._pending: Future[None] | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._idle_until = 0.0
+        self._recomputed = 0
+        # The window of the guard and of what is lost: counts since `_rehearsed_at`.
+        self._seconds = self._tokens = 0.0
+        self._steps = self._held_steps = self._in_system = 0
+        self._usual = 0.0  # requests in the system, of late
+        self._lost = 0.0
+        self._behind = self._banned_until = 0
+
+    @property
+    def cost(self) -> StepCost | None:
+        """What a step costs; None: not known yet."""
+        return self.fit.cost
+
+    # -- what it learns ----------------------------------------------------------------------------------------
+
+    def stepped(self, tokens: int, sequences: int, context_tokens: int, seconds: float, in_system: int) -> None:
+        """Note a step that has come back.
+
+        Args:
+            tokens: positions it computed.
+            sequences: sequences that computed at least one.
+            context_tokens: tokens of KV cache held by running sequences.
+            seconds: duration of the step.
+            in_system: requests that ran or waited.
+        """
+        self.fit.observe(tokens, sequences, context_tokens, seconds)
+        self._seconds += seconds
+        self._tokens += sequences
+        self._steps += 1
+        self._in_system += in_system
+        self._usual += (in_system - self._usual) / min(_LIFETIME, self.fit.steps)
+        self._held_steps += self.choice is not None and self.choice.rule != VLLM
+
+    def ended(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
+        """Note a request that ended by itself.
+
+        Args:
+            prompt_tokens: tokens of its prompt that were not found in the prefix cache, at least 1.
+            output_tokens: tokens it produced, at least 1.
+            max_tokens: most it might have produced.
+        """
+        self._requests.append((max(1, prompt_tokens), max(1, output_tokens), max(max_tokens, output_tokens, 1)))
+        self._ended += 1
+        if self._ended - self._rehearsed_at >= _ANEW and self._may_rehearse():
+            self._anew()
+
+    def recomputed(self, tokens: int) -> None:
+        """Note tokens that a preempted request computes again."""
+        self._recomputed += tokens
+
+    # -- what it says ------------------------------------------------------------------------------------------
+
+    def rule(self, in_system: int) -> Rule:
+        """Return the rule for a queue that is not empty, with ``in_system`` requests running or waiting."""
+        if not self._worth_it():
+            self.choice = None
+            return VLLM
+        level = round(math.log(max(1, min(in_system, self._usual)), _LEVEL))
+        found = self._choices.get(level)
+        if found is None:
+            self._rehearse(level)
+            found = self._choices.get(level)
+        if found is not None:
+            self.choice = found
+        return VLLM if self.choice is None else self.choice.rule
+
+    def _worth_it(self) -> bool:
+        if len(self._requests) < _KNOWN or self.cost is None or self._ended < self._banned_until:
+            return False
+        if self.target_itl is not None:
+            return True
+        return self._lost >= _LOST or any(choice.rule != VLLM for choice in self._choices.values())
+
+    # -- rehearsals --------------------------------------------------------------------------------------------
+
+    def _may_rehearse(self) -> bool:
+        return not self.background or time.monotonic() >= self._idle_until
+
+    def _anew(self) -> None:
+        """Look at the window that ends, and forget what was chosen for it."""
+        cost = self.cost
+        self._rehearsed_at = self._ended
+        if cost is not None and self._seconds > 0:
+            self._lost = self._recomputed * cost.prefill / self._seconds
+            self._guard(cost)
+        held = self.choice is not None and self.choice.rule != VLLM
+        self._choices = {}
+        if held:  # it goes on until the same number of requests is rehearsed anew
+            self._lost = max(self._lost, _LOST)
+        self._recomputed = self._steps = self._held_steps = self._in_system = 0
+        self._seconds = self._tokens = 0.0
+
+    def _guard(self, cost: StepCost) -> None:
+        """Go back to vLLM's rule where holding back serves fewer tokens a second than that is forecast to."""
+        if self.target_itl is not None or not self._steps or self._held_steps < self._steps:
+            self._behind = 0
+            return
+        load = self._load(self._in_system // self._steps, [*self._requests])
+        own = rehearse(load, self.engine, cost, VLLM)
+        served = self._tokens / self._seconds
+        self._behind = self._behind + 1 if served < _BEHIND * own.tokens_per_second else 0
+        if self._behind < _WINDOWS:
+            return
+        self._behind, self._banned_until = 0, self._ended + _BANNED
+        self.choice = None
+        self.fallbacks += 1
+        if self.fallbacks == 1:
+            log.warning(
+                "Tonnage admission: holding requests back served %.0f tokens/s, vLLM's rule is forecast to "
+                "serve %.0f. vLLM's rule holds for the next %d requests.",
+                served, own.tokens_per_second, _BANNED,
+            )  # fmt: skip
+
+    def _rehearse(self, level: int) -> None:
+        requests, cost = [*self._requests], self.cost
+        assert cost is not None
+        if not self.background:
+            self._choose(level, requests, cost, self._choices)
+            return
+        if (self._pending is not None and not self._pending.done()) or not self._may_rehearse():
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="tonnage-rehearsal")
+        self._pending = self._worker.submit(self._choose, level, requests, cost, self._choices)
+
+    def _choose(
+        self, level: int, requests: list[tuple[int, int, int]], cost: StepCost, choices: dict[int, Choice]
+    ) -> None:
+        begin = time.monotonic()
+        load = self._load(round(_LEVEL**level), requests)
+        if len(load.output):
+            own = rehearse(load, self.engine, cost, VLLM)
+            others = [Choice(rule, rehearse(load, self.engine, cost, rule), own) for rule in RULES]
+            holds = self.choice is not None and self.choice.rule != VLLM
+            choices[level] = best([Choice(VLLM, own, own), *others], self.target_itl, STAY if holds else START)
+        now = time.monotonic()
+        self._idle_until = now + (now - begin) / _DUTY
+
+    def _load(self, clients: int, requests: list[tuple[int, int, int]]) -> Load:
+        """Return ``requests`` again and again in random order, without those that the pool cannot hold."""
+        rows = np.array(requests, np.int64).reshape(-1, 3)
+        most = (self.engine.blocks - 1) * self.engine.block_size
+        rows = rows[rows[:, 0] + rows[:, 1] <= most]
+        count = 2 * clients + _STEADY_REQUESTS if len(rows) else 0
+        draw = np.random.default_rng(0)
+        turns = [draw.permutation(len(rows)) for _ in range(-(-count // max(1, len(rows))))]
+        order = np.concatenate([np.zeros(0, np.int64), *turns])[:count]
+        prompt, output, max_tokens = np.ascontiguousarray(rows[order].T)
+        return Load(prompt, output, max_tokens, max(1, clients))
+
+
+def best(choices: list[Choice], target_itl: float | None, bounds: Bounds = START) -> Choice:
+    """Return the choice with the most tokens a second among those that lose nothing else.
+
+    Args:
+        choices: the first is vLLM's rule.
+        target_itl: P99 of the seconds between tokens to stay below: the only condition then, and where no rule
+            meets it, the one that comes nearest is returned. None: ``bounds`` are the conditions.
+        bounds: what a rule must keep of vLLM's.
+    """
+    if target_itl is not None:
+        smooth = [each for each in choices if each.outcome.between_p99 <= target_itl]
+        if not smooth:
+            return min(choices, key=lambda each: each.outcome.between_p99)
+        return max(smooth, key=lambda each: each.outcome.tokens_per_second)
+    own = choices[0].own
+    kept = [
+        each
+        for each in choices[1:]
+        if each.outcome.tokens_per_second >= bounds.tokens * own.tokens_per_second
+        and each.outcome.first_p50 <= bounds.first * own.first_p50
+        and each.outcome.first_p99 <= bounds.first * own.first_p99
+        and each.outcome.between_p99 <= bounds.between * own.between_p99
+    ]
+    return max(kept, key=lambda each: each.outcome.tokens_per_second, default=choices[0])
+
+
+def auto_of(policy: Policy, limits: Limits) -> Auto | None:
+    """Return what chooses the rule of ``auto``; None in other modes."""
+    if policy.mode is not AdmissionMode.AUTO:
+        return None
+    engine = Engine(
+        limits.usable_blocks // max(1, len(limits.layout.groups)), limits.layout.block_size,
+        limits.max_num_batched_tokens, limits.max_num_seqs,
+    )  # fmt: skip
+    return Auto(engine, policy.target_itl)

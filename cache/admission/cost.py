@@ -1,0 +1,111 @@
+"""What an engine step costs in seconds, fitted online from the steps that ran.
+
+Admission weighs idle blocks against tokens computed twice, and only the engine's own step times say which of
+the two is dearer: on a CPU a recomputed token costs a seventeenth of a step, on a GPU a seven-hundredth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Steps until a fit is used, and how many of them must have computed a prompt: below, four costs cannot be told
+# apart (benchmarks/vllm_admission.py --matrix, cold cells).
+_STEPS, _PROMPT_STEPS = 64, 8
+# The sums of past steps shrink by this factor every `_EVERY` steps: half of what is known is younger than 700.
+_KEEP, _EVERY = 0.94, 64
+# A step that took this many times its forecast is an outlier (a pause of the machine, a first compilation).
+_OUTLIER = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step that computes some tokens: ``fixed`` + ``prefill`` for each token beyond the first of
+    its sequence + ``sequence`` for each sequence + ``context`` for each token of KV cache that is held."""
+
+    fixed: float
+    prefill: float
+    sequence: float
+    context: float
+
+    def seconds(self, prefill_tokens: int, sequences: int, context_tokens: int) -> float:
+        """Return the forecast seconds of one step."""
+        return (
+            self.fixed
+            + self.prefill * prefill_tokens
+            + self.sequence * sequences
+            + self.context * context_tokens
+        )
+
+
+class CostFit:
+    """Least squares over the steps so far, older ones weighted less; no cost is negative.
+
+    ``steps`` and ``seconds`` count what was observed; the fit itself is `cost`.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self._prompt_steps = 0
+        self._squares = np.zeros((4, 4))
+        self._products = np.zeros(4)
+        self._known: StepCost | None = None
+        # Steps of the present batch: they enter the sums together, which costs a step one append.
+        self._batch: list[tuple[float, float, float, float, float]] = []
+
+    def observe(self, tokens: int, sequences: int, context_tokens: int, seconds: float) -> None:
+        """Add a step that computed ``tokens`` positions of ``sequences`` sequences in ``seconds``.
+
+        Args:
+            tokens: positions computed, prompts and decodes.
+            sequences: sequences that computed at least one position.
+            context_tokens: tokens of KV cache held by running sequences.
+            seconds: duration of the step; zero and negative durations are ignored.
+        """
+        if sequences == 0 or seconds <= 0:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self._prompt_steps += tokens > sequences
+        self._batch.append((1.0, float(tokens - sequences), float(sequences), float(context_tokens), seconds))
+        if len(self._batch) == _EVERY:
+            self._add_batch()
+
+    def _add_batch(self) -> None:
+        rows = np.array(self._batch)
+        self._batch.clear()
+        steps, seconds = rows[:, :4], rows[:, 4]
+        if self._known is not None:
+            known = self._known
+            forecast = steps @ np.array([known.fixed, known.prefill, known.sequence, known.context])
+            usual = seconds <= _OUTLIER * np.maximum(forecast, np.median(seconds))
+        else:
+            usual = seconds <= _OUTLIER * np.quantile(seconds, 0.9)
+        steps, seconds = steps[usual], seconds[usual]
+        self._squares = _KEEP * self._squares + steps.T @ steps
+        self._products = _KEEP * self._products + steps.T @ seconds
+        self._known = self._solve()
+
+    def _solve(self) -> StepCost | None:
+        if self.steps < _STEPS or self._prompt_steps < _PROMPT_STEPS:
+            return None
+        scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-300))
+        squares, products = self._squares / np.outer(scale, scale), self._products / scale
+        used = [0, 1, 2, 3]
+        found = np.zeros(4)
+        while used:  # without the most negative one, until none is negative
+            found[:] = 0
+            found[used] = np.linalg.lstsq(squares[np.ix_(used, used)], products[used], rcond=1e-9)[0]
+            least = min(used, key=lambda at: found[at])
+            if found[least] >= 0:
+                break
+            used.remove(least)
+        fixed, prefill, sequence, context = (found / scale).tolist()
+        return StepCost(fixed, prefill, sequence, context)
+
+    @property
+    def cost(self) -> StepCost | None:
+        """The fit; None before 64 steps, 8 of which computed a prompt."""
+        return self._known

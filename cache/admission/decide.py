@@ -1,0 +1,215 @@
+"""The decisions of admission, as pure functions of a `State`: who may start, what is committed, who may grow.
+
+Two adapters fill the state: `tonnage.cache.admission.controller` from our block manager, and
+`tonnage.server.engines.vllm.scheduler.admission` from vLLM's scheduler. Nothing here knows either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tonnage.cache.admission.forecast import LengthForecast
+from tonnage.cache.admission.passing import Head
+from tonnage.cache.admission.policy import AdmissionMode, Policy, blocks_short, blocks_taken
+from tonnage.cache.admission.safety import IntArray, Leaving, is_safe
+from tonnage.cache.admission.safety import grant as safe_grant
+from tonnage.cache.admission.snapshot import COLUMNS, PRIVATE, RunningSnapshot
+from tonnage.cache.admission.types import Limits
+from tonnage.cache.blocks.groups import num_full
+from tonnage.cache.blocks.state import Int32Array, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A request that is decided on.
+
+    - ``entry``: its value of each column of a `RunningSnapshot`, in order;
+    - ``cached``: blocks of its prefix, all full groups, that no running request holds: taking them uses up the
+      pool;
+    - ``windowed``: blocks that are set aside whole for it; ``reserved``: the most it ever holds, all groups;
+    - ``lost`` int32 [running]: blocks of each running request that it would share; None: none;
+    - ``produced``: tokens of its output so far, before a preemption;
+    - ``tenant``: whose lengths forecast its own.
+    """
+
+    entry: Sequence[int]
+    cached: int
+    windowed: int
+    reserved: int
+    lost: Int32Array | None = None
+    produced: int = 0
+    tenant: str = ""
+
+
+@dataclass(slots=True)
+class State:
+    """The running requests in order of admission, then the newcomers of this step that may start.
+
+    ``rows`` int32 [capacity, COLUMNS]: the first are those of ``snapshot``; a newcomer's goes into the next.
+    ``reserved``: blocks of all groups reserved for them. ``produced`` int64 [running]: tokens of each output so
+    far, with those before a preemption. ``tenants`` [running]: whose each is; None: nobody's lengths are told
+    apart. ``outsiders``: requests outside the snapshot may hold blocks.
+    """
+
+    snapshot: RunningSnapshot
+    rows: Int32Array
+    reserved: int
+    produced: Int64Array
+    tenants: list[str] | None = None
+    outsiders: bool = False
+
+    def with_one(self, new: Newcomer) -> RunningSnapshot:
+        """Return the snapshot with ``new``, without a copy: of two of the same state only the last is right."""
+        now, count = self.snapshot, len(self.snapshot) + 1
+        self.rows[count - 1] = new.entry
+        rows = self.rows[:count]
+        if new.lost is not None:
+            rows = rows.copy()
+            rows[: len(new.lost), PRIVATE] -= new.lost
+        return RunningSnapshot(now.usable, now.used + new.cached, now.windowed + new.windowed, rows)
+
+    def take(self, new: Newcomer) -> None:
+        """Count ``new`` among the running requests."""
+        after = self.with_one(new)
+        self.rows[: len(after)] = after.rows
+        self.snapshot = RunningSnapshot(after.usable, after.used, after.windowed, self.rows[: len(after)])
+        self.reserved += new.reserved
+        self.produced = np.append(self.produced, new.produced)
+        if self.tenants is not None:
+            self.tenants = [*self.tenants, new.tenant]
+
+
+def empty_rows(snapshot: RunningSnapshot, most: int) -> Int32Array:
+    """Return int32 [running + most, COLUMNS] that begins with the rows of ``snapshot``."""
+    rows = np.empty((len(snapshot) + most, COLUMNS), np.int32)
+    rows[: len(snapshot)] = snapshot.rows
+    return rows
+
+
+_GREEDY = Policy(AdmissionMode.GREEDY)
+
+
+@dataclass(slots=True)
+class Rules:
+    """What decisions follow: the mode that holds now, the limits of the pool, and learned lengths. ``fresh``
+    False:
+    requests without output start by vLLM's rule."""
+
+    policy: Policy
+    limits: Limits
+    forecast: LengthForecast
+    fresh: bool = True
+    margin: int = field(init=False)
+    by_sum: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.margin = self.policy.margin(self.limits)
+        # A window stops growing: without a full group all that is reserved is the peak.
+        self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
+
+    def follow(self, policy: Policy, fresh: bool = True) -> None:
+        """Decide by ``policy`` from now on."""
+        self.fresh = fresh
+        if policy != self.policy:
+            self.policy = policy
+            self.forecast.quantile, self.forecast.cautious = policy.quantile, policy.cautious
+            self.__post_init__()
+
+    def lengths(self, state: RunningSnapshot, produced: Int64Array, tenants: list[str] | None) -> Int64Array:
+        """Return int64 [requests], a new array: tokens still to come of each, of at most ``output_left``."""
+        if self.policy.quantile == 1 or not self.policy.forecasts:
+            return state.output_left.astype(np.int64)
+        return self.forecast.left(produced, state.output_left, tenants)
+
+
+def decide_by_sum(
+    reserved: int, wanted: int, alone: bool, rules: Rules, *, head: bool = False, outsiders: bool = False
+) -> int | None:
+    """Return the blocks that a newcomer is short of, where reservations alone decide; None: `decide` must.
+
+    Args:
+        reserved: blocks reserved for the running requests.
+        wanted: blocks to reserve for the newcomer.
+        alone: no other request runs. It fits then, as requests that never fit are rejected before.
+        rules: what holds now.
+        head: the newcomer would pass the head of the queue.
+        outsiders: requests that do not run may hold blocks.
+    """
+    short = reserved + wanted + rules.margin - rules.limits.usable_blocks
+    # Where all reservations fit together no schedule can go wrong.
+    if alone or (short <= 0 and not head and not outsiders):
+        return 0
+    if rules.by_sum or (head and not rules.policy.forecasts):
+        return max(int(head), short)
+    return None
+
+
+def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) -> int:
+    """Return the blocks that must come back before ``new`` may start; 0 or less: it may start now.
+
+    Args:
+        state: what runs; unchanged but for the row behind its last.
+        new: the request.
+        rules: what holds now.
+        head: the request that ``new`` would pass, whose start it must not delay.
+    """
+    short = decide_by_sum(
+        state.reserved, new.reserved, not len(state.snapshot), rules,
+        head=head is not None, outsiders=state.outsiders,
+    )  # fmt: skip
+    if short is not None:
+        return short
+    after = state.with_one(new)
+    policy = rules.policy if rules.fresh or new.produced else _GREEDY
+    if head is None and not policy.forecasts:
+        return blocks_short(after, after.output_left, rules.limits, policy)
+    tenants = None if state.tenants is None else [*state.tenants, new.tenant]
+    lengths = rules.lengths(after, np.append(state.produced, new.produced), tenants)
+    if int(after.prompt_left.sum()) <= rules.limits.max_num_batched_tokens:
+        lengths[-1] -= 1  # its whole prompt in one step: that step gives the first token too
+    return blocks_short(after, lengths, rules.limits, policy, head)
+
+
+def committed(state: State, rules: Rules) -> int:
+    """Return the usable blocks that count as taken for a newcomer, with the margin that it must leave."""
+    if not len(state.snapshot):
+        return 0
+    taken = state.reserved
+    if not rules.by_sum:
+        left = rules.lengths(state.snapshot, state.produced, state.tenants)
+        taken = min(taken, max(blocks_taken(state.snapshot, left, rules.limits, rules.policy)))
+    return min(rules.limits.usable_blocks, taken + rules.margin)
+
+
+def grant(
+    state: State, entries: IntArray, wanted: Int64Array, rules: Rules, leaving: Callable[[], Leaving]
+) -> Int64Array | None:
+    """Return how many blocks each sequence may take now, int64 [sequences]; the first are served first.
+
+    In guaranteed mode the state after all grants is safe (`tonnage.cache.admission.safety`); the other modes
+    grant while blocks are there. Returns None where the state is not safe to begin with, so that nothing can
+    be promised.
+
+    Args:
+        state: what runs, with the newcomers of this step.
+        entries: int [sequences], the request of each as an index into the snapshot.
+        wanted: int64 [sequences], blocks of all full groups.
+        rules: what holds now.
+        leaving: counts exactly what each request gives back; called only where the bound on shared blocks is
+        not
+            enough, as it walks all block tables.
+    """
+    snapshot = state.snapshot
+    if rules.policy.mode is not AdmissionMode.GUARANTEED:
+        return np.clip(snapshot.available - (np.cumsum(wanted) - wanted), 0, wanted)
+    groups = num_full(rules.limits.layout)
+    granted = safe_grant(snapshot, entries, wanted, multiple=groups)
+    if (granted < wanted).any() and not is_safe(snapshot):
+        exact = leaving()
+        if not is_safe(snapshot, exact):
+            return None
+        granted = safe_grant(snapshot, entries, wanted, multiple=groups, leaving=exact)
+    return granted
