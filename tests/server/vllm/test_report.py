@@ -10,10 +10,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 from vllm_steps import BLOCK, World, config, request, scheduler
 
+from tonnage.cache.admission.decide import decide
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler import report as module
 from tonnage.server.engines.vllm.scheduler.account import RESERVED
-from tonnage.server.engines.vllm.scheduler.admission import State
 from tonnage.server.engines.vllm.told import PREFIX, Told, take
 
 BLOCKS = 60
@@ -130,8 +130,9 @@ def test_what_is_not_committed_is_admitted_at_once(mode: str, monkeypatch: pytes
             continue
         newcomer = request(f"new{number}", max(1, room * BLOCK - 20), 20)
         assert sum(made._account.reservation(newcomer)) == room
-        state = State(made._account, 1)
-        assert made.admission._decide(newcomer, made._account.find(newcomer), state) == 0
+        admission = made.admission
+        new = admission._newcomer(newcomer, made._account.find(newcomer))
+        assert decide(admission._state(1), new, admission.rules) <= 0
         asked += 1
     assert asked > 3
 
