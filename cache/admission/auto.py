@@ -89,6 +89,8 @@ class Auto:
     def __init__(self, engine: Engine, target_itl: float | None = None, *, background: bool = True) -> None:
         self.engine, self.target_itl, self.background = engine, target_itl, background
         self.fit = CostFit()
+        self.log = log  # an adapter sets that of its engine
+        self._cost_said = False
         self.fallbacks = 0  # how often the guard went back to vLLM's rule
         self.choice: Choice | None = None  # the last one; None: vLLM's rule, with nothing rehearsed
         self._requests: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
@@ -205,7 +207,7 @@ class Auto:
         self.choice = None
         self.fallbacks += 1
         if self.fallbacks == 1:
-            log.warning(
+            self.log.warning(
                 "Tonnage admission: holding requests back served %.0f tokens/s, vLLM's rule is forecast to "
                 "serve %.0f. vLLM's rule holds for the next %d requests.",
                 served, own.tokens_per_second, _BANNED,
@@ -232,9 +234,25 @@ class Auto:
             own = rehearse(load, self.engine, cost, VLLM)
             others = [Choice(rule, rehearse(load, self.engine, cost, rule), own) for rule in RULES]
             holds = self.choice is not None and self.choice.rule != VLLM
-            choices[level] = best([Choice(VLLM, own, own), *others], self.target_itl, STAY if holds else START)
+            found = best([Choice(VLLM, own, own), *others], self.target_itl, STAY if holds else START)
+            choices[level] = found
+            self._say_cost(found)
         now = time.monotonic()
         self._idle_until = now + (now - begin) / _DUTY
+
+    def _say_cost(self, choice: Choice) -> None:
+        """Log once what the target between tokens costs in throughput, or that no rule reaches it."""
+        if self.target_itl is None or self._cost_said:
+            return
+        self._cost_said = True
+        begin = "target %.0f ms between tokens: P99 forecast %.0f ms"
+        if choice.outcome.between_p99 > self.target_itl:
+            begin = "no rule keeps the target of %.0f ms between tokens: the best has a P99 forecast of %.0f ms"
+        self.log.info(
+            f"Tonnage admission: {begin}, tokens/s %+.0f %% against vLLM's rule",
+            1e3 * self.target_itl, 1e3 * choice.outcome.between_p99,
+            100 * (choice.outcome.tokens_per_second / choice.own.tokens_per_second - 1),
+        )  # fmt: skip
 
     def _load(self, clients: int, requests: list[tuple[int, int, int]]) -> Load:
         """Return ``requests`` again and again in random order, without those that the pool cannot hold."""

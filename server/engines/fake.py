@@ -263,7 +263,7 @@ class FakeEngine(Engine):
 
     def step(self) -> Step[_Sequence]:
         """One step: what the scheduler has decided is computed, and those that got so far draw a token."""
-        scheduler = self.scheduler
+        scheduler, begun = self.scheduler, time.perf_counter()
         sample_laws(self._manager, scheduler.steps + 1)
         step = scheduler.step()
         for sequence in step.admitted:
@@ -276,7 +276,10 @@ class FakeEngine(Engine):
                 chunk = Chunk(owner.request.request_id, index, (), "error", sequence.cached, str(never))
                 self._said.append((owner, chunk))
         if step.picked:
+            tokens = sum([sequence.chunk for sequence in step.picked])
             scheduler.computed(step.picked)
+            seconds = max(self._step_seconds, time.perf_counter() - begun)
+            scheduler.took(tokens, len(step.picked), seconds)
         drawing: list[_Sequence] = []
         for sequence in step.drawing:
             drawing.append(sequence)

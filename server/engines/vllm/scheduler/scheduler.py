@@ -69,6 +69,8 @@ class Admitting(Scheduler):
             self._account = Account(self, read_groups(self, rules))
             self._plain = VllmAdmission(Policy(AdmissionMode.GREEDY), self._account)
             self.admission = VllmAdmission(policy, self._account)
+            if self.admission.auto is not None:
+                self.admission.auto.log = logger
             self._times = StepTimes(self, self.admission)
             logger.info(
                 "Tonnage admission: %s, %d usable blocks",

@@ -1,0 +1,62 @@
+"""What ``--target-itl`` says in the log once a rehearsal has chosen."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from tonnage.cache.admission.auto import Auto, Choice
+from tonnage.cache.admission.rehearsal import Engine
+
+# Of a pool in which twelve requests of 32 + 200 tokens fit at their end.
+ENGINE = Engine(200, 16, 512, 64)
+
+
+def busy(target_itl: float | None) -> Auto:
+    """An `Auto` that has seen 128 requests and steps of 17 ms + 1 ms per prefill token."""
+    auto = Auto(ENGINE, target_itl, background=False)
+    for number in range(128):
+        prefill = 32 if number % 2 else 0
+        auto.stepped(16 + prefill, 16, 2000 + 10 * number, 0.017 + 0.001 * prefill, 40)
+    for number in range(128):
+        auto.ended(32, 60 + 37 * number % 280, 400)
+    return auto
+
+
+def said(caplog: pytest.LogCaptureFixture, auto: Auto) -> list[str]:
+    caplog.set_level(logging.INFO, "tonnage.cache")
+    for in_system in (40, 20, 40):
+        auto.rule(in_system)
+    return [record.getMessage() for record in caplog.records]
+
+
+def forecast(choice: Choice | None) -> str:
+    assert choice is not None
+    ratio = choice.outcome.tokens_per_second / choice.own.tokens_per_second
+    return f"{1e3 * choice.outcome.between_p99:.0f} ms, tokens/s {100 * (ratio - 1):+.0f} % against vLLM's rule"
+
+
+def test_target_that_a_rule_keeps_is_logged_once_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+    auto = busy(0.2)
+    (line,) = said(caplog, auto)
+    assert re.match(r"Tonnage admission: target 200 ms between tokens: P99 forecast \d+ ms, ", line)
+    assert line.endswith(forecast(auto.choice))
+    assert auto.choice is not None
+    assert auto.choice.outcome.between_p99 <= 0.2
+
+
+def test_target_that_no_rule_keeps_is_logged_once_with_the_best_forecast(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    auto = busy(0.001)
+    (line,) = said(caplog, auto)
+    assert line.startswith(
+        "Tonnage admission: no rule keeps the target of 1 ms between tokens: the best has a P99 forecast of "
+    )
+    assert "against vLLM's rule" in line
+
+
+def test_without_a_target_no_cost_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert said(caplog, busy(None)) == []
