@@ -11,7 +11,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.sharing import Sharing
-from tonnage.server.engines.stats import EngineStats, PoolStats
+from tonnage.server.engines.stats import EngineStats, PoolStats, stats_of_auto
 
 log = logging.getLogger("tonnage.server")
 
@@ -79,6 +79,7 @@ def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool
         prefix_hit_tokens=counters.prefix_hit_tokens,
         shared_hit_tokens=counters.shared_hit_tokens,
         invariant_violations=scheduler.manager.stats().violations,
+        auto=stats_of_auto(scheduler.admission.auto),
     )
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from tonnage.cache.admission.cost import StepCost
+
+if TYPE_CHECKING:
+    from tonnage.cache.admission.auto import Auto  # compiled loops, which a watch never needs
 
 ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome admit|wait|never, reason, count)
 
@@ -76,6 +84,59 @@ class MeasuredMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoStats:
+    """What the admission mode ``auto`` has learned, and the rule that holds.
+
+    Attributes:
+        cost: seconds of a step by its parts; None until enough steps have run.
+        share: the rule's share (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule holds.
+        fresh: whether new requests are held back too, not only preempted ones.
+        gain: tokens/s of the rule over those of vLLM's, both rehearsed; None until a rehearsal.
+        fallbacks: how often the guard went back to vLLM's rule.
+    """
+
+    cost: StepCost | None = None
+    share: float | None = None
+    fresh: bool = True
+    gain: float | None = None
+    fallbacks: int = 0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by part; empty while unknown."""
+        cost = self.cost
+        if cost is None:
+            return {}
+        values = (cost.fixed, cost.prefill, cost.sequence, cost.context)
+        return dict(zip(COST_PARTS, values, strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of ``/memory`` and ``tonnage watch --json``."""
+        return {
+            "step_cost_seconds": self.parts or None,
+            "holds_back": None if self.share is None else "new" if self.fresh else "preempted",
+            "share": self.share,
+            "rehearsed_gain": self.gain,
+            "fallbacks": self.fallbacks,
+        }
+
+
+# Seconds once a step, for each prefill token, for each sequence, for each token of context.
+COST_PARTS = ("fixed", "prefill_token", "sequence", "context_token")
+
+
+def stats_of_auto(auto: Auto | None) -> AutoStats | None:
+    """Return a snapshot of ``auto``; None in modes without one."""
+    if auto is None:
+        return None
+    choice = auto.choice
+    if choice is None:
+        return AutoStats(auto.cost, fallbacks=auto.fallbacks)
+    gain = choice.outcome.tokens_per_second / choice.own.tokens_per_second
+    return AutoStats(auto.cost, choice.rule.share, choice.rule.fresh, gain, auto.fallbacks)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot; reading it never waits for the engine. ``admission_mode``: the one that holds, of an engine
     that may have fallen back from the one it was asked for."""
@@ -97,6 +158,7 @@ class EngineStats:
     restarts: int = 0
     invariant_violations: int | None = 0  # None: nobody looks
     admission_mode: str | None = None
+    auto: AutoStats | None = None  # in the admission mode auto alone
     since: float | None = None  # when ``ready`` changed last, in seconds since the epoch; None: not told
 
 
@@ -105,6 +167,7 @@ COUNTERS = (
     "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
     "shared_hit_tokens", "restarts", "invariant_violations",
 )  # fmt: skip
+_COST_FIELDS = ("fixed", "prefill", "sequence", "context")
 _BLOCKS = (
     "num_blocks", "usable", "used", "cached", "free", "reserved", "evictions", "committed", "tail_waste_slots",
 )  # fmt: skip
@@ -125,6 +188,26 @@ def added(values: Iterable[int | None]) -> int | None:
     return None if None in known else sum(value or 0 for value in known)
 
 
+def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
+    """Return the stats of several engines as one; None without any.
+
+    Costs and gain are means of the known ones, the rule is the one that holds back most, fallbacks are summed.
+    """
+    if not parts:
+        return None
+    costs = [part.cost for part in parts if part.cost is not None]
+    gains = [part.gain for part in parts if part.gain is not None]
+    holding = [part for part in parts if part.share is not None]
+    strictest = min(holding, key=lambda part: (not part.fresh, part.share), default=AutoStats())
+    return AutoStats(
+        StepCost(*(statistics.fmean(map(attrgetter(name), costs)) for name in _COST_FIELDS)) if costs else None,
+        strictest.share,
+        strictest.fresh,
+        statistics.fmean(gains) if gains else None,
+        sum(part.fallbacks for part in parts),
+    )
+
+
 def total(parts: Sequence[EngineStats]) -> EngineStats:
     """The sum over engines, of which there is one at least. Memory stays unmeasured: it is compared with the
     plan of one of them."""
@@ -143,5 +226,6 @@ def total(parts: Sequence[EngineStats]) -> EngineStats:
         admissions=merged(part.admissions for part in parts),
         refused_blocks=merged(part.refused_blocks for part in parts),
         admission_mode=modes.pop() if len(modes) == 1 else None,
+        auto=total_auto([part.auto for part in parts if part.auto is not None]),
         **{name: added(getattr(part, name) for part in parts) for name in COUNTERS},  # type: ignore[arg-type]
     )

@@ -83,6 +83,10 @@ def memory_report(state: ServerState, room: Room, counts: bool = True) -> dict[s
             "process_peak_bytes": None if process is None else process - plan.rank.used_bytes,
         },
         "pool": _pool(plan, stats.pool),
+        "admission": {
+            "mode": stats.admission_mode or state.settings.admission_mode,
+            "auto": None if stats.auto is None else stats.auto.to_dict(),
+        },
         "headroom": _headroom(state, stats.pool, room),
         "requests": _requests(state, stats),
         "drain_seconds": _rounded(room.drain_seconds),

@@ -86,6 +86,42 @@ def span(seconds: float) -> str:
     return f"{whole} s"
 
 
+def auto_text(auto: Mapping[str, Any]) -> str:
+    """Return what the admission mode ``auto`` does, in a line.
+
+    Args:
+        auto: `tonnage.server.engines.stats.AutoStats.to_dict`.
+    """
+    parts = ["auto: vLLM's rule"]
+    if auto["holds_back"] is not None:
+        who = "preempted requests" if auto["holds_back"] == "preempted" else "requests"
+        parts = [f"auto: holds {who} back at share {auto['share']:g}"]
+        if auto["rehearsed_gain"] is not None:
+            parts.append(f"{100 * (auto['rehearsed_gain'] - 1):+.0f} % tokens/s rehearsed")
+    if auto["fallbacks"]:
+        parts.append(f"back to vLLM's rule {auto['fallbacks']:,} x")
+    cost = auto["step_cost_seconds"]
+    if cost is not None:
+        each = " + ".join(f"{_brief(cost[part])} {of}" for part, of in _COST_PARTS if cost[part])
+        parts.append(f"step {_brief(cost['fixed'])}" + (f" + {each}" if each else ""))
+    return ", ".join(parts)
+
+
+_COST_PARTS = (
+    ("prefill_token", "a prefill token"),
+    ("sequence", "a sequence"),
+    ("context_token", "a token of context"),
+)
+
+
+def _brief(seconds: float) -> str:
+    """``17.0 ms``, ``30.0 us``, ``5.0 ns``."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 1e-9:.1f} ns"
+
+
 def _row(name: str, planned: int | None, measured: int | None) -> Row:
     difference = ""
     if planned is not None and measured is not None:
@@ -136,6 +172,8 @@ def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str
         size = plan["kv_cache"]["usable_blocks"] * report["pool"]["bytes_per_block"]
         blocks = f"{sum(pool.values()):,} blocks of {report['pool']['block_size_tokens']} tokens"
         facts.append(("KV pool", f"{states} of {blocks} ({gib(size)})"))
+    if (auto := report["admission"]["auto"]) is not None:
+        facts.append(("admission", auto_text(auto)))
     if requests is None:  # those of all tenants, which are not for this key
         return facts
     running, waiting = requests["running"], requests["waiting"]

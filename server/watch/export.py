@@ -7,6 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.watcher import Watched
@@ -123,6 +124,7 @@ def families(page: Page, look: Watched) -> None:
         {key: count for key, count in states.items() if count is not None},
     )
     _headroom(page, look)
+    auto_families(page, reading.auto)
     counters = reading.counters
     for name, text, value in (
         ("preemptions", "Running requests put back to waiting.", counters.preemptions),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tonnage.cache.admission import Limits
+from tonnage.server.engines.stats import AutoStats
 from tonnage.server.observe.metrics.headroom import Headroom
 
 
@@ -91,7 +92,7 @@ class Counters:
 class Reading:
     """One look at a server. ``measured``: bytes by component of the plan. ``started``: whatever tells one run
     of the server from the next. ``typical``: prompt and completion of a request, where the server shows those
-    it has now and counts none. ``headroom``: where the server itself knows."""
+    it has now and counts none. ``headroom``, ``auto``: where the server itself knows."""
 
     replicas: tuple[Replica, ...]
     counters: Counters = field(default_factory=Counters)
@@ -99,6 +100,7 @@ class Reading:
     started: str | None = None
     typical: tuple[float, float] | None = None
     headroom: Headroom | None = None
+    auto: AutoStats | None = None
 
     def sum_of(self, name: str) -> int | None:
         """``running``, ``waiting`` of all replicas."""

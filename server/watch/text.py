@@ -9,7 +9,7 @@ from typing import Any
 
 from tonnage.planner.bars import cells
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
-from tonnage.server.observe.status import Row, memory_rows
+from tonnage.server.observe.status import Row, auto_text, memory_rows
 from tonnage.server.watch.drawing import Tabled, aligned
 from tonnage.server.watch.records import Counters
 from tonnage.server.watch.watcher import Watched
@@ -48,6 +48,8 @@ def _parts(look: Watched) -> Iterable[str]:
         yield headroom_line(look)
     if rates := rates_line(look):
         yield rates
+    if look.reading.auto is not None:
+        yield f"admission {auto_text(look.reading.auto.to_dict())}"
     if look.restarts:
         yield f"restarted {look.restarts} x"
 
@@ -163,6 +165,7 @@ def to_dict(look: Watched) -> dict[str, Any]:
             "headroom": None
             if look.headroom is None
             else asdict(look.headroom) | {"full_in_seconds": look.full_in},
+            "admission": None if reading.auto is None else {"auto": reading.auto.to_dict()},
             "counters": {part.name: getattr(reading.counters, part.name) for part in fields(Counters)},
             "per_second": None
             if look.change is None or look.seconds <= 0

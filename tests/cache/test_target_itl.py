@@ -6,23 +6,9 @@ import logging
 import re
 
 import pytest
+from rehearsed import busy
 
 from tonnage.cache.admission.auto import Auto, Choice
-from tonnage.cache.admission.rehearsal import Engine
-
-# Of a pool in which twelve requests of 32 + 200 tokens fit at their end.
-ENGINE = Engine(200, 16, 512, 64)
-
-
-def busy(target_itl: float | None) -> Auto:
-    """An `Auto` that has seen 128 requests and steps of 17 ms + 1 ms per prefill token."""
-    auto = Auto(ENGINE, target_itl, background=False)
-    for number in range(128):
-        prefill = 32 if number % 2 else 0
-        auto.stepped(16 + prefill, 16, 2000 + 10 * number, 0.017 + 0.001 * prefill, 40)
-    for number in range(128):
-        auto.ended(32, 60 + 37 * number % 280, 400)
-    return auto
 
 
 def said(caplog: pytest.LogCaptureFixture, auto: Auto) -> list[str]:
@@ -59,4 +45,4 @@ def test_target_that_no_rule_keeps_is_logged_once_with_the_best_forecast(
 
 
 def test_without_a_target_no_cost_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert said(caplog, busy(None)) == []
+    assert said(caplog, busy()) == []

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from metric_families import FAMILIES
+from metric_families import AUTO_FAMILIES, AUTO_LEARNED_FAMILIES, FAMILIES
 from shown import ROOT, pages
 
 from tonnage.server.cli import COMMANDS, parser_of
@@ -67,7 +67,7 @@ def test_a_package_s_readme_names_all_of_its_rooms(package: str) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_metrics_are_there(page: Path) -> None:
-    known = {*FAMILIES, *ELSEWHERE}
+    known = {*FAMILIES, *AUTO_FAMILIES, *AUTO_LEARNED_FAMILIES, *ELSEWHERE}
     for name in re.findall(r"\btonnage_[a-z0-9_]+\b\*?", page.read_text()):
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 

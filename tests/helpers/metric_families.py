@@ -65,3 +65,14 @@ FAMILIES = {
     "tonnage_tenant_prompt_tokens_total": ("counter", {"tenant"}),
     "tonnage_tenant_generation_tokens_total": ("counter", {"tenant"}),
 }
+
+# Of the admission mode auto alone, from the start and once steps, lengths and rehearsals are known.
+AUTO_FAMILIES = {
+    "tonnage_admission_holding": ("gauge", {"requests"}),
+    "tonnage_admission_fallbacks_total": ("counter", set()),
+}
+AUTO_LEARNED_FAMILIES = {
+    "tonnage_step_cost_seconds": ("gauge", {"part"}),
+    "tonnage_admission_share_ratio": ("gauge", set()),
+    "tonnage_admission_rehearsed_gain_ratio": ("gauge", set()),
+}

@@ -81,6 +81,7 @@ class Heard:
             preempted_tokens=self._preempted_tokens if self._caching else None,
             invariant_violations=told.broken,
             admission_mode=told.mode,
+            auto=told.auto,
         )
 
 

@@ -11,6 +11,10 @@ keys begin with ``PREFIX``; the logger, which is asked before vLLM's own, takes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from tonnage.cache.admission.cost import StepCost
+from tonnage.server.engines.stats import AutoStats
 
 PREFIX = "tonnage "
 # How the stop_reason of a request begins that our scheduler has ended because it can never fit.
@@ -29,6 +33,9 @@ class Told:
     ``waste``: token slots. ``cached``: blocks that a prefix can hit and nobody references; ``evictions`` of
     such by cause. ``broken``: laws of the account that did not hold when somebody looked. ``failures``:
     exceptions of ours, after the first of which vLLM schedules on its own.
+
+    The rest is `AutoStats` as integers, in the mode ``auto`` alone: costs in nanoseconds (``context_cost`` in
+    picoseconds), ``share`` and ``gain`` in thousandths, ``fresh`` 0 or 1.
     """
 
     mode: str
@@ -41,12 +48,55 @@ class Told:
     waste: int | None = None
     broken: int | None = None
     cached: int | None = None
+    fixed_cost: int | None = None
+    prefill_cost: int | None = None
+    sequence_cost: int | None = None
+    context_cost: int | None = None
+    share: int | None = None
+    fresh: int | None = None
+    gain: int | None = None
+    fallbacks: int | None = None
     decisions: Reasons = field(default_factory=dict)
     missing_blocks: Reasons = field(default_factory=dict)
     evictions: Reasons = field(default_factory=dict)  # ("blocks", cause)
 
+    @property
+    def auto(self) -> AutoStats | None:
+        """What `auto_numbers` wrote; None in other modes."""
+        if self.fallbacks is None:
+            return None
+        cost = None
+        if self.fixed_cost is not None:
+            prefill, sequence, context = self.prefill_cost or 0, self.sequence_cost or 0, self.context_cost or 0
+            cost = StepCost(self.fixed_cost / 1e9, prefill / 1e9, sequence / 1e9, context / 1e12)
+        return AutoStats(cost, _ratio(self.share), self.fresh != 0, _ratio(self.gain), self.fallbacks)
 
-_NUMBERS = ("received", "unfinished", "failures", "reserved", "committed", "asked", "waste", "broken", "cached")
+
+def auto_numbers(auto: AutoStats | None) -> dict[str, Any]:
+    """Return the fields of `Told` that say ``auto``, all of them integers."""
+    if auto is None:
+        return {}
+    numbers = {"fresh": int(auto.fresh), "fallbacks": auto.fallbacks}
+    if auto.cost is not None:
+        numbers["fixed_cost"] = round(auto.cost.fixed * 1e9)
+        numbers["prefill_cost"] = round(auto.cost.prefill * 1e9)
+        numbers["sequence_cost"] = round(auto.cost.sequence * 1e9)
+        numbers["context_cost"] = round(auto.cost.context * 1e12)
+    if auto.share is not None:
+        numbers["share"] = round(auto.share * 1000)
+    if auto.gain is not None:
+        numbers["gain"] = round(auto.gain * 1000)
+    return numbers
+
+
+def _ratio(thousandths: int | None) -> float | None:
+    return None if thousandths is None else thousandths / 1000
+
+
+_NUMBERS = (
+    "received", "unfinished", "failures", "reserved", "committed", "asked", "waste", "broken", "cached",
+    "fixed_cost", "prefill_cost", "sequence_cost", "context_cost", "share", "fresh", "gain", "fallbacks",
+)  # fmt: skip
 _TABLES = ("decisions", "missing_blocks", "evictions")
 
 

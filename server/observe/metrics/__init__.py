@@ -10,6 +10,7 @@ zero. There are no ``_created`` series.
 ``pool``       KV blocks by state, evictions, preemptions, prefix hits
 ``headroom``   what still fits, time to full, time to drain
 ``requests``   admission, outcomes, latencies, tenants
+``auto``       step costs and the rule of the admission mode ``auto``
 ``vllm_names`` vLLM's names for all this (``--metrics-compat vllm``)
 ============== ===============================================================================
 """
@@ -20,6 +21,7 @@ import time
 
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.stats import EngineStats
+from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.headroom import (
@@ -93,6 +95,7 @@ class Metrics:
         headroom_families(page, self._headroom(stats), pool.usable, layout.bytes_per_block, self._trend, counts)
         engine_request_families(page, stats)
         admission_families(page, stats, counts.refused)
+        auto_families(page, stats.auto)
         request_families(page, counts)
         latency_families(page, counts)
         tenant_families(page, self._usage.tenants, layout.bytes_per_block)

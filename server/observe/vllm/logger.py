@@ -30,6 +30,7 @@ from tonnage.server.engines.vllm import figures
 from tonnage.server.engines.vllm.deployment import asked_of, served_name
 from tonnage.server.engines.vllm.refused import tell_clients
 from tonnage.server.engines.vllm.told import take
+from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
 from tonnage.server.observe.metrics.memory import memory_families
@@ -190,6 +191,7 @@ class Engine:
         engine_request_families(page, stats)
         if told is not None:
             admission_families(page, stats, seen.counts.refused)
+            auto_families(page, stats.auto)
         request_families(page, seen.counts, seen.outcomes)
         latency_families(page, seen.counts)
         size = layout.bytes_per_block if layout is not None and told and told.asked is not None else None

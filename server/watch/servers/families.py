@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tonnage.cache.admission.cost import StepCost
+from tonnage.server.engines.stats import COST_PARTS, AutoStats, total_auto
 from tonnage.server.observe.metrics.headroom import Headroom
 from tonnage.server.watch.records import Planned
 from tonnage.server.watch.samples import Samples
@@ -19,6 +21,31 @@ def headroom_told(samples: Samples) -> Headroom | None:
     if blocks is None or requests is None or not prompts:
         return None
     return Headroom(blocks, requests, max(prompts))
+
+
+def auto_told(samples: Samples) -> AutoStats | None:
+    """Return what the admission mode ``auto`` does, over all engines of the page; None in other modes."""
+    engines = samples.values_of("engine_index", "tonnage_admission_fallbacks_total")
+    parts = [samples.where(engine_index=engine) for engine in engines] or [samples]
+    found = [_auto(part) for part in parts]
+    return total_auto([auto for auto in found if auto is not None])
+
+
+def _auto(samples: Samples) -> AutoStats | None:
+    fallbacks = samples.count("tonnage_admission_fallbacks_total")
+    if fallbacks is None:
+        return None
+    parts = {labels.get("part"): seconds for labels, seconds in samples.of("tonnage_step_cost_seconds")}
+    share = samples.total("tonnage_admission_share_ratio")
+    held = samples.where(requests="new").total("tonnage_admission_holding")
+    cost = StepCost(*(parts[part] for part in COST_PARTS)) if parts.keys() >= set(COST_PARTS) else None
+    return AutoStats(
+        cost,
+        share,
+        share is None or bool(held),
+        samples.total("tonnage_admission_rehearsed_gain_ratio"),
+        fallbacks,
+    )
 
 
 def planned_told(samples: Samples, model: str | None) -> Planned | None:

@@ -9,7 +9,7 @@ from tonnage.server.observe.status import COMPONENTS
 from tonnage.server.watch.client import Answer, Client, WatchError
 from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.families import headroom_told
+from tonnage.server.watch.servers.families import auto_told, headroom_told
 from tonnage.server.watch.servers.told import mapping, number, text
 
 _MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
@@ -56,6 +56,7 @@ class TonnageServer:
                 if (value := number(measured.get(f"{name}_bytes"))) is not None
             },
             headroom=headroom_told(samples),
+            auto=auto_told(samples),
         )
 
 

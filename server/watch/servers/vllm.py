@@ -13,7 +13,7 @@ from typing import Any
 from tonnage.server.watch.client import Answer, Client
 from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.families import headroom_told, measured_told, planned_told
+from tonnage.server.watch.servers.families import auto_told, headroom_told, measured_told, planned_told
 from tonnage.server.watch.servers.told import cards, mapping, text
 
 _INFO = "vllm:cache_config_info"
@@ -111,6 +111,7 @@ class VLLMServer:
             measured=measured_told(samples),
             started=None if started is None else str(started),
             headroom=headroom_told(samples),
+            auto=auto_told(samples),
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
-from tonnage.server.engines.stats import EngineStats, MeasuredMemory
+from tonnage.cache.admission.cost import StepCost
+from tonnage.server.engines.stats import AutoStats, EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm.heard import Cores
-from tonnage.server.engines.vllm.told import Told, put
+from tonnage.server.engines.vllm.told import Told, auto_numbers, put
 
 BLOCKS = 101
 
@@ -71,6 +72,15 @@ def test_with_nobody_there_nothing_is_held_whatever_the_last_step_said() -> None
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
     assert (stats.pool.headroom, stats.pool.tail_waste_slots) == (100, 0)
     assert stats.pool.evictions == 6
+
+
+def test_auto_of_several_engine_cores_is_one() -> None:
+    made = cores(2, mode="auto")
+    assert now(made).auto is None  # nothing is told before the first step
+    for index, share in ((0, 0.9), (1, 0.6)):
+        auto = AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), share, gain=1.1, fallbacks=index)
+        made.record(index, step(Told("auto", **auto_numbers(auto))), None)
+    assert now(made).auto == AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), 0.6, gain=1.1, fallbacks=1)
 
 
 def test_where_our_scheduler_does_not_run_vllm_promises_nothing() -> None:

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from vllm_steps import BLOCK, World, config, request, scheduler
 
 from tonnage.cache.admission.decide import decide
+from tonnage.server.engines.stats import AutoStats, stats_of_auto
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler import report as module
 from tonnage.server.engines.vllm.scheduler.account import RESERVED
@@ -181,6 +182,44 @@ def test_aborted_ones_are_not_there_any_more() -> None:
     tried.scheduler.finish_requests(["r0", "r2"], RequestStatus.FINISHED_ABORTED)
     told = holds(tried.scheduler)
     assert (told.received, told.unfinished) == (3, 1)
+
+
+def test_auto_tells_its_costs_and_its_rule() -> None:
+    """200 requests on a clock of 17 ms a step + 1 ms a prefilled token, in a pool that preempts."""
+    draw = random.Random(3)
+    tried = world("auto", sequences=32)
+    made, now = tried.scheduler, 0.0
+    made.clock = lambda: now
+    assert told_by(made).auto == AutoStats()
+    scheduled = tried.scheduled
+
+    def timed(output: Any) -> None:
+        nonlocal now
+        tokens, sequences = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        now += 0.017 + 0.001 * (tokens - sequences)
+        scheduled(output)
+
+    tried.scheduled = timed  # type: ignore[method-assign]
+    for number in range(200):
+        tried.add(request(f"r{number}", 32, 400), 60 + draw.randrange(280))
+    tried.run()
+    auto, told = made.admission.auto, take(made.make_stats().waiting_lora_adapters)
+    known = stats_of_auto(auto)
+    assert auto.log.name.startswith("vllm.")
+    assert told is not None
+    assert told.mode == "auto"
+    assert told.auto is not None
+    assert known is not None
+    assert told.auto.parts == pytest.approx(known.parts, abs=1e-9)
+    assert told.auto.parts["fixed"] > 0
+    assert (told.auto.share, told.auto.fresh) == (known.share, known.fresh)
+    assert told.auto.fallbacks == auto.fallbacks
+    assert told.auto.gain == (None if known.gain is None else pytest.approx(known.gain, abs=0.0005))
+
+
+def test_modes_without_auto_tell_none() -> None:
+    for mode in ("guaranteed", "greedy"):
+        assert told_by(world(mode).scheduler).auto is None
 
 
 def test_it_goes_with_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from metric_families import FAMILIES
+from metric_families import AUTO_LEARNED_FAMILIES, FAMILIES
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from rehearsed import busy
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, PrefixCacheStats, SchedulerStats
@@ -18,9 +20,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.vllm.told import Told, put
+from tonnage.server.engines.stats import AutoStats, stats_of_auto
+from tonnage.server.engines.vllm.told import Told, auto_numbers, put
 from tonnage.server.observe.vllm import logger as module
 from tonnage.server.observe.vllm.logger import TonnageStatLogger
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.families import auto_told
 
 BLOCKS = 22  # of 128 tokens in 64 MiB, 2,949,120 bytes each
 
@@ -233,6 +238,41 @@ def test_what_our_scheduler_tells_passes_through_vllms_messages(made: Any) -> No
     assert value(seen, "tonnage_requests_total", outcome="rejected") == 1
     assert value(seen, "tonnage_requests_in_flight") == 4
     assert value(seen, "tonnage_admission_decisions_total", outcome="wait", reason="max_num_queued_reqs") == 1
+
+
+def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
+    """A plain ``vllm serve`` has the families, and a watch reads them as they were."""
+    auto = busy()
+    auto.rule(40)
+    known = stats_of_auto(auto)
+    assert known is not None
+    assert known.cost is not None
+    assert known.share is not None
+    stats = SchedulerStats(num_running_reqs=3)
+    put(replace(TOLD, mode="auto", **auto_numbers(known)), stats.waiting_lora_adapters)
+    assert {type(count) for count in stats.waiting_lora_adapters.values()} == {int}
+    TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
+    seen = page()
+    assert value(seen, "tonnage_admission_info", mode="auto") == 1
+    assert value(seen, "tonnage_admission_holding", requests="preempted") == 1
+    assert value(seen, "tonnage_admission_holding", requests="new") == known.fresh
+    assert value(seen, "tonnage_admission_fallbacks_total") == 0
+    found = auto_told(Samples(generate_latest(REGISTRY).decode()))
+    assert found is not None
+    assert found.cost is not None
+    assert found.gain == pytest.approx(known.gain, abs=0.0005)
+    assert found.parts == pytest.approx(known.parts, abs=1e-9)
+    assert found.cost.context == pytest.approx(known.cost.context, abs=1e-12)
+    assert (found.share, found.fresh, found.fallbacks) == (known.share, known.fresh, 0)
+
+
+def test_cold_auto_tells_no_costs(made: Any) -> None:
+    stats = SchedulerStats()
+    put(Told("auto", **auto_numbers(AutoStats())), stats.waiting_lora_adapters)
+    TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
+    seen = page()
+    assert value(seen, "tonnage_admission_holding", requests="preempted") == 0
+    assert not {name for name, _ in seen} & AUTO_LEARNED_FAMILIES.keys()
 
 
 def test_who_ends_at_a_stop_string_did_not_hang_up(made: Any) -> None:

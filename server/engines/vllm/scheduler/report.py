@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from tonnage.server.engines.stats import stats_of_auto
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.pool import Evictions, cached_blocks
-from tonnage.server.engines.vllm.told import Told
+from tonnage.server.engines.vllm.told import Told, auto_numbers
 
 # Seconds between two looks at every running request. Nobody scrapes more often.
 _LOOK_SECONDS = 1.0
@@ -105,5 +106,5 @@ class Report:
         committed = max(0, min(committed, admission.limits.usable_blocks))
         return replace(
             told, reserved=reserved, committed=committed, asked=self._asked_blocks,
-            waste=self._waste, broken=self._broken,
+            waste=self._waste, broken=self._broken, **auto_numbers(stats_of_auto(admission.auto)),
         )  # fmt: skip

@@ -1,0 +1,46 @@
+"""What steps cost, and what the admission mode ``auto`` makes of it."""
+
+from __future__ import annotations
+
+from tonnage.server.engines.stats import AutoStats
+from tonnage.server.observe.metrics.families import Page
+
+
+def auto_families(page: Page, auto: AutoStats | None) -> None:
+    """Write the families of the mode ``auto``; nothing in other modes."""
+    if auto is None:
+        return
+    page.gauges(
+        "tonnage_step_cost_seconds",
+        "Fitted seconds of an engine step: fixed, and for each prefill_token, sequence and context_token. "
+        "Absent until enough steps have run.",
+        ("part",),
+        {(part,): seconds for part, seconds in auto.parts.items()},
+    )
+    page.gauges(
+        "tonnage_admission_holding",
+        "1 while admission holds requests back, by new and preempted requests; 0 while vLLM's rule holds.",
+        ("requests",),
+        {
+            ("new",): int(auto.share is not None and auto.fresh),
+            ("preempted",): int(auto.share is not None),
+        },
+    )
+    if auto.share is not None:
+        page.gauge(
+            "tonnage_admission_share_ratio",
+            "Share of the longer outputs that still run where a running request is forecast to end; a lower "
+            "one holds back more. Absent while vLLM's rule holds.",
+            auto.share,
+        )
+    if auto.gain is not None:
+        page.gauge(
+            "tonnage_admission_rehearsed_gain_ratio",
+            "Tokens per second of the rule that holds over those of vLLM's rule, both rehearsed.",
+            auto.gain,
+        )
+    page.counter(
+        "tonnage_admission_fallbacks",
+        "Times that admission went back to vLLM's rule because holding requests back served fewer tokens.",
+        auto.fallbacks,
+    )
