@@ -120,8 +120,8 @@ def admission() -> dashboard.Dashboard:
         ),
         lines(
             "Preemptions and lost tokens",
-            "tonnage_preemptions_total and tonnage_preempted_tokens_total per second: work thrown away. Only "
-            "in predictive and greedy mode; if it costs more than it wins, go back to guaranteed.",
+            "tonnage_preemptions_total and tonnage_preempted_tokens_total per second: work thrown away. "
+            "Only in auto, greedy and predictive mode; auto weighs its cost, guaranteed never preempts.",
             "short",
             query(f"sum by (instance) ({rate('tonnage_preemptions_total')})", "preemptions {{instance}}"),
             query(f"sum by (instance) ({rate('tonnage_preempted_tokens_total')})", "lost tokens {{instance}}"),

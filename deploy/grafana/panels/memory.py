@@ -100,7 +100,7 @@ def memory() -> dashboard.Dashboard:
             "Reserved and not yet used",
             "tonnage_pool_promised_unused_blocks beside the used tonnage_pool_blocks: what max_tokens "
             "reserves and answers do not use. Far above the used blocks: callers ask for more max_tokens "
-            "than they need, or choose --admission-mode predictive.",
+            "than they need, or choose --admission-mode auto.",
             "short",
             query(f'tonnage_pool_blocks{{{ONE}, state="used"}}', "used"),
             query(f"tonnage_pool_promised_unused_blocks{{{ONE}}}", "reserved, not yet held"),
