@@ -30,7 +30,9 @@ FOREIGN = {
     },
     "servers to watch": {"--enable-metrics", "--metrics"},
     "docker, helm, systemctl, uvx": {"--target", "--set", "--now", "--from"},
-    "our scripts": {"--activations", "--all", "--check", "--operations", "--sections", "--stacks"},
+    "our scripts": {
+        "--activations", "--all", "--check", "--matrix", "--operations", "--sections", "--stacks",
+    },
     "tonnage itself": {"--version"},
     "refused in an example": {"--max-model-length"},
 }  # fmt: skip
