@@ -98,6 +98,8 @@ class Simulator:
             lookahead=setup.lookahead,
             whole_prompts=setup.whole_prompts,
         )
+        if (auto := self.scheduler.admission.auto) is not None:
+            auto.background = False  # the simulated clock stands still while it rehearses
         self.now = 0.0
         self._arrived = 0
         self._computed = 0  # tokens

@@ -20,6 +20,7 @@ from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.engines.stats import AutoStats
 from tonnage.server.text.grammar import Grammar
 
 
@@ -140,6 +141,18 @@ def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
     said = run(scheduler, requests(24))
     assert said == run(Scheduler(plan_for(400)), requests(24))
     assert scheduler.counters.admissions["wait", "blocks"] > 0
+
+
+def test_stats_have_step_costs_in_the_mode_auto() -> None:
+    scheduler = Scheduler(plan_for(40), policy=Policy(AdmissionMode.AUTO))
+    assert scheduler.stats().auto == AutoStats()
+    assert Scheduler(plan_for(40)).stats().auto is None
+    run(scheduler, requests(48))
+    told = scheduler.stats().auto
+    assert told is not None
+    assert told.cost is not None
+    assert sum(told.parts.values()) > 0
+    assert (told.share, told.fallbacks) == (None, 0)
 
 
 def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:

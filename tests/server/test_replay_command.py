@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from html_pages import Document
 
+from tonnage.cache.admission import auto
+from tonnage.cache.admission.policy import VLLM
+from tonnage.cache.admission.rehearsal import rehearse
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
 from tonnage.server.cli import main
@@ -41,6 +46,25 @@ def test_a_replay_prints_a_table_json_and_a_page(
     assert main(["replay", *flags, "--json", "--policy", "predictive"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["finished"], record["preemptions"], record["policy"]) == (40, 0, "predictive")
+
+
+def test_a_replay_of_auto_waits_for_its_rehearsals(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock is simulated, so a rehearsal in a thread would come too late, and elsewhere in each replay."""
+    rehearsed = []
+
+    def counted(*args: Any) -> Any:
+        assert threading.current_thread() is threading.main_thread()
+        rehearsed.append(args[-1])
+        return rehearse(*args)
+
+    monkeypatch.setattr(auto, "rehearse", counted)
+    flags = [TRACE, "--model", model, "--gpu", "l4-24g", "--max-model-len", "8192", "--max-num-seqs", "64"]
+    assert main(["replay", *flags, "--json", "--policy", "auto"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["finished"], record["policy"]) == (300, "auto")
+    assert set(rehearsed) == {VLLM, *auto.RULES}
 
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "zai-org__GLM-5.1"])
