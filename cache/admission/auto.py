@@ -40,7 +40,9 @@ _REMEMBERED, _KNOWN, _ANEW = 256, 96, 64
 _LOST = 0.02
 # Steps over which the number of requests in the system is averaged: some lives of a request. A queue that
 # comes and goes within them is no reason to hold anything back.
-_LIFETIME = 512
+_LIFETIME = 256
+# Times between tokens that differ by less are those of the same kind of step.
+_SAME = 1e-3
 # Systems whose numbers of requests differ by less are taken for the same.
 _LEVEL = 1.4
 # The guard: windows in a row that may fall this far behind the forecast of vLLM's rule, and for how many ends
@@ -64,7 +66,7 @@ class Bounds:
 
 # To start holding back, and to go on with it: a rehearsal scatters by some per cent, and a rule that comes and
 # goes brings neither throughput nor a smooth stream.
-START, STAY = Bounds(1.04, 0.98, 0.8), Bounds(1.02, 1.01, 0.9)
+START, STAY = Bounds(1.03, 0.98, 0.85), Bounds(1.01, 1.02, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,9 +290,15 @@ def best(choices: list[Choice], target_itl: float | None, bounds: Bounds = START
         if each.outcome.tokens_per_second >= bounds.tokens * own.tokens_per_second
         and each.outcome.first_p50 <= bounds.first * own.first_p50
         and each.outcome.first_p99 <= bounds.first * own.first_p99
-        and each.outcome.between_p99 <= bounds.between * own.between_p99
+        and _is_smooth(each.outcome.between_p99, own.between_p99, bounds.between)
     ]
     return max(kept, key=lambda each: each.outcome.tokens_per_second, default=choices[0])
+
+
+def _is_smooth(between: float, own: float, bound: float) -> bool:
+    """Return whether the P99 between tokens is below ``bound`` times vLLM's own, or decided by the same step:
+    where prompts fill the token budget, their steps are that P99 under every rule."""
+    return between <= bound * own or own * (1 - _SAME) <= between <= own
 
 
 def auto_of(policy: Policy, limits: Limits) -> Auto | None:

@@ -94,6 +94,8 @@ def summarize(
         shared, start = kept[slot, 3], kept[slot, 4]
         held = min(tables[at] * groups, reserved)
         output = max(computed[at], start) - prompt
+        if computed[at] >= start:
+            output += 1  # sampled, and not computed before the next step
         rows[at, HELD], rows[at, PRIVATE], rows[at, RESERVED] = held, max(held - shared, 0), reserved
         rows[at, PROMPT], rows[at, PROMPT_LEFT] = prompt + lookahead, max(start - computed[at], 0)
         rows[at, OUTPUT], rows[at, OUTPUT_LEFT] = output, max(max_tokens - output, 1)

@@ -1,10 +1,11 @@
 """The modes of admission: what must hold of the state with a new request for it to start.
 
 =============== ============================================================================================
-``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak over time fits if
-                everybody runs to max_tokens: no preemption ever; stalls only where chunks of prefill shift
-                the peak. With ``length_quantile`` below 1 the peak is forecast by that quantile of learned
-                lengths: many fewer steps, still no preemption, stalls where lengths surprise.
+``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak forecast by the
+learned
+                lengths fits beside what that law keeps free: no preemption ever, steps skipped where lengths
+                surprise. With ``length_quantile`` 1 the forecast is max_tokens: no steps skipped either, but
+                where chunks of prefill shift the peak, and far fewer requests at a time.
 ``predictive``  the peak forecast by the learned lengths fits under the watermark. Sequences stall when
                 blocks run out; only when nobody can go on is one preempted, the one with the least to redo.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest is preempted.
@@ -102,18 +103,20 @@ class Policy:
     def quantile(self) -> float:
         """Quantile of the outputs still to come that the peak is forecast from; 1 is max_tokens.
 
-        0.4 with a watermark of 0.004: benchmarks/admission.py, where 0.4 to 0.5 and 0 to 0.005 differ by 0.4 %
-        of the steps and by up to 4 preemptions in 2,000 requests.
+        Predictive: 0.4 with a watermark of 0.004 (benchmarks/admission.py, where 0.4 to 0.5 and 0 to 0.005
+        differ by 0.4 % of the steps and by up to 4 preemptions in 2,000 requests). Guaranteed: 0.5; below it
+        more requests start than may grow, and tokens/s fall (benchmarks/vllm_admission.py --matrix --modes
+        guaranteed).
         """
         if self.length_quantile is not None:
             return self.length_quantile
-        return 0.4 if self.mode is AdmissionMode.PREDICTIVE else 1.0
+        return {AdmissionMode.PREDICTIVE: 0.4, AdmissionMode.GUARANTEED: 0.5}.get(self.mode, 1.0)
 
     @property
     def cautious(self) -> bool:
         """Whether the quantile is meant for many requests, and fewer are forecast by a higher one
         (`tonnage.cache.admission.forecast`): unless the user named it."""
-        return self.length_quantile is None and self.mode is AdmissionMode.PREDICTIVE
+        return self.length_quantile is None and self.forecasts
 
     @property
     def reserve(self) -> float:
@@ -126,10 +129,11 @@ class Policy:
     def lookahead(self) -> int:
         """How many waiting requests behind the head are asked whether they may pass.
 
-        Worth it where the start of the head is sure: against learned lengths passing cost 0.4 % more steps and
-        3 preemptions in benchmarks/admission.py (``--lookahead 8``), and vLLM's rule lets nobody pass.
+        In guaranteed mode passing saves 1.3 % of the steps and nearly all skipped ones of
+        benchmarks/admission.py; in predictive mode it cost 0.4 % more steps and 3 preemptions, and vLLM's rule
+        lets no request pass.
         """
-        return 8 if self.quantile == 1 and self.mode is AdmissionMode.GUARANTEED else 0
+        return 8 if self.mode is AdmissionMode.GUARANTEED else 0
 
     @property
     def forecasts(self) -> bool:
@@ -165,9 +169,30 @@ def blocks_taken(
         return
     growth = growth_of(state, output_left, block_size, limits.max_num_batched_tokens, groups)
     common = state.windowed + state.used - growth.private
+    if policy.mode is AdmissionMode.GUARANTEED:
+        common += kept_for_one(state, output_left, block_size, groups)
     yield common + groups * peak_of(growth, block_size)
     if head is not None:
         yield common + groups * peak_of(with_head(growth, head, block_size), block_size, head.start)
+
+
+def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int, groups: int) -> int:
+    """Return the blocks that guaranteed mode keeps beside the forecast peak, so that its law lets all grow.
+
+    The law (`tonnage.cache.admission.safety`) holds back what one request may need beyond its forecast,
+    whichever needs least: with less than that available, one request grows at a time and all others skip their
+    steps.
+
+    Args:
+        state: the requests.
+        output_left: int [running], tokens forecast for each.
+        block_size: tokens of a block.
+        groups: full groups.
+    """
+    if not len(state):
+        return 0
+    beyond = -(-(state.output_left - output_left) // block_size) * state.sequences * groups
+    return max(0, int(beyond.min()))
 
 
 def blocks_short(

@@ -37,6 +37,7 @@ def test_the_fewer_run_the_more_is_forecast() -> None:
 def test_a_quantile_that_was_named_is_taken_as_it_is() -> None:
     assert Policy(AdmissionMode.PREDICTIVE).cautious
     assert not Policy(AdmissionMode.PREDICTIVE, length_quantile=0.4).cautious
-    assert not Policy(AdmissionMode.GUARANTEED).cautious
+    assert Policy(AdmissionMode.GUARANTEED).cautious
+    assert not Policy(AdmissionMode.GUARANTEED, length_quantile=0.5).cautious
     plain = taught(0.4)
     assert plain.left(np.zeros(1), np.full(1, 1000)) == plain.left(np.zeros(400), np.full(400, 1000))[0]

@@ -138,6 +138,7 @@ class VllmAdmission:
         ``waiting`` in order; those who may start are the first of it, as vLLM lets nobody pass either.
         """
         self.forecast.step = step
+        self._fresh.clear()
         waiting = iter(waiting)
         head = next(waiting, None) if room > 0 else None
         most = 0 if head is None else max(0, min(room, _WAVE, self._asks(head, step)))
@@ -165,7 +166,6 @@ class VllmAdmission:
 
     def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
         allowed: list[Any] = []
-        self._fresh.clear()
         budget = self.limits.max_num_batched_tokens
         for request in waiting:
             self._head = request.request_id
@@ -272,9 +272,9 @@ class VllmAdmission:
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``prompt`` and ``output`` say how far a decode is, with its lookahead; a prefill is at its end less
-        # ``left``.
-        at = snapshot.prompt + snapshot.output - left
+        # ``prompt`` and ``output`` say how far a decode will be after this step, with its lookahead; a prefill
+        # is at its end less ``left``.
+        at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)
         return np.maximum(wanted, 0)
