@@ -81,10 +81,16 @@ def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArra
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """An order to finish in, int64 [running], and what becomes available as each one leaves, int64 [running] by
-    entry: exact, but for this order only (`last_owners`)."""
+    entry: exact, but for this order only (`last_owners`). ``used``: the distinct blocks of all, where they are
+    counted with it; None: as many as the snapshot says."""
 
     order: Int64Array
     returns: Int64Array
+    used: int | None = None
+
+    def available(self, snapshot: RunningSnapshot) -> int:
+        """Return the blocks that full groups may still take."""
+        return snapshot.available if self.used is None else snapshot.capacity - self.used
 
 
 def is_safe(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> bool:
@@ -106,7 +112,7 @@ def committed_peak(snapshot: RunningSnapshot, leaving: Leaving | None = None) ->
         keys = finishing_keys(snapshot.need, snapshot.private)
         keys.sort()
         return snapshot.capacity - least_slack(keys, snapshot.available)
-    slack = slack_of(leaving.order, snapshot.available, snapshot.need, leaving.returns)
+    slack = slack_of(leaving.order, leaving.available(snapshot), snapshot.need, leaving.returns)
     return snapshot.capacity - int(slack.min())
 
 
@@ -132,7 +138,7 @@ def grant(
     need = snapshot.need.astype(np.int64)
     back = snapshot.private.astype(np.int64) if leaving is None else leaving.returns.copy()
     order = finishing_order(need, back) if leaving is None else leaving.order
-    available = snapshot.available
+    available = snapshot.available if leaving is None else leaving.available(snapshot)
     slack = slack_of(order, available, need, back)
     # A grant takes from the slack of those before its taker in the order, and from nobody else's.
     if total <= int(slack.min()):
@@ -191,5 +197,6 @@ def last_owners(snapshot: RunningSnapshot, tables: IntArray, owners: IntArray, n
     last = np.full(num_blocks, -1, dtype=np.int64)
     np.maximum.at(last, tables, place[owners])
     returns = np.empty_like(order)
-    returns[order] = np.bincount(last[last >= 0], minlength=len(order))
-    return Leaving(order, returns)
+    held = last[last >= 0]
+    returns[order] = np.bincount(held, minlength=len(order))
+    return Leaving(order, returns, len(held))

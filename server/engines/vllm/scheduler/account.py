@@ -22,7 +22,7 @@ import numpy as np
 
 from tonnage.cache.admission import Leaving, last_owners
 from tonnage.cache.admission.loops import summarize
-from tonnage.cache.admission.snapshot import COLUMNS, RunningSnapshot
+from tonnage.cache.admission.snapshot import COLUMNS, HELD, RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
@@ -125,7 +125,16 @@ class Account:
         rows = np.empty((len(order), COLUMNS), np.int32) if rows is None else rows[: len(order)]
         summarize(self._kept, order, computed, tables, groups.lookahead, groups.count, rows)
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
-        return RunningSnapshot(groups.limits.usable_blocks, self._used(), windowed, rows)
+        used = self._used()
+        if groups.others and not self.outsiders():
+            used = min(used, int(rows[:, HELD].sum()))  # a window's prefix hit counts in `_used`
+        return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
+
+    def outsiders(self) -> bool:
+        """Return whether a request that does not run may hold blocks: a streaming session that waits for
+        input, or one whose blocks a connector still loads or sends."""
+        scheduler = self.scheduler
+        return bool(getattr(scheduler, scheduler._rules.holders)) or scheduler.connector is not None
 
     def waste(self) -> int:
         """Token slots of full groups' blocks that hold no token; a shared block counts for each. O(running)."""
@@ -152,7 +161,8 @@ class Account:
         blocks = np.array([block.block_id for table in tables for block in table], np.int32)
         owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         found = last_owners(snapshot, blocks, owners, self.pool.num_gpu_blocks)
-        return Leaving(found.order, found.returns * self.groups.count)
+        used = None if self.outsiders() or found.used is None else found.used * self.groups.count
+        return Leaving(found.order, found.returns * self.groups.count, used)
 
     def find(self, request: Any) -> Hit:
         """What the request would find in the prefix cache now; changes nothing, not even vLLM's statistics."""

@@ -127,7 +127,11 @@ class VllmAdmission:
         rows = np.empty((len(self.account) + most, COLUMNS), np.int32)
         snapshot = self.account.snapshot(rows)
         return State(
-            snapshot, rows, self.account.reserved, snapshot.output.astype(np.int64), outsiders=self._outsiders()
+            snapshot,
+            rows,
+            self.account.reserved,
+            snapshot.output.astype(np.int64),
+            outsiders=self.account.outsiders(),
         )
 
     # -- one step --------------------------------------------------------------------------------------------
@@ -198,12 +202,6 @@ class VllmAdmission:
             entry, hit.cached * groups.count, windowed, full + windowed, self.account.lost(hit), output
         )
 
-    def _outsiders(self) -> bool:
-        """Whether somebody who is not in the account may hold blocks: streaming sessions that wait for input,
-        blocks that a connector still loads or sends."""
-        scheduler = self.account.scheduler
-        return bool(getattr(scheduler, scheduler._rules.holders)) or scheduler.connector is not None
-
     # -- who sits out the step -------------------------------------------------------------------------------
 
     def _may_stall(self, state: State | None = None) -> bool:
@@ -211,7 +209,10 @@ class VllmAdmission:
         nor while the step takes less than is there."""
         if not self.policy.forecasts or not self.groups.count:  # auto leaves it to vLLM, too
             return False
-        reserved, outsiders = self.account.reserved if state is None else state.reserved, self._outsiders()
+        reserved, outsiders = (
+            self.account.reserved if state is None else state.reserved,
+            self.account.outsiders(),
+        )
         if reserved <= self.limits.usable_blocks and not outsiders:
             self._slack = 0  # not counted meanwhile
             return False
@@ -242,7 +243,7 @@ class VllmAdmission:
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:
             self._slack = snapshot.capacity - committed_peak(snapshot)
-            if self._most_taken(state) <= self._slack and not self._outsiders():
+            if self._most_taken(state) <= self._slack and not self.account.outsiders():
                 return allowed, []
             wanted = self._wanted(state)
             if int(wanted.sum()) <= self._slack:
