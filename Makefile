@@ -24,6 +24,7 @@ help:
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       style and the tests of this environment"
 	@echo "make test-vllm  inside vLLM and behind it: scheduler, eviction, metrics, servers, embeddings"
+	@echo "make test-worlds  1,000 random worlds over vLLM's scheduler in each mode of admission (a quarter of an hour)"
 	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
@@ -62,6 +63,11 @@ test: style
 test-vllm: $(VENV)/.test
 	bash .ci/prometheus
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=10 tests/server/vllm
+
+# 1,000 random worlds over vLLM's scheduler in each of five modes: quarter of an hour.
+.PHONY: test-worlds
+test-worlds: $(VENV)/.test
+	TONNAGE_WORLDS=1000 $(BIN)/python -m pytest -n $(WORKERS) -q tests/server/vllm/test_many_worlds.py
 
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
