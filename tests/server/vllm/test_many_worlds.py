@@ -1,4 +1,4 @@
-"""Random worlds over vLLM's scheduler, in each mode: blocks are conserved, each request has one answer, all end.
+"""Random worlds over vLLM's scheduler, in each mode: blocks are conserved, each request has one answer.
 
 ``TONNAGE_WORLDS`` is the number of worlds in each mode: ``make test-worlds`` runs 1,000.
 """

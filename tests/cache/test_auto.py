@@ -1,0 +1,234 @@
+"""Measured step costs, rehearsals, and the rule that ``auto`` chooses by them."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+
+from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.cache.admission.auto import START, Auto, Choice, best
+from tonnage.cache.admission.cost import CostFit, StepCost
+from tonnage.cache.admission.policy import VLLM, Rule
+from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, rehearse
+from tonnage.cache.errors import CacheConfigError
+
+# A CPU computes a token in a seventeenth of a step, a GPU in a seven-hundredth (issue of the mode: 17 ms + 1
+# ms a token, 20 ms + 0.03 ms).
+CPU = StepCost(0.017, 0.001, 0.001, 0.0)
+GPU = StepCost(0.020, 0.00003, 0.00003, 0.0)
+ENGINE = Engine(blocks=200, block_size=16, max_num_batched_tokens=2048, max_num_seqs=256)
+
+
+def requests_of(seed: int, count: int) -> list[tuple[int, int, int]]:
+    """Return (prompt, output, max_tokens) of chat-like requests."""
+    draw = random.Random(seed)
+    return [
+        (1 + int(draw.lognormvariate(4.1, 0.8)), 1 + min(599, int(draw.expovariate(1 / 120))), 600)
+        for _ in range(count)
+    ]
+
+
+def load_of(clients: int, count: int = 400, seed: int = 0) -> Load:
+    rows = np.array(requests_of(seed, count), np.int64)
+    prompt, output, max_tokens = (np.ascontiguousarray(column) for column in rows.T)
+    return Load(prompt, output, max_tokens, clients)
+
+
+# -- costs -----------------------------------------------------------------------------------------------------
+
+
+def observe(fit: CostFit, cost: StepCost, steps: int, seed: int, noise: float = 0.0) -> None:
+    draw = random.Random(seed)
+    for _ in range(steps):
+        sequences, prefill = draw.randrange(1, 40), draw.choice([0, 0, 0, draw.randrange(1, 500)])
+        context = draw.randrange(100, 4000)
+        seconds = cost.seconds(prefill, sequences, context) * (1 + draw.uniform(-noise, noise))
+        fit.observe(prefill + sequences, sequences, context, seconds)
+
+
+@pytest.mark.parametrize("cost", [CPU, GPU, StepCost(0.006, 2e-5, 1e-5, 3e-8)])
+def test_costs_are_found_from_noisy_steps(cost: StepCost) -> None:
+    fit = CostFit()
+    assert fit.cost is None
+    observe(fit, cost, 1000, 0, noise=0.05)
+    found = fit.cost
+    assert found is not None
+    assert found.fixed == pytest.approx(cost.fixed, rel=0.1)
+    for shape in ((0, 10, 500), (300, 20, 2000), (0, 39, 4000)):
+        assert found.seconds(*shape) == pytest.approx(cost.seconds(*shape), rel=0.05)
+
+
+def test_costs_follow_an_engine_that_became_slower() -> None:
+    fit = CostFit()
+    observe(fit, GPU, 2000, 0)
+    slower = StepCost(2 * GPU.fixed, 2 * GPU.prefill, 2 * GPU.sequence, 0.0)
+    observe(fit, slower, 4000, 1)
+    assert fit.cost is not None
+    assert fit.cost.fixed == pytest.approx(slower.fixed, rel=0.1)
+
+
+def test_a_pause_of_the_machine_is_no_cost() -> None:
+    fit = CostFit()
+    observe(fit, CPU, 640, 0)
+    for _ in range(10):
+        fit.observe(20, 20, 500, 30.0)
+        observe(fit, CPU, 63, 2)
+    assert fit.cost is not None
+    assert fit.cost.fixed == pytest.approx(CPU.fixed, rel=0.05)
+
+
+def test_no_cost_is_negative_or_known_before_a_prompt() -> None:
+    fit = CostFit()
+    for _ in range(500):
+        fit.observe(8, 8, 100, 0.01)
+    assert fit.cost is None
+    for step in range(500):
+        fit.observe(8 + step % 2, 8, 100, 0.01 - 0.001 * (step % 2))  # steps with a prompt are faster
+    found = fit.cost
+    assert found is not None
+    assert min(found.fixed, found.prefill, found.sequence, found.context) >= 0
+
+
+# -- rehearsals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [VLLM, Rule(0.7), Rule(0.6, fresh=False)])
+def test_a_rehearsal_serves_every_token_once(rule: Rule) -> None:
+    load = load_of(64)
+    outcome = rehearse(load, ENGINE, CPU, rule)
+    tokens = int(load.output.sum())
+    # Alone in the pool, each token would take a whole step: the least and the most that any schedule can take.
+    assert outcome.tokens_per_second < 1 / CPU.sequence
+    assert outcome.tokens_per_second > tokens / sum(
+        CPU.seconds(int(prompt), 1, 0) + CPU.seconds(0, 1, 0) * int(output)
+        for prompt, output in zip(load.prompt, load.output, strict=True)
+    )
+
+
+def test_a_pool_that_holds_all_preempts_nothing() -> None:
+    large = Engine(100_000, 16, 2048, 256)
+    outcomes = [rehearse(load_of(64), large, CPU, rule) for rule in (VLLM, Rule(0.7))]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0].preemptions == 0
+    assert outcomes[0].recomputed == 0
+
+
+def test_holding_back_gains_where_computing_again_is_dear_and_loses_where_it_is_cheap() -> None:
+    load = load_of(128)
+    gain = {
+        name: rehearse(load, ENGINE, cost, Rule(0.7)).tokens_per_second
+        / rehearse(load, ENGINE, cost, VLLM).tokens_per_second
+        for name, cost in (("cpu", CPU), ("gpu", GPU))
+    }
+    assert gain["cpu"] > 1.05
+    assert gain["gpu"] < 0.99
+
+
+# -- the choice ------------------------------------------------------------------------------------------------
+
+
+def outcome(tokens: float, first: float = 1.0, between: float = 0.1) -> Outcome:
+    return Outcome(tokens, first, first, between, 0.1, 10)
+
+
+def test_the_best_rule_loses_nothing_that_a_client_notices() -> None:
+    own = outcome(100)
+    choices = [
+        Choice(VLLM, own, own),
+        Choice(Rule(0.5), outcome(120, first=1.3), own),
+        Choice(Rule(0.6), outcome(115, between=0.2), own),
+        Choice(Rule(0.7), outcome(108, first=0.9, between=0.05), own),
+        Choice(Rule(0.8), outcome(106, first=0.9, between=0.05), own),
+        Choice(Rule(0.9), outcome(101, first=0.9, between=0.05), own),
+    ]
+    assert best(choices, None).rule == Rule(0.7)
+    assert best([choices[0], choices[5]], None, START).rule == VLLM
+
+
+def test_a_target_between_tokens_buys_smoothness_with_throughput() -> None:
+    own = outcome(100)
+    choices = [
+        Choice(VLLM, own, own),
+        Choice(Rule(0.6), outcome(80, first=3.0, between=0.03), own),
+        Choice(Rule(0.7), outcome(90, first=2.0, between=0.05), own),
+    ]
+    assert best(choices, 0.06).rule == Rule(0.7)
+    assert best(choices, 0.01).rule == Rule(0.6)
+    assert best(choices, 0.2).rule == VLLM
+
+
+def taught(cost: StepCost, in_system: int, target: float | None = None) -> Auto:
+    """Return `Auto` after 300 requests of which a tenth of the time went into tokens computed again."""
+    auto = Auto(ENGINE, target, background=False)
+    draw = random.Random(0)
+    for at, request in enumerate(requests_of(1, 300)):
+        for _ in range(4):
+            sequences, prefill = draw.randrange(5, 25), draw.choice([0, 60])
+            seconds = cost.seconds(prefill, sequences, 1000)
+            auto.stepped(prefill + sequences, sequences, 1000, seconds, in_system)
+            auto.recomputed(int(0.1 * seconds / cost.prefill) if at % 2 == 0 else 0)
+        auto.ended(*request)
+    return auto
+
+
+def test_cold_it_is_vllms_rule() -> None:
+    auto = Auto(ENGINE, background=False)
+    assert auto.rule(100) == VLLM
+    auto.ended(10, 10, 100)
+    assert auto.rule(100) == VLLM
+    assert auto.choice is None
+
+
+def test_where_computing_again_is_dear_and_a_queue_stands_it_holds_back() -> None:
+    auto = taught(CPU, 128)
+    assert auto.rule(128).share is not None
+    assert auto.choice is not None
+    assert auto.choice.outcome.tokens_per_second > 1.03 * auto.choice.own.tokens_per_second
+    assert auto.rule(14) == VLLM  # a queue that is nearly empty
+
+
+def test_where_computing_again_is_cheap_it_is_vllms_rule() -> None:
+    assert taught(GPU, 128).rule(128) == VLLM
+
+
+def test_a_target_holds_back_where_vllms_rule_would_be_faster() -> None:
+    auto = taught(GPU, 128, target=0.025)
+    assert auto.rule(128).share is not None
+    assert auto.choice is not None
+    assert auto.choice.outcome.tokens_per_second < auto.choice.own.tokens_per_second
+
+
+def test_in_the_background_the_last_rule_holds_until_the_rehearsal_is_done() -> None:
+    auto = taught(CPU, 128)
+    auto.background = True
+    assert auto.rule(128) == VLLM
+    assert auto._pending is not None
+    auto._pending.result()
+    assert auto.rule(128).share is not None
+
+
+def test_the_guard_goes_back_where_less_is_served_than_forecast(caplog: pytest.LogCaptureFixture) -> None:
+    auto = taught(CPU, 128)
+    assert auto.rule(128) != VLLM
+    with caplog.at_level(logging.WARNING, logger="tonnage.cache"):
+        for request in requests_of(2, 400):
+            for _ in range(4):  # one sequence at a time, in steps that cost what they did
+                auto.stepped(1, 1, 100, CPU.seconds(0, 1, 100), 128)
+            auto.ended(*request)
+            auto.rule(128)
+    assert auto.fallbacks == 1
+    assert auto.rule(128) == VLLM
+    assert [record.message for record in caplog.records if "vLLM's rule holds" in record.message] != []
+    assert len([record for record in caplog.records if "vLLM's rule holds" in record.message]) == 1
+
+
+def test_only_auto_has_a_target() -> None:
+    with pytest.raises(CacheConfigError, match="target_itl"):
+        Policy(AdmissionMode.PREDICTIVE, target_itl=0.1)
+    with pytest.raises(CacheConfigError, match="target_itl"):
+        Policy(AdmissionMode.AUTO, target_itl=0.0)
+    with pytest.raises(CacheConfigError, match="watermark"):
+        Policy(AdmissionMode.AUTO, watermark=0.01)
