@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -45,9 +46,11 @@ _LIFETIME = 256
 _SAME = 1e-3
 # Systems whose numbers of requests differ by less are taken for the same.
 _LEVEL = 1.4
+# Share of a window's steps in which requests waited, for its tokens a second to say what a rule can serve.
+_QUEUED = 0.9
 # The guard: windows in a row that may fall this far behind the forecast of vLLM's rule, and for how many ends
 # vLLM's rule then holds.
-_BEHIND, _WINDOWS, _BANNED = 0.97, 2, 1024
+_BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
 # Rehearsals take at most this share of one core.
 _DUTY = 0.05
 _STEADY_REQUESTS = 1536  # of a rehearsal, beside twice its clients
@@ -105,7 +108,8 @@ class Auto:
         self._recomputed = 0
         # The window of the guard and of what is lost: counts since `_rehearsed_at`.
         self._seconds = self._tokens = 0.0
-        self._steps = self._held_steps = self._in_system = 0
+        self._steps = self._held_steps = self._queued_steps = self._in_system = 0
+        self._accuracy = 1.0  # tokens a second that vLLM's rule served, of those that its rehearsal forecast
         self._usual = 0.0  # requests in the system, of late
         self._lost = 0.0
         self._behind = self._banned_until = 0
@@ -156,6 +160,7 @@ class Auto:
 
     def rule(self, in_system: int) -> Rule:
         """Return the rule for a queue that is not empty, with ``in_system`` requests running or waiting."""
+        self._queued_steps += 1
         if not self._worth_it():
             self.choice = None
             return VLLM
@@ -191,18 +196,29 @@ class Auto:
         self._choices = {}
         if held:  # it goes on until the same number of requests is rehearsed anew
             self._lost = max(self._lost, _LOST)
-        self._recomputed = self._steps = self._held_steps = self._in_system = 0
+        self._recomputed = self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._seconds = self._tokens = 0.0
 
     def _guard(self, cost: StepCost) -> None:
-        """Go back to vLLM's rule where holding back serves fewer tokens a second than that is forecast to."""
-        if self.target_itl is not None or not self._steps or self._held_steps < self._steps:
+        """Judge a window with a queue in nearly every step: of one under vLLM's rule learn how accurate its
+        rehearsal is, of one that held requests back whether that served less than vLLM's rule would have."""
+        mixed = 0 < self._held_steps < self._steps
+        if self.target_itl is not None or mixed or self._queued_steps < _QUEUED * self._steps:
             self._behind = 0
+        elif self._held_steps or self._lost >= _LOST:
+            served, clients = self._tokens / self._seconds, self._in_system // self._steps
+            window = [*self._requests][-_ANEW:]
+            self._run(self._judge, served, clients, window, cost, bool(self._held_steps))
+
+    def _judge(
+        self, served: float, clients: int, requests: list[tuple[int, int, int]], cost: StepCost, held: bool
+    ) -> None:
+        own = rehearse(self._load(clients, requests), self.engine, cost, VLLM).tokens_per_second
+        if not held:
+            self._accuracy += (served / own - self._accuracy) / 2
             return
-        load = self._load(self._in_system // self._steps, [*self._requests])
-        own = rehearse(load, self.engine, cost, VLLM)
-        served = self._tokens / self._seconds
-        self._behind = self._behind + 1 if served < _BEHIND * own.tokens_per_second else 0
+        own *= self._accuracy
+        self._behind = self._behind + 1 if served < _BEHIND * own else 0
         if self._behind < _WINDOWS:
             return
         self._behind, self._banned_until = 0, self._ended + _BANNED
@@ -212,20 +228,24 @@ class Auto:
             self.log.warning(
                 "Tonnage admission: holding requests back served %.0f tokens/s, vLLM's rule is forecast to "
                 "serve %.0f. vLLM's rule holds for the next %d requests.",
-                served, own.tokens_per_second, _BANNED,
+                served, own, _BANNED,
             )  # fmt: skip
+
+    def _run(self, job: Callable[..., None], *arguments: object) -> None:
+        """Run ``job`` in the background, or at once for a simulated clock."""
+        if not self.background:
+            job(*arguments)
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="tonnage-rehearsal")
+        self._pending = self._worker.submit(job, *arguments)
 
     def _rehearse(self, level: int) -> None:
         requests, cost = [*self._requests], self.cost
         assert cost is not None
-        if not self.background:
-            self._choose(level, requests, cost, self._choices)
-            return
-        if (self._pending is not None and not self._pending.done()) or not self._may_rehearse():
-            return
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="tonnage-rehearsal")
-        self._pending = self._worker.submit(self._choose, level, requests, cost, self._choices)
+        busy = self._pending is not None and not self._pending.done()
+        if not self.background or (not busy and self._may_rehearse()):
+            self._run(self._choose, level, requests, cost, self._choices)
 
     def _choose(
         self, level: int, requests: list[tuple[int, int, int]], cost: StepCost, choices: dict[int, Choice]

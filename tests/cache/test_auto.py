@@ -216,9 +216,9 @@ def test_the_guard_goes_back_where_less_is_served_than_forecast(caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="tonnage.cache"):
         for request in requests_of(2, 400):
             for _ in range(4):  # one sequence at a time, in steps that cost what they did
+                auto.rule(128)
                 auto.stepped(1, 1, 100, CPU.seconds(0, 1, 100), 128)
             auto.ended(*request)
-            auto.rule(128)
     assert auto.fallbacks == 1
     assert auto.rule(128) == VLLM
     assert [record.message for record in caplog.records if "vLLM's rule holds" in record.message] != []
