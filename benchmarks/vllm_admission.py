@@ -51,7 +51,7 @@ from tonnage.cache.replay.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
 TRACE = ROOT / "tests" / "data" / "traces" / "azure_conversation_300.csv"
-MODES = ("default", "guaranteed", "predictive")
+MODES = ("default", "auto", "guaranteed", "predictive")
 SCHEDULER = "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
 MAX_TOKENS = 1000  # that each request asks for, before the scale
 BLOCK = 32  # the smallest that vLLM 0.32's attention on a CPU takes
@@ -404,7 +404,7 @@ def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
     from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 
     worlds = {}
-    for mode in ("default", "predictive", "guaranteed"):
+    for mode in MODES:
         cls = AsyncScheduler if mode == "default" else TonnageScheduler
         made = steps.scheduler(
             cls,
