@@ -23,7 +23,7 @@ import numpy as np
 
 from tonnage.cache.admission.cost import CostFit, StepCost
 from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy, Rule
-from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, rehearse
+from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, compile_rehearsal, rehearse
 from tonnage.cache.admission.types import Limits
 
 log = logging.getLogger("tonnage.cache")
@@ -329,4 +329,5 @@ def auto_of(policy: Policy, limits: Limits) -> Auto | None:
         limits.usable_blocks // max(1, len(limits.layout.groups)), limits.layout.block_size,
         limits.max_num_batched_tokens, limits.max_num_seqs,
     )  # fmt: skip
+    compile_rehearsal()  # before a request pays for it
     return Auto(engine, policy.target_itl)

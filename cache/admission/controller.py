@@ -153,7 +153,7 @@ class Admission:
         if not wanted.any():
             return ends
         granted = decisions.grant(self._state(), held.entries(batch), wanted, self.rules, self.leaving)
-        if granted is None:  # the law is broken: nobody may grow, and the scheduler says so
+        if granted is None:  # the law is broken: no sequence may grow, and the scheduler raises
             granted = np.zeros_like(wanted)
         short = granted < wanted
         if not short.any():

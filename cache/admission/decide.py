@@ -30,9 +30,9 @@ class Newcomer:
     - ``cached``: blocks of its prefix, all full groups, that no running request holds: taking them uses up the
       pool;
     - ``windowed``: blocks that are set aside whole for it; ``reserved``: the most it ever holds, all groups;
-    - ``lost`` int32 [running]: blocks of each running request that it would share; None: none;
-    - ``produced``: tokens of its output so far, before a preemption;
-    - ``tenant``: whose lengths forecast its own.
+    - ``lost`` int32 [running]: blocks of each running request that it would share, None where it shares none;
+    - ``produced``: tokens of its output before a preemption;
+    - ``tenant``: the tenant whose lengths forecast its own.
     """
 
     entry: Sequence[int]
@@ -48,10 +48,12 @@ class Newcomer:
 class State:
     """The running requests in order of admission, then the newcomers of this step that may start.
 
-    ``rows`` int32 [capacity, COLUMNS]: the first are those of ``snapshot``; a newcomer's goes into the next.
-    ``reserved``: blocks of all groups reserved for them. ``produced`` int64 [running]: tokens of each output so
-    far, with those before a preemption. ``tenants`` [running]: whose each is; None: nobody's lengths are told
-    apart. ``outsiders``: requests outside the snapshot may hold blocks.
+    - ``snapshot``: what they hold and may still need;
+    - ``rows`` int32 [capacity, COLUMNS]: begins with the rows of ``snapshot``, a newcomer's goes into the next;
+    - ``reserved``: blocks of all groups that are reserved for them;
+    - ``produced`` int64 [running]: tokens of each output so far, with those before a preemption;
+    - ``tenants`` [running]: the tenant of each, where lengths are forecast by tenant, else None;
+    - ``outsiders``: whether requests outside the snapshot may hold blocks.
     """
 
     snapshot: RunningSnapshot

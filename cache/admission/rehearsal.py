@@ -118,6 +118,18 @@ def _peak(held: Int64Array, left: Int64Array, count: int, block_size: int) -> fl
 
 
 @compiled_apart
+def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
+    """Take ``need`` blocks from ``freed``, beginning at ``oldest``; return where the next ones are."""
+    while need > 0:
+        used = min(need, freed[oldest])
+        freed[oldest] -= used
+        need -= used
+        if freed[oldest] == 0:
+            oldest += 1
+    return oldest
+
+
+@compiled_apart
 def _serve(
     prompt: Int64Array, output: Int64Array, max_tokens: Int64Array, lengths: Int64Array, clients: int,
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, fresh: bool,
@@ -180,12 +192,7 @@ def _serve(
             held[at] += need
             room -= wanted
             free -= need
-            while need > 0:
-                used = min(need, freed[oldest])
-                freed[oldest] -= used
-                need -= used
-                if freed[oldest] == 0:
-                    oldest += 1
+            oldest = _reuse(freed, oldest, need)
             place += 1
         while place < active:  # no budget is left for these
             chunk[running[place]] = 0
@@ -225,12 +232,7 @@ def _serve(
             need = (computed[at] + chunk[at] + block_size - 1) // block_size - hit
             held[at] += need
             free -= need
-            while need > 0:
-                used = min(need, freed[oldest])
-                freed[oldest] -= used
-                need -= used
-                if freed[oldest] == 0:
-                    oldest += 1
+            oldest = _reuse(freed, oldest, need)
             running[active] = at
             active += 1
         tokens = sequences = context = 0
@@ -270,3 +272,10 @@ def _serve(
             newest -= oldest
             oldest = 0
     return now, again, preemptions, gaps
+
+
+def compile_rehearsal() -> None:
+    """Compile the loop, or read it from disk: some seconds, or some hundredths of one."""
+    one = np.full(4, 2, np.int64)
+    for rule in (Rule(), Rule(0.5)):
+        rehearse(Load(one, one, one, 2), Engine(8, 2, 4, 4), StepCost(1.0, 0.0, 0.0, 0.0), rule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -141,6 +141,18 @@ def request(
         cache_salt=salt,
         lora_request=LoRARequest(str(adapter), adapter, f"/adapters/{adapter}") if adapter else None,
     )  # fmt: skip
+
+
+def blocks_conserve(made: Any) -> None:
+    """Assert that every block is free or referenced, as often as block tables name it."""
+    pool = made.kv_cache_manager.block_pool
+    named: Counter[int] = Counter()
+    for manager in made.kv_cache_manager.coordinator.single_type_managers:
+        for table in manager.req_to_blocks.values():
+            named.update(block.block_id for block in table if not block.is_null)
+    for block in pool.blocks[1:]:
+        assert block.ref_cnt == named[block.block_id]
+    assert pool.get_num_free_blocks() == sum(block.ref_cnt == 0 for block in pool.blocks[1:])
 
 
 @dataclass

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-from vllm_steps import World, config, full, request, scheduler, sliding
+from vllm_steps import World, blocks_conserve, config, full, request, scheduler, sliding
 
 from tonnage.cache.admission.policy import VLLM, Rule
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
@@ -47,17 +45,6 @@ class Shape:
             draw.choice([0, 0, 2]), draw.choice([0, 3, 7]) if groups == 0 else 0, draw.random() < 0.8,
             draw.choice([64, 100, 512]), draw.choice([4, 64]),
         )  # fmt: skip
-
-
-def blocks_conserve(made: Any) -> None:
-    """Every block is free or referenced, as often as block tables name it."""
-    pool = made.kv_cache_manager.block_pool
-    named: Counter[int] = Counter()
-    for manager in made.kv_cache_manager.coordinator.single_type_managers:
-        for table in manager.req_to_blocks.values():
-            named.update(block.block_id for block in table if not block.is_null)
-    assert all(block.ref_cnt == named[block.block_id] for block in pool.blocks[1:])
-    assert pool.get_num_free_blocks() == sum(block.ref_cnt == 0 for block in pool.blocks[1:])
 
 
 def run_world(mode: str, seed: int) -> World:

@@ -17,7 +17,7 @@ from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm_steps import BLOCK, World, config, full, request, scheduler, sliding
+from vllm_steps import BLOCK, World, blocks_conserve, config, full, request, scheduler, sliding
 
 import tonnage.server.engines.vllm as vllm_engine
 import tonnage.server.engines.vllm.scheduler.scheduler as scheduler_module
@@ -34,16 +34,8 @@ MODES = ("predictive", "guaranteed", "no_evict", "greedy")
 HYBRID = [full(), sliding(64), sliding(64)]
 
 
-def blocks_conserve(made: Any) -> None:
-    """Every block is free or referenced, as often as tables name it; nobody is in two lists or in none."""
-    pool = made.kv_cache_manager.block_pool
-    named: Counter[int] = Counter()
-    for manager in made.kv_cache_manager.coordinator.single_type_managers:
-        for table in manager.req_to_blocks.values():
-            named.update(block.block_id for block in table if not block.is_null)
-    for block in pool.blocks[1:]:
-        assert block.ref_cnt == named[block.block_id]
-    assert pool.get_num_free_blocks() == sum(block.ref_cnt == 0 for block in pool.blocks[1:])
+def each_request_is_listed_once(made: Any) -> None:
+    """Assert that each unfinished request is in one of vLLM's lists."""
     lists = [r.request_id for r in (*made.running, *made.waiting, *getattr(made, RULES.holders))]
     assert sorted(lists) == sorted(made.requests)
 
@@ -71,6 +63,7 @@ def account_holds(made: Any) -> None:
 
 def laws(made: Any) -> None:
     blocks_conserve(made)
+    each_request_is_listed_once(made)
     account_holds(made)
 
 
