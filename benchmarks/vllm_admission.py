@@ -454,6 +454,11 @@ def main() -> None:
 
         sys.exit(matrix([word for word in sys.argv[1:] if word != "--matrix"]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--matrix", action="store_true",
+        help="costs x lengths x loads under a clock; its options are --modes, --costs, --cost, --kinds, --pools, "
+        "--loops, --states, --seeds, --requests, --quick, --jobs, --check (--matrix --help)",
+    )  # fmt: skip
     parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)

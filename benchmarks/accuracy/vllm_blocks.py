@@ -38,8 +38,21 @@ class Planned:
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the score of the table and of each version. The table's answers are of a CPU without AMX."""
     if inputs.configs is None or inputs.vllm is None:
         return None
+    from tonnage.planner.devices import host
+
+    features = host.cpu_features
+    without = frozenset(name for name in features() if not name.startswith("amx"))
+    host.cpu_features = lambda: without
+    try:
+        return _score(inputs)
+    finally:
+        host.cpu_features = features
+
+
+def _score(inputs: Inputs) -> Section:
     from tonnage.planner.errors import TonnageError
 
     section = Section()

@@ -1,7 +1,8 @@
-"""Admission: who may start and who may grow, from what is reserved, the policy and the lengths it has learned.
+"""Admission over our block manager: which requests start, and how far running sequences may grow.
 
-The one object that a block manager asks. It changes nothing but its histogram of output lengths
-(`Admission.ended`), so the server, the replay of a trace and a test run the same code.
+The decisions are those of `tonnage.cache.admission.decide`; this module fills their `State` from the manager's
+reservations and tables. Only `Admission.ended` and `Admission.auto` change what it knows, so the server, the
+replay of a trace and a test run the same code.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ class Admission:
     # -- who may start -----------------------------------------------------------------------------------
 
     def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:
-        """The answer, where it is the same whatever the prefix cache has; None: `decide`.
+        """Return the answer where it does not depend on the prefix cache, else None: `decide` has it then.
 
-        ``head``: the request it would pass, from `start_of`.
+        Args:
+            request: what was requested.
+            head: the head of the queue that the request would pass, from `start_of`.
         """
         limits, held = self.limits, self.reservations
         never = refusal(request, limits, self.policy.tenant_blocks)
@@ -83,9 +86,13 @@ class Admission:
         return Wait(WaitReason.BLOCKS, known) if known > 0 else Admit(blocks)
 
     def decide(self, request: AdmissionRequest, row: int, hit: int, head: Head | None = None) -> Decision:
-        """Whether ``request`` may start now, with the ``hit`` blocks that `hits.find_hit` has left in ``row``.
+        """Return whether ``request`` may start now.
 
-        Blocks of the hit that nobody references cost capacity as an allocation does.
+        Args:
+            request: what was requested.
+            row: row of the tables in which `hits.find_hit` has left the blocks of its prefix.
+            hit: blocks of that prefix. Those that no request references cost capacity as an allocation does.
+            head: the head of the queue that the request would pass.
         """
         limits, groups = self.limits, len(self._full)
         lost = np.zeros(limits.max_num_seqs, np.int32)
@@ -102,7 +109,7 @@ class Admission:
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
 
     def _state(self, most: int = 0) -> State:
-        """What is decided on, with room for ``most`` newcomers."""
+        """Return the running requests, with room for ``most`` newcomers."""
         snapshot, requests = self.reservations.snapshot(), self.reservations.requests()
         produced = snapshot.output.astype(np.int64)
         produced += np.array([request.produced for request in requests], np.int64)
@@ -112,7 +119,7 @@ class Admission:
         )  # fmt: skip
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """When ``request``, first in the queue and without room, begins if all goes as forecast."""
+        """Return when ``request``, the head of the queue that does not fit yet, starts by the forecast."""
         state = self._state(1)
         entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
         after = state.with_one(Newcomer(entry, 0, 0, 0))
@@ -122,7 +129,8 @@ class Admission:
         return head_start(request, int(left[-1]), state.snapshot, left[:-1], self.limits, self.rules.margin)
 
     def committed(self) -> int:
-        """Usable blocks that count as taken for a new request, with the margin that it must leave."""
+        """Return the usable blocks that count as taken for a new request, with the margin that it must
+        leave."""
         return decisions.committed(self._state(), self.rules)
 
     def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
@@ -141,13 +149,14 @@ class Admission:
     # -- who may grow ------------------------------------------------------------------------------------
 
     def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
-        """How far each row of ``batch`` may be extended now, up to ``ends``; int64. The first are served first.
+        """Return int64 [rows]: the length up to which each row of ``batch`` may be extended, at most its end.
 
-        In guaranteed mode the state stays safe (`safety.grant`); the others grant while blocks are there.
+        The first rows are served first. In guaranteed mode the state stays safe (`safety.grant`); the other
+        modes grant while blocks are free.
         """
         held, rows, groups = self.reservations, self._rows, len(self._full)
         if held.reserved <= self.limits.usable_blocks:
-            return ends  # all that was ever reserved fits at once: nobody can be in another's way
+            return ends  # all reservations fit at once: no sequence can be in another's way
         wanted = np.zeros(len(batch), np.int64)
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
@@ -164,7 +173,8 @@ class Admission:
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
     def leaving(self) -> Leaving:
-        """In which order the running requests can finish, and what each gives back; walks all tables."""
+        """Return the order in which the running requests can finish, and what each gives back; walks all
+        tables."""
         rows = np.flatnonzero(self._rows.request >= 0)
         held = self._rows.room[rows] // self.limits.layout.block_size
         tables = [
@@ -177,7 +187,10 @@ class Admission:
         return last_owners(self.reservations.snapshot(), blocks, owners, self.core.refs.size)
 
     def victim(self, snapshot: RunningSnapshot) -> int:
-        """Entry of the running request to preempt when nobody can go on: the one with the fewest tokens to
-        compute again, of equals the youngest. In guaranteed mode nobody ever has to be."""
+        """Return the entry of the request to preempt when no sequence can go on.
+
+        It is the one with the fewest tokens to compute again, of equals the youngest. Guaranteed mode never
+        asks.
+        """
         computed = snapshot.prompt - snapshot.prompt_left + snapshot.output
         return len(computed) - 1 - int(np.argmin(computed[::-1]))

@@ -1,6 +1,8 @@
-"""Who of the waiting may start in this step, and who of the running sits it out: the rules of
-`tonnage.cache.admission` asked with vLLM's figures. Changes nothing but what it has learned of output
-lengths."""
+"""Admission of one step inside vLLM: which waiting requests start, and which running ones skip the step.
+
+The decisions are those of `tonnage.cache.admission.decide`; this module fills their `State` with vLLM's
+figures.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ _WAVE = 32
 
 
 class SteadyForecast(LengthForecast):
-    """Looks anew at who runs and who has ended every ``every`` steps only: within a block's worth of steps
-    nothing changes that admission could see. ``step``: the present one."""
+    """A forecast whose curve is renewed every ``every`` steps only.
+
+    Within a block's worth of steps the curve changes by less than admission can see. ``step`` is the present
+    one.
+    """
 
     def __init__(self, policy: Policy, every: int) -> None:
         super().__init__(policy.quantile, policy.cautious)
@@ -43,7 +48,7 @@ class SteadyForecast(LengthForecast):
 
 
 class VllmAdmission:
-    """``policy`` over ``account``. Not asked in greedy mode, which is vLLM's own."""
+    """``policy`` applied to the requests of ``account``. Greedy mode is vLLM's own rule and does not ask it."""
 
     def __init__(self, policy: Policy, account: Account) -> None:
         self.policy, self.account = policy, account
@@ -55,15 +60,15 @@ class VllmAdmission:
         self.forecast = SteadyForecast(holds, self.limits.layout.block_size)
         self.rules = Rules(holds, self.limits, self.forecast)
         compile_loops()  # before a request pays for it
-        # After a refusal, as many are asked as leave; once somebody has left and a quarter of a block's worth
-        # of steps is over, all again: who leaves may make room for two.
-        self._refused = ("", -self.limits.layout.block_size)  # who was refused last, in which step
-        self._head = ""  # the first in line behind those that were asked
+        # After a refusal, as many requests are decided on as leave. Once one has left and a quarter of a
+        # block's worth of steps is over, all are again: the blocks of one may be enough for two.
+        self._refused = ("", -self.limits.layout.block_size)  # the request refused last, and in which step
+        self._head = ""  # the first of the queue behind those that were decided on
         self._short = 0  # blocks it was short of
-        self._departed = 0  # who had left then, and who has been asked since
+        self._departed = 0  # requests that had left then, and that were decided on since
         self._departed_then = 0
         self._fresh: list[Hit] = []  # what the newcomers of this step would find
-        # Guaranteed: blocks that may still be taken before anybody has to sit out a step.
+        # Guaranteed: blocks that may still be taken before a running request has to skip a step.
         self._slack = 0
 
     @property
@@ -88,9 +93,9 @@ class VllmAdmission:
     # -- what never fits -------------------------------------------------------------------------------------
 
     def never(self, request: Any) -> str | None:
-        """Why the request does not fit an empty pool, with the numbers; None: it does.
+        """Return why the request does not fit an empty pool, with the numbers, or None when it fits.
 
-        Modes that promise nothing ask for what it has now, the others for all it may become.
+        Guaranteed and no_evict count prompt and max_tokens, the other modes the tokens that are there.
         """
         needed, what = self._needed(request)
         usable = self.limits.usable_blocks
@@ -102,7 +107,7 @@ class VllmAdmission:
         )
 
     def _needed(self, request: Any) -> tuple[int, str]:
-        """Blocks of an empty pool that it has to find, and for what."""
+        """Return the blocks that the request needs of an empty pool, and what they are for."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
         # One token beyond what it has: its next one is sampled without a slot.
@@ -111,15 +116,18 @@ class VllmAdmission:
     # -- what is shown ---------------------------------------------------------------------------------------
 
     def missing(self, request: Any) -> int:
-        """Blocks that one which can never fit misses in an empty pool."""
+        """Return the blocks that an empty pool lacks for the request."""
         return max(0, self._needed(request)[0] - self.limits.usable_blocks)
 
     def short_of(self, id: str) -> int:
-        """Blocks that were missing when the request had to wait; 0: it is not the last that had to."""
+        """Return the blocks that were missing for the request when it was refused last, else 0."""
         return self._short if self._refused[0] == id else 0
 
     def committed(self) -> int:
-        """Usable blocks that count as taken for a newcomer, with the margin that it must leave; O(running)."""
+        """Return the usable blocks that count as taken for a newcomer, with the margin that it must leave.
+
+        O(running).
+        """
         return decisions.committed(self._state(0), self.rules)
 
     def _state(self, most: int) -> State:
@@ -137,9 +145,12 @@ class VllmAdmission:
     # -- one step --------------------------------------------------------------------------------------------
 
     def plan(self, waiting: Iterable[Any], room: int, step: int) -> tuple[list[Any], list[Any]]:
-        """(those of ``waiting``, at most ``room``, that may start in this step; running ones that sit it out).
+        """Return the waiting requests that may start in this step, and the running ones that skip it.
 
-        ``waiting`` in order; those who may start are the first of it, as vLLM lets nobody pass either.
+        Args:
+            waiting: the queue in order. Those that may start are the first of it, as in vLLM none passes
+            another. room: most requests that may start.
+            step: number of the step.
         """
         self.forecast.step = step
         self._fresh.clear()
@@ -155,8 +166,12 @@ class VllmAdmission:
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """How many are asked at most. Within a block's worth of steps nothing changes that a forecast could
-        see, but who leaves. A new head has never been asked: the one before has given up, or it is urgent."""
+        """Return how many requests are decided on at most.
+
+        Within a block's worth of steps only requests that leave change a forecast. A new head was never
+        decided on:
+        the one before was aborted, or the new one has a higher priority.
+        """
         if head.request_id != self._head:
             return _WAVE
         since, size = step - self._refused[1], self.limits.layout.block_size
@@ -165,7 +180,7 @@ class VllmAdmission:
         return self.account.departed - self._departed
 
     def took(self, blocks: int) -> None:
-        """A step has taken so many blocks of the pool, all groups."""
+        """Note the blocks of all groups that a step took from the pool."""
         self._slack -= blocks
 
     def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
@@ -202,17 +217,17 @@ class VllmAdmission:
             entry, hit.cached * groups.count, windowed, full + windowed, self.account.lost(hit), output
         )
 
-    # -- who sits out the step -------------------------------------------------------------------------------
+    # -- skipped steps ---------------------------------------------------------------------------------------
 
     def _may_stall(self, state: State | None = None) -> bool:
-        """Whether anybody could be short of blocks in the next step: not where all reservations fit together,
-        nor while the step takes less than is there."""
+        """Return whether a running request could be short of blocks in the next step.
+
+        None is where all reservations fit together, or while the step takes less than is free.
+        """
         if not self.policy.forecasts or not self.groups.count:  # auto leaves it to vLLM, too
             return False
-        reserved, outsiders = (
-            self.account.reserved if state is None else state.reserved,
-            self.account.outsiders(),
-        )
+        reserved = self.account.reserved if state is None else state.reserved
+        outsiders = self.account.outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
             self._slack = 0  # not counted meanwhile
             return False
@@ -224,7 +239,7 @@ class VllmAdmission:
         return bool(available < self._most_taken(state))
 
     def _most_taken(self, state: State | None) -> int:
-        """Blocks of full groups that all can take in one step, or more."""
+        """Return an upper bound of the blocks of full groups that one step takes."""
         scheduler, size = self.account.scheduler, self.limits.layout.block_size
         if state is None:
             count, prompts = len(scheduler.running), self.limits.max_num_batched_tokens
@@ -237,9 +252,11 @@ class VllmAdmission:
         return (count * each + ceil_div(prompts, size)) * self.groups.count
 
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
-        """Of ``allowed``, the last of ``state``, those whose first chunk has its blocks; and who has to sit
-        this step out so that nobody is preempted. No one when that cannot be promised, or when none could go
-        on: then vLLM's own rule holds."""
+        """Return the requests of ``allowed`` whose first chunk has its blocks, and the running ones to skip.
+
+        No running request is skipped where that cannot prevent a preemption, or where none would be left:
+        vLLM's own rule holds then. ``allowed`` are the last of ``state``.
+        """
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:
             self._slack = snapshot.capacity - committed_peak(snapshot)
@@ -260,7 +277,7 @@ class VllmAdmission:
         if granted is None:
             return allowed, []
         if self.policy.mode is not AdmissionMode.GUARANTEED:
-            granted[len(running) :] = wanted[len(running) :]  # vLLM starts nobody without room
+            granted[len(running) :] = wanted[len(running) :]  # vLLM starts none without room
         short = np.flatnonzero(granted < wanted).tolist()
         stalled = [running[at] for at in short if at < len(running)]
         started = next((at - len(running) for at in short if at >= len(running)), len(allowed))
@@ -269,7 +286,7 @@ class VllmAdmission:
         return allowed[:started], stalled
 
     def _wanted(self, state: State) -> Int64Array:
-        """int64 [requests]: most blocks of full groups that each may take in the next step."""
+        """Return int64 [requests]: the most blocks of full groups that each takes in the next step."""
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
