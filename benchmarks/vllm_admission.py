@@ -456,8 +456,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--matrix", action="store_true",
-        help="costs x lengths x loads under a clock; its options are --modes, --costs, --cost, --kinds, --pools, "
-        "--loops, --states, --seeds, --requests, --quick, --jobs, --check (--matrix --help)",
+        help="costs x lengths x loads under a clock; its options are --modes, --costs, --cost, --kinds, "
+        "--pools, --loops, --states, --seeds, --requests, --quick, --jobs, --check (--matrix --help)",
     )  # fmt: skip
     parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=200)
