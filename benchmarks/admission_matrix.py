@@ -103,13 +103,17 @@ def quantile(values: list[float], share: float) -> float:
 @cache
 def _steps() -> Any:
     """Return the module that builds vLLM's scheduler without a model."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # its notes about missing accelerators
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
     import vllm_steps
 
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # the import may have configured it
     return vllm_steps
+
+
+def _quiet() -> None:
+    """Silence vLLM's notes about missing accelerators in a worker process."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _steps()
+    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 class Server:
@@ -378,7 +382,7 @@ def main(words: Sequence[str]) -> int:
     given = arguments(words)
     start = time.perf_counter()
     cells: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), _quiet) as pool:
         for done in as_completed([pool.submit(run_ground, ground) for ground in grounds(given)]):
             cells += done.result()
     cells.sort(key=lambda cell: str(cell["cell"]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +20,12 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # vLLM would bind each engine's only thread to the same core (platforms/cpu.py, 0.32).
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# With AMX vLLM computes GPTQ in W4A8, from weights of another layout: the tests are of what every CPU has.
-os.environ.setdefault("VLLM_CPU_INT4_W4A8", "0")
+# Where the CPU has AMX, torch and vLLM do not see it, here and in what tests start.
+if "amx_tile" in Path("/proc/cpuinfo").read_text():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    _without_amx = str(Path(__file__).parent / "helpers" / "without_amx")
+    os.environ["PYTHONPATH"] = os.pathsep.join([_without_amx, *filter(None, [os.environ.get("PYTHONPATH")])])
+    runpy.run_path(f"{_without_amx}/sitecustomize.py")
 # Where a test wants two threads, they wait for each other asleep: one that spins keeps the other from its core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
