@@ -87,7 +87,9 @@ def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str
     if name == "auto_warm":
         first = Simulator(trace, setup)
         first.run()
-        simulator.manager.admission.learn_from(first.manager.admission)
+        taught = first.manager.admission
+        simulator.manager.admission.auto = taught.auto
+        simulator.manager.admission.rules.forecast = taught.rules.forecast
     begin = time.process_time()
     result = simulator.run()
     cpu = time.process_time() - begin

@@ -54,6 +54,9 @@ _BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
 # Rehearsals take at most this share of one core.
 _DUTY = 0.05
 _STEADY_REQUESTS = 1536  # of a rehearsal, beside twice its clients
+# Most tokens of a rehearsal, 8 bytes each: 32 MiB. Where the clients' requests are longer, nothing is
+# rehearsed.
+_MOST_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Auto:
         self._usual = 0.0  # requests in the system, of late
         self._lost = 0.0
         self._behind = self._banned_until = 0
+        self._failed = False  # a rehearsal has raised
 
     @property
     def cost(self) -> StepCost | None:
@@ -136,7 +140,7 @@ class Auto:
         self._tokens += sequences
         self._steps += 1
         self._in_system += in_system
-        self._usual += (in_system - self._usual) / min(_LIFETIME, self.fit.steps)
+        self._usual += (in_system - self._usual) / min(_LIFETIME, max(1, self.fit.steps))
         self._held_steps += self.choice is not None and self.choice.rule != VLLM
 
     def ended(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
@@ -174,7 +178,9 @@ class Auto:
         return VLLM if self.choice is None else self.choice.rule
 
     def _worth_it(self) -> bool:
-        if len(self._requests) < _KNOWN or self.cost is None or self._ended < self._banned_until:
+        if self._failed or self.cost is None:
+            return False
+        if len(self._requests) < _KNOWN or self._ended < self._banned_until:
             return False
         if self.target_itl is not None:
             return True
@@ -213,7 +219,10 @@ class Auto:
     def _judge(
         self, served: float, clients: int, requests: list[tuple[int, int, int]], cost: StepCost, held: bool
     ) -> None:
-        own = rehearse(self._load(clients, requests), self.engine, cost, VLLM).tokens_per_second
+        load = self._load(clients, requests)
+        if not len(load.output):
+            return
+        own = rehearse(load, self.engine, cost, VLLM).tokens_per_second
         if not held:
             self._accuracy += (served / own - self._accuracy) / 2
             return
@@ -238,7 +247,16 @@ class Auto:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="tonnage-rehearsal")
-        self._pending = self._worker.submit(job, *arguments)
+        self._pending = self._worker.submit(self._alone, job, *arguments)
+
+    def _alone(self, job: Callable[..., None], *arguments: object) -> None:
+        """Run ``job`` in the thread of rehearsals. After an exception vLLM's rule holds for good."""
+        try:
+            job(*arguments)
+        except Exception:
+            self._failed = True
+            self.fallbacks += 1
+            self.log.exception("Tonnage admission: a rehearsal failed, vLLM's rule holds from now on")
 
     def _rehearse(self, level: int) -> None:
         requests, cost = [*self._requests], self.cost
@@ -277,11 +295,18 @@ class Auto:
         )  # fmt: skip
 
     def _load(self, clients: int, requests: list[tuple[int, int, int]]) -> Load:
-        """Return ``requests`` again and again in random order, without those that the pool cannot hold."""
+        """Return ``requests`` again and again in random order, without those that the pool cannot hold.
+
+        The load is empty where too few of them are left, or where they are too long to be rehearsed.
+        """
         rows = np.array(requests, np.int64).reshape(-1, 3)
         most = (self.engine.blocks - 1) * self.engine.block_size
         rows = rows[rows[:, 0] + rows[:, 1] <= most]
-        count = 2 * clients + _STEADY_REQUESTS if len(rows) else 0
+        count = 0
+        if len(rows):
+            count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / rows[:, 1].mean()))
+        if count < 2 * clients:  # not one request after another for each client
+            count = 0
         draw = np.random.default_rng(0)
         turns = [draw.permutation(len(rows)) for _ in range(-(-count // max(1, len(rows))))]
         order = np.concatenate([np.zeros(0, np.int64), *turns])[:count]

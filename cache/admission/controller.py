@@ -53,10 +53,6 @@ class Admission:
             rule = self.auto.rule(in_system)
             self.rules.follow(self.policy.under(rule), rule.fresh)
 
-    def learn_from(self, other: Admission) -> None:
-        """Take over the lengths and step costs that another pool's admission has learned."""
-        self.rules.forecast, self.auto = other.rules.forecast, other.auto
-
     # -- who may start -----------------------------------------------------------------------------------
 
     def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:

@@ -42,12 +42,11 @@ class StepCost:
 class CostFit:
     """Least squares over the steps so far, older ones weighted less; no cost is negative.
 
-    ``steps`` and ``seconds`` count what was observed; the fit itself is `cost`.
+    ``steps`` counts what was observed; the fit itself is `cost`.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.seconds = 0.0
         self._prompt_steps = 0
         self._squares = np.zeros((4, 4))
         self._products = np.zeros(4)
@@ -67,7 +66,6 @@ class CostFit:
         if sequences == 0 or seconds <= 0:
             return
         self.steps += 1
-        self.seconds += seconds
         self._prompt_steps += tokens > sequences
         self._batch.append((1.0, float(tokens - sequences), float(sequences), float(context_tokens), seconds))
         if len(self._batch) == _EVERY:

@@ -96,9 +96,10 @@ _GREEDY = Policy(AdmissionMode.GREEDY)
 
 @dataclass(slots=True)
 class Rules:
-    """What decisions follow: the mode that holds now, the limits of the pool, and learned lengths. ``fresh``
-    False:
-    requests without output start by vLLM's rule."""
+    """What decisions follow: the mode that holds now, the limits of the pool, and learned lengths.
+
+    ``fresh`` False: requests without output start by vLLM's rule.
+    """
 
     policy: Policy
     limits: Limits

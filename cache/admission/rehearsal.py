@@ -27,7 +27,7 @@ from tonnage.cache.compiled import compiled_apart
 
 FloatArray = npt.NDArray[np.float64]
 
-# A request ends for good after this many steps of the engine without progress: the loop cannot hang.
+# A rehearsal ends after this many steps, and then counts as serving nothing: the loop cannot hang.
 _MOST_STEPS = 1_000_000
 
 
@@ -271,6 +271,8 @@ def _serve(
                 entry[at] = max(entry[at] - oldest, -1)
             newest -= oldest
             oldest = 0
+    if done < requests:
+        now = np.inf
     return now, again, preemptions, gaps
 
 

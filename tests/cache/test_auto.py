@@ -210,6 +210,34 @@ def test_in_the_background_the_last_rule_holds_until_the_rehearsal_is_done() -> 
     assert auto.rule(128).share is not None
 
 
+def test_a_step_without_a_duration_teaches_nothing() -> None:
+    auto = Auto(ENGINE, background=False)
+    auto.stepped(8, 8, 100, 0.0, 8)
+    assert auto.cost is None
+    assert auto.rule(8) == VLLM
+
+
+def test_answers_too_long_to_rehearse_leave_vllms_rule() -> None:
+    auto = Auto(Engine(10_000_000, 16, 2048, 256), background=False)
+    load = auto._load(100, [(100, 100_000, 200_000)] * 100)
+    assert len(load.output) == 0
+    assert len(auto._load(100, [(100, 100, 200)] * 100).output) == 200 + 1536
+
+
+def test_an_exception_of_a_rehearsal_leaves_vllms_rule(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = taught(CPU, 128)
+    auto.background = True
+    monkeypatch.setattr("tonnage.cache.admission.auto.rehearse", lambda *_: 1 / 0)
+    assert auto.rule(128) == VLLM
+    assert auto._pending is not None
+    auto._pending.result()
+    assert auto.rule(128) == VLLM
+    assert auto.fallbacks == 1
+    assert "a rehearsal failed" in caplog.text
+
+
 def test_the_guard_goes_back_where_less_is_served_than_forecast(caplog: pytest.LogCaptureFixture) -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128) != VLLM

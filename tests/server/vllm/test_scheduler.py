@@ -546,6 +546,8 @@ def test_options_from_the_environment() -> None:
     assert (policy.mode, policy.reserve) == (AdmissionMode.GUARANTEED, 0.1)
     assert read_policy({"tonnage": {"admission_mode": "greedy"}}, environment).mode is AdmissionMode.GREEDY
     assert read_policy({}, {}).mode is AdmissionMode.AUTO
+    for tuned in ({"watermark": 0.01}, {"length_quantile": 0.5}):  # as before auto was the default
+        assert read_policy({"tonnage": tuned}, {}).mode is AdmissionMode.PREDICTIVE
     with pytest.raises(BadOption, match="TONNAGE_WATERMARK"):
         read_policy({}, {"TONNAGE_WATERMARK": "much"})
     with pytest.raises(BadOption, match=r"TONNAGE_ADMISION_MODE .*did you mean TONNAGE_ADMISSION_MODE\?"):

@@ -30,8 +30,10 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
     the key."""
     values, given = _read(additional, environment)
     try:
+        # What tunes predictive mode, which was the default before, still asks for it.
+        tuned = "length_quantile" in values or "watermark" in values
         return Policy(
-            _mode(values.get("admission_mode", DEFAULT)),
+            _mode(values.get("admission_mode", AdmissionMode.PREDICTIVE if tuned else DEFAULT)),
             _number(values, "length_quantile"),
             _number(values, "watermark"),
             target_itl=_seconds(values, "target_itl"),
