@@ -28,8 +28,8 @@ from tonnage.cache.admission.types import Limits
 
 log = logging.getLogger("tonnage.cache")
 
-# What is rehearsed beside vLLM's rule. A higher share holds back less. Shares between these differ by less
-# than two rehearsals of the same load do; below 0.6 blocks lie idle even where computing again is dear.
+# What is rehearsed beside vLLM's rule. A higher share holds back less. These shares and the bounds below were
+# chosen on benchmarks/vllm_admission.py --matrix --costs cpu --pools 200 --seeds 2 (benchmarks/README.md).
 RULES = (
     *(Rule(share) for share in (0.6, 0.7, 0.8, 0.9)),
     *(Rule(share, fresh=False) for share in (0.5, 0.75)),
