@@ -264,12 +264,13 @@ class Ground:
     modes: tuple[str, ...]
     seeds: int
     requests: int
+    first_seed: int = 0
 
 
 def measured(ground: Ground, mode: str, loop: str, state: str, rate: float) -> Figures:
     """Return what a mode measures in one cell, over all seeds."""
     total = Figures()
-    for seed in range(ground.seeds):
+    for seed in range(ground.first_seed, ground.first_seed + ground.seeds):
         server = Server(mode, ground.blocks, ground.cost)
         if state == "warm":
             first = load(ground.kind, WARM_REQUESTS, WARM_SEED + seed)
@@ -336,7 +337,8 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pools", nargs="+", type=int, choices=POOLS, help="usable blocks of 16 tokens")
     parser.add_argument("--loops", nargs="+", choices=loops)
     parser.add_argument("--states", nargs="+", choices=STATES)
-    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--seeds", type=int, help="seeds in each cell: 2")
+    parser.add_argument("--first-seed", type=int, default=0, help="0 and 1 are those that auto was tuned on")
     parser.add_argument("--requests", type=int, help="per cell and seed; 300 at 200 blocks, 600 at 1,500")
     parser.add_argument(
         "--quick", action="store_true",
@@ -370,6 +372,7 @@ def grounds(given: argparse.Namespace) -> list[Ground]:
             tuple(loop for loop in given.loops if loop in (*POOLS[blocks], *OPEN)),
             tuple(given.states), tuple(given.modes), given.seeds,
             given.requests or (300 if blocks == 200 else 600),
+            given.first_seed,
         )
         for blocks in sorted(given.pools, reverse=True)
         for cost in given.costs
