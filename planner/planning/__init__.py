@@ -1,1 +1,1 @@
-"""Model and deployment -> Plan: flags completed, weights, stages, terms, whether it fits and what would."""
+"""The plan of one model and deployment: completed flags, weights, pipeline stages, terms and the verdict."""

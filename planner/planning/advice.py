@@ -1,4 +1,4 @@
-"""The other direction: what would make it fit, and the commands that serve a plan."""
+"""Advice for a plan: single changes of flags that make it fit, and the commands that serve it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from tonnage.planner.units import gib
 
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
-# Another format or division sums the weights again, 10 us a tensor. The most tensors of a published model are
-# 2,201 (DeepSeek-V4-Pro); of a file with many times as many only that is tried what leaves the weights alone.
+# Another format or parallel size sums the weights again, at 10 us per tensor. Published models have at most
+# 2,201 tensors (DeepSeek-V4-Pro). A file with many more gets only changes that leave the weights unchanged.
 _MOST_TENSORS = 10_000
 
 
 def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> tuple[str, ...]:
-    """Single changes that make it fit, smallest first: flags, then formats, then more memory. ``sizer``: that
-    of its plan, where there is one."""
+    """Return single changes of flags that make the model fit: flags first, then formats, then more memory.
+
+    Each entry is one line of text: the flag, how many sequences run at once, and their length in tokens.
+    `sizer` may be the one of an earlier plan of `source`; its sums are then reused. An empty tuple is returned
+    when the flags themselves are refused.
+    """
     sizer = sizer or Sizer(source)
     out: list[str] = []
     try:
@@ -45,6 +49,7 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
 
 
 def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]]:
+    """Yield (words, changed flags) for each single change worth planning, in the order in which to try them."""
     chosen, rank = now.chosen.flags, now.worst.rank
     engine = engine_of(chosen.engine)
     longest = now.longest
@@ -59,7 +64,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # to be tried, in steps that a reader sees in the figures
+    for seqs in (256, 64, 16):  # steps of 4, large enough to change the figures visibly
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (
@@ -91,5 +96,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Commands that serve this plan: ours, and the engine's own where it has one."""
+    """Return the commands that serve `plan`: Tonnage's own, and the engine's own where it has one."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

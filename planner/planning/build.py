@@ -1,4 +1,4 @@
-"""make_plan: model + deployment -> Plan, by arithmetic alone. Nothing is loaded and no engine imported."""
+"""Planning entry points: a model and a deployment become a `Plan` by arithmetic. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ from tonnage.planner.records import asdict
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 PLANNER_RULES = "1"
-"""Raised whenever the same inputs may give another plan; part of plan_id."""
+"""Version of the planning rules, part of plan_id; it increases when the same inputs may give another plan."""
 
 
 def make_plan(model: str, deployment: Deployment) -> Plan:
-    """Plan ``model`` (``demo``, a folder, a .gguf file or a hub id) under ``deployment``.
+    """Plan `model` (`demo`, a folder, a .gguf file or a hub id) under `deployment`.
 
-    A plan that does not fit is a plan with ``fits`` False and ``reasons``. Raises TonnageError subclasses
-    for what is not understood: ModelNotFound, ConfigError, CheckpointError, UnsupportedArchitecture,
-    DeploymentError.
+    A deployment that does not fit gives a plan with `fits` False and the `reasons`.
+
+    Raises:
+        TonnageError: for a model or flag that is not understood, as one of its subclasses: ModelNotFound,
+            ConfigError, CheckpointError, UnsupportedArchitecture or DeploymentError.
     """
     return plan_source(resolve_model(model), deployment)
 
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
-    """The same for a model that was already found. ``sizer``: of ``source``, for several plans of it."""
+    """Plan a model whose files `source` names; raise the errors of `make_plan`.
+
+    Pass the same `sizer` for several plans of one source, so that its weights are summed once.
+    """
     sizer = sizer or Sizer(source)
     size = sizer.size(deployment)
     architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
@@ -106,6 +111,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
+    """Return notes about config fields that the planner does not know, and about models without an adapter."""
     if architecture.unread:
         names = printable(", ".join(architecture.unread))
         return (
@@ -121,10 +127,12 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
 
 
 def _beside(stage: Stage) -> int:
+    """Return the bytes of CUDA graphs that the engine does not count in its memory budget."""
     return 0 if stage.runtime.beside is None else stage.runtime.beside.value
 
 
 def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
+    """Return notes about the calibration file that the plan uses, empty without --calibration."""
     if chosen.flags.calibration is None:
         return ()
     from tonnage.planner.planning.calibration import calibration_notes
@@ -133,7 +141,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
 
 
 def _margin_notes(size: Size) -> tuple[str, ...]:
-    """What fits as planned and may not as served."""
+    """Return a warning where the planned pool fits one sequence but the lower end of its interval does not."""
     low = size.bounds[0]
     if size.reasons or low.blocks_per_sequence <= low.usable_blocks:
         return ()
@@ -144,12 +152,12 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
 
 
 def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
-    """One entry per GPU of one replica: the ranks of a stage hold the same bytes."""
+    """Return one entry per GPU of one replica; all ranks of a pipeline stage hold the same bytes."""
     return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
 
 
 def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Terms and notes of the index of a checkpoint whose files are not here."""
+    """Return terms and notes from a checkpoint's index where its files are not available locally."""
     if source.index is None:
         return (), ()
     from tonnage.planner.planning.checkpoint import against_index
@@ -158,6 +166,7 @@ def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tup
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
+    """Return the plan's description of the model, with the source from which its tensors are known (`via`)."""
     via: Literal["gguf", "adapter", "headers", "index", "meta"] = architecture.via
     if source.tensors is not None and via == "adapter":
         via = "gguf" if source.kind == "gguf" else "headers"
@@ -177,7 +186,7 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
 
 
 def _plan_id(sizer: Sizer, flags: Deployment) -> str:
-    """16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
+    """Return 16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
     content: list[object] = [asdict(flags), PLANNER_RULES, flags.engine, flags.engine_version]
     index = sizer.source.index
     if index is not None:
@@ -187,6 +196,7 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
 
         content.append(read_calibration(flags.calibration))
     whole = sizer.hash()
-    whole.update(f", {json.dumps(content, sort_keys=True)[1:]}".encode())  # one list, of the model and these
+    # the hash ends inside a JSON list of the model's parts; the flags continue and close that list
+    whole.update(f", {json.dumps(content, sort_keys=True)[1:]}".encode())
     digest: str = whole.hexdigest()
     return digest[:16]

@@ -1,14 +1,14 @@
-"""What ``tonnage fit-log --calibrate`` learnt from starts, and how a plan uses it.
+"""Calibration of plans by measured engine starts, from the file that `tonnage fit-log --calibrate` writes.
 
-A file of it holds one entry for each rank of each start: what was planned and what the engine logged, of the
-terms that a run decides. A plan of the same engine, minor version and GPU takes, where the file has any:
+The file has one entry for each rank of each start. An entry holds the planned and the logged bytes of the terms
+that only a run decides. A plan uses the entries of its own engine, minor version and GPU:
 
-* framework: the median of what was logged under the same tensor and pipeline parallelism;
-* activations and CUDA graphs: its own figure times the median of logged over planned, of starts of models of
-  the same shape where there are any, else of all.
+* Framework: the median of the logged values under the same tensor and pipeline parallelism.
+* Activations and CUDA graphs: the planned value times the median of logged / planned. Starts of models of the
+  same shape are preferred; without one, all starts count.
 
-Its interval reaches over all of them, and as far again beyond as the plan's own interval does, divided by one
-more than their number: one start halves the doubt, nine leave a tenth of it.
+A calibrated interval covers all measured values. It extends beyond them by half the width of the plan's own
+interval, divided by the number of starts plus one: one start halves the doubt, nine leave a tenth of it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from tonnage.planner.records import replace
 
 FORMAT = 1
 TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")
-# Engines print a device to a hundredth of a GiB, catalogues to its own rounding
+# Relative difference of two figures of one device's memory: engines log 0.01 GiB, catalogues round otherwise.
 _SAME_DEVICE = 0.01
 
 Entry = dict[str, Any]
 
 
 def read_calibration(path: str) -> list[Entry]:
-    """The entries of a file. Raises DeploymentError."""
+    """Return the entries of the calibration file `path`.
+
+    Raises:
+        DeploymentError: if the file cannot be read or is not a calibration file.
+    """
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError as error:
@@ -47,6 +51,7 @@ def read_calibration(path: str) -> list[Entry]:
 
 @cache
 def _read(path: str, changed: int) -> list[Entry]:
+    """Return the checked entries of a calibration file; `changed` (mtime in ns) is part of the cache key."""
     try:
         content = json.loads(Path(path).read_text())
         if content["tonnage_calibration"] != FORMAT:
@@ -61,7 +66,7 @@ def _read(path: str, changed: int) -> list[Entry]:
 
 
 def _check(entry: Entry) -> None:
-    """Raise what an entry that is none raises when it is read."""
+    """Check the types and keys of one entry; raise ValueError, KeyError, TypeError or DeploymentError."""
     parse_version(entry["version"] or "0")
     sizes = [size for pair in entry["terms"].values() for size in pair.values()]
     counts = [entry["device_memory"], *entry["ranks"], *sizes]
@@ -75,12 +80,16 @@ def _check(entry: Entry) -> None:
 
 
 def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
-    """What two models have in common whose steps take the same memory; the same for every rank."""
+    """Return the fields shared by models whose steps need equal memory, the same on every rank."""
     return [architecture.class_name, architecture.hidden_size, architecture.vocab_size, flags.dtype]
 
 
 def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
-    """``runtime`` as the starts of ``chosen.flags.calibration`` have it. Raises DeploymentError."""
+    """Return `runtime` with the terms measured by starts in the file of --calibration.
+
+    Raises:
+        DeploymentError: if the file is not a calibration file.
+    """
     if chosen.flags.calibration is None:
         return runtime
     entries = _of_this(read_calibration(chosen.flags.calibration), chosen)
@@ -100,7 +109,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
     after = (changed.framework, changed.activation, changed.graphs)
     if runtime.sum_interval is None or after == before:
         return changed
-    # the sum was bounded as one: it stays as wide where nothing was learnt, and narrows as its terms do
+    # the interval of the sum narrows in proportion to the intervals of its terms
     width = sum(e.high - e.low for e in before)
     share = sum(e.high - e.low for e in after) / width if width else 1.0
     low, high = (int((bound - runtime.total) * min(share, 1.0)) for bound in runtime.sum_interval)
@@ -108,7 +117,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
 
 
 def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
-    """What of a calibration the plan uses."""
+    """Return a note on how many starts of the calibration file apply to this plan."""
     flags = chosen.flags
     if flags.calibration is None:
         return ()
@@ -121,6 +130,7 @@ def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
 
 
 def _of_this(entries: list[Entry], chosen: Resolved) -> list[Entry]:
+    """Return the entries with the plan's engine, minor version, GPU and device memory."""
     flags = chosen.flags
     return [
         entry
@@ -133,18 +143,21 @@ def _of_this(entries: list[Entry], chosen: Resolved) -> list[Entry]:
 
 
 def _minor(flags: Deployment) -> str:
+    """Return the minor version of the engine as text, empty for engines without versions."""
     if not any(engine_of(flags.engine).newest):
         return ""
     return ".".join(map(str, parse_version(flags.engine_version or "0")[:2]))
 
 
 def _measured(estimate: Estimate, entries: list[Entry]) -> Estimate:
+    """Return `estimate` replaced by the median of the logged framework bytes."""
     pairs = [entry["terms"].get("framework_bytes") for entry in entries]
     logged = [float(pair["logged"]) for pair in pairs if pair]
     return _around(estimate, logged, f"median of {len(logged)} logged")
 
 
 def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
+    """Return `estimate` of `term` scaled by the median of logged over planned bytes."""
     pairs = [entry["terms"][term] for entry in entries if term in entry["terms"]]
     factors = [pair["logged"] / pair["planned"] for pair in pairs if pair["planned"] and pair["logged"] > 0]
     values = [estimate.value * factor for factor in factors]
@@ -153,6 +166,7 @@ def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
 
 
 def _around(estimate: Estimate, values: list[float], formula: str) -> Estimate:
+    """Return an estimate at the median of `values`, with bounds around all of them."""
     if not values or not estimate.high:
         return estimate
     beyond = (estimate.high - estimate.low) / 2 / (len(values) + 1)

@@ -1,7 +1,7 @@
-"""Bytes of a published checkpoint, from its config alone: what its index states as ``total_size``.
+"""Size in bytes of a published checkpoint, computed from its config: the `total_size` that its index states.
 
-Beside the parameters, old files store what their code had: this module knows those cases by the file's own
-``transformers_version`` or ``model_type``.
+Old files also store buffers of the code that wrote them. They are recognized by the file's
+`transformers_version` or `model_type`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tonnage.planner.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
-    """``low`` and ``high`` differ by the digits of NF4's offsets alone."""
+    """Smallest and largest bytes of a checkpoint; they differ only where NF4 offsets are stored as text."""
 
     low: int
     high: int
@@ -33,8 +33,10 @@ def checkpoint_size(
     architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], dtype: str,
     copies: tuple[TensorSpec, ...] | None = None,
 ) -> CheckpointSize:  # fmt: skip
-    """Bytes of all tensors in the checkpoint's files. ``copies``: tied ones that are known to be in them; None:
-    those that the family's files have."""
+    """Return the bytes of all tensors in the checkpoint's files.
+
+    `copies` are the tied tensors that the files store as well. With None, they follow from the model family.
+    """
     total = sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)
     total += _old_buffers(architecture, config, dtype)
     if copies is None:
@@ -53,7 +55,11 @@ def checkpoint_size(
 def against_index(
     architecture: Architecture, index: CheckpointIndex, config: Mapping[str, Any], dtype: str
 ) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """The total of an index as a term where it is what the config gives, else a note of the difference."""
+    """Compare the index's total with the size that the config gives.
+
+    Returns:
+        One term and no note when the totals agree, otherwise no term and one note with the difference.
+    """
     if index.total_bytes is None:
         return (), (f"{INDEX} has no total_size: the bytes are those that config.json gives",)
     total, copies = index.total_bytes, copies_by_index(architecture, index)
@@ -74,7 +80,7 @@ def against_index(
 
 
 def _old_buffers(architecture: Architecture, config: Mapping[str, Any], dtype: str) -> int:
-    """The masks of ``InFiles.masks_before``."""
+    """Return the bytes of causal masks and rotary buffers that old transformers versions stored per layer."""
     version, before = config.get("transformers_version"), family_of(architecture.model_type).files.masks_before
     if before is None or not isinstance(version, str):
         return 0

@@ -1,4 +1,4 @@
-"""Flags -> a Deployment, and that one complete: every None replaced by the value chosen, or refused by name."""
+"""Completion of a `Deployment`: each flag left at None gets the engine's choice, or is refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tonnage.planner.records import replace
 
 
 def spelled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with values that go by several names as they are spelled here: ``fp16`` is float16."""
+    """Return `given` with alias values replaced by their canonical spelling, for example fp16 by float16."""
     flags = flags_of(Deployment)
     return {
         name: flags[name].meant(value) if isinstance(value, str) and name in flags else value
@@ -27,8 +27,13 @@ def spelled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deployment_of(given: Mapping[str, Any]) -> Deployment:
-    """The Deployment of the fields ``given``; what is left out follows from them: engine vllm with a GPU or a
-    version, else hf; with a draft model one token drafted a step. Raises DeploymentError (``check_given``).
+    """Return the `Deployment` of the given fields, with defaults that follow from the other fields.
+
+    The engine defaults to vllm where a GPU or an engine version is given, else to hf. A draft model defaults to
+    one drafted token per step.
+
+    Raises:
+        DeploymentError: if the fields contradict each other (see `check_given`).
     """
     given = spelled(given)
     fields = dict(given)
@@ -41,12 +46,19 @@ def deployment_of(given: Mapping[str, Any]) -> Deployment:
 
 
 def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
-    """Raise DeploymentError where a flag means nothing without another one, belongs to another engine or
-    contradicts the GPU: what the user wanted is not what is planned. ``given``: name -> value of the fields of
-    ``deployment`` that somebody gave."""
+    """Refuse flags that need another flag, belong to another engine or contradict the GPU.
+
+    Args:
+        given: name -> value of the fields that the user set.
+        deployment: the deployment made of these fields and the defaults.
+
+    Raises:
+        DeploymentError: for the first such flag, by its name.
+    """
     flags = flags_of(Deployment)
 
     def refuse(name: str, why: str, hint: str | None = None) -> NoReturn:
+        """Raise DeploymentError for the flag of field `name`."""
         raise DeploymentError(why, field=flags[name].option, hint=hint)
 
     for name in given:
@@ -67,10 +79,12 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
 def complete(
     deployment: Deployment, architecture: Architecture, dtype: str, kv_dtype: str | None = None
 ) -> Resolved:
-    """Check every flag against the model and the others and fill in what was left open.
+    """Check every flag against the model and the other flags, and fill in the flags left at None.
 
-    ``dtype``: what ``auto`` means for this checkpoint; ``kv_dtype``: what it says of its cache. Raises
-    DeploymentError naming flag and value.
+    `dtype` is what --dtype auto means for this checkpoint. `kv_dtype` is the KV-cache dtype that it asks for.
+
+    Raises:
+        DeploymentError: naming the flag and its value.
     """
     engine = engine_of(deployment.engine)
     check_values(deployment)
@@ -115,7 +129,11 @@ def complete(
 
 
 def _check_engine(engine: Engine, flags: Deployment) -> None:
-    """vLLM takes a few LoRA ranks; SGLang (its --max-lora-rank) and llama.cpp (the adapter's own) any."""
+    """Refuse LoRA ranks and parallel sizes that the engine does not support.
+
+    vLLM has a fixed list of LoRA ranks. SGLang (--max-lora-rank) and llama.cpp (the adapter's own) take any
+    rank.
+    """
     if engine.lora_ranks and flags.max_lora_rank not in engine.lora_ranks:
         raise DeploymentError(
             f"{engine.title} has no slots of rank {flags.max_lora_rank}",
@@ -137,7 +155,7 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
 
 
 def _with_gpu(deployment: Deployment) -> Deployment:
-    """``--gpu NAME`` means a CUDA device of that memory, unless --device-memory says another figure."""
+    """Return the deployment with the device and the memory of --gpu; an explicit --device-memory is kept."""
     if deployment.gpu is None:
         return deployment
     from tonnage.planner.devices.catalogue import find_gpu
@@ -148,7 +166,10 @@ def _with_gpu(deployment: Deployment) -> Deployment:
 
 
 def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
-    """Version whose rules apply: the flag's, the installed one's, or the newest known."""
+    """Return the engine version whose rules apply, as numbers and as text.
+
+    The order is: --engine-version, the installed package, the newest version that the planner knows.
+    """
     given = deployment.engine_version
     if given is not None:
         version = parse_version(given)
@@ -162,17 +183,18 @@ def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     if found is not None:
         try:
             return version_of(engine, replace(deployment, engine_version=found))
-        except DeploymentError:  # a source build may call itself anything
+        except DeploymentError:  # the version of a source build need not be a release number
             pass
     return newest, _text(newest) if any(newest) else "none"
 
 
 def _text(version: Version) -> str:
+    """Return a version as text, such as 0.33.0."""
     return ".".join(map(str, version))
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Says it where the rules of the very version are not known, or where no rule depends on it."""
+    """Return a note where the engine's version is outside the known range, or where no rule depends on it."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):
@@ -188,10 +210,11 @@ def _batch(
     engine: Engine, deployment: Deployment, architecture: Architecture, max_model_len: int, memory: int,
     version: Version,
 ) -> tuple[int, int]:  # fmt: skip
+    """Return (max_num_seqs, max_num_batched_tokens): the given values or the engine's defaults."""
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.cuts_prompts(deployment, version, architecture, max_model_len):
-        # vLLM's DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py), for prompts that go in whole
+        # vLLM's DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py), without chunked prefill
         tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)
@@ -210,11 +233,12 @@ def _batch(
 
 
 def _device_memory(deployment: Deployment) -> int:
+    """Return the device's memory in bytes: the flag, the host's memory on a CPU, or the local GPU's."""
     if deployment.device_memory is not None:
         return deployment.device_memory
     if deployment.device == "cpu":
         return host_memory()
-    from tonnage.planner.devices.catalogue import local_gpu  # where there may be one
+    from tonnage.planner.devices.catalogue import local_gpu
 
     gpu = local_gpu()
     if gpu.device == deployment.device:

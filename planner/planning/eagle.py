@@ -1,11 +1,14 @@
-"""EAGLE and EAGLE-3 drafts: one decoder layer, or a few, that read the model's hidden states.
+"""EAGLE and EAGLE-3 draft models: one or a few decoder layers that read the target model's hidden states.
 
-Modules as vLLM 0.32.0 builds them (model_executor/models/llama_eagle.py, llama_eagle3.py, qwen3_eagle3.py):
-EAGLE joins embedding and hidden state in ``fc``; EAGLE-3 joins the hidden states of several layers in it, and
-its first layer attends to embedding and hidden state side by side; its head may be of a smaller vocabulary,
-with the place of each row in the model's. The embedding is the model's own, and EAGLE's head where the draft
-stores none (v1/worker/gpu/spec_decode/eagle/utils.py); an embedding that is stored with the draft stays beside
-the model's if a value differs.
+The modules are those that vLLM 0.32.0 builds (model_executor/models/llama_eagle.py, llama_eagle3.py,
+qwen3_eagle3.py).
+
+* EAGLE: the matrix `fc` joins the embedding and the hidden state.
+* EAGLE-3: `fc` joins the hidden states of several target layers. The first draft layer attends to embedding and
+  hidden state side by side. Its head may have a smaller vocabulary, with a table of the target's token ids.
+* The embedding is the target's. So is EAGLE's head where the draft stores none
+  (v1/worker/gpu/spec_decode/eagle/utils.py). An embedding stored with the draft is held beside the target's if
+  a value differs.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.records import dataclass, replace
 
 _FIELD = "--speculative-model"
-# Class names by the family of the layer (model_executor/models/registry.py); a plain class name is EAGLE's
-# where the draft's own name says so (config/speculative.py)
+# Class name -> family of the decoder layer (vLLM model_executor/models/registry.py). A plain class name means
+# EAGLE only if the model's name contains it (config/speculative.py).
 _EAGLE3 = {
     "Eagle3LlamaForCausalLM": "llama", "LlamaForCausalLMEagle3": "llama", "PEagleDraftModel": "llama",
     "Eagle3MiniMaxM2ForCausalLM": "llama", "Eagle3Qwen2_5vlForCausalLM": "llama",
@@ -32,8 +35,8 @@ _EAGLE3 = {
 _EAGLE = {"EagleLlamaForCausalLM": "llama"}
 _PLAIN = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_AUX = 3  # hidden states that EAGLE-3 reads where the file does not list them
-# Fields of drafts that no plain model has; those that shape a tensor are read here
+_AUX = 3  # hidden states that EAGLE-3 reads where the config does not list them
+# Config fields that only drafts have. They are removed before the plain architecture is built.
 _OWN_FIELDS = (
     "draft_vocab_size", "target_hidden_size", "eagle_config", "num_aux_hidden_states", "norm_before_fc",
     "fc_norm", "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "parallel_drafting",
@@ -44,8 +47,14 @@ _OWN_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """``method``: vLLM's name of it. ``optional``: an embedding stored with the draft, that is held only if its
-    values differ. ``reads``: hidden states of so many of the model's layers, beside the last one's."""
+    """An EAGLE draft model and how it attaches to its target.
+
+    Attributes:
+        architecture: the draft's tensors and cache layers.
+        method: vLLM's name of the method, `eagle` or `eagle3`.
+        optional: an embedding stored with the draft, held only if its values differ from the target's.
+        reads: how many target layers' hidden states the draft reads besides the last layer's.
+    """
 
     architecture: Architecture
     method: str
@@ -54,6 +63,7 @@ class Eagle:
 
 
 def is_eagle(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether the config, or the name of a plain class, is of an EAGLE or EAGLE-3 draft."""
     if config.get("speculators_model_type") in ("eagle", "eagle3"):
         return True
     listed = config.get("architectures")
@@ -62,7 +72,10 @@ def is_eagle(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _named(name: str) -> int | None:
-    """Which EAGLE a name says, as vLLM reads it (config/speculative.py)."""
+    """Return the EAGLE version (1 or 3) that a model's name says, as vLLM reads it, else None.
+
+    Source: config/speculative.py of vLLM 0.32.0.
+    """
     low = name.lower()
     return 1 if "eagle-" in low else 3 if "eagle3" in low else None
 
@@ -70,9 +83,13 @@ def _named(name: str) -> int | None:
 def eagle_draft(
     config: Mapping[str, Any], name: str, model: Architecture, tensors: tuple[HeaderTensor, ...] | None
 ) -> Eagle:
-    """Of ``model``, the target. Raises TonnageError for a draft that does not go with it or is not known."""
+    """Build the draft of the target `model` from the draft's config and stored tensors.
+
+    Raises:
+        TonnageError: for a draft that does not match the target or whose class is not known.
+    """
     stored = config.get("speculators_model_type")
-    if stored is not None:  # the speculators library: the layer's config apart
+    if stored is not None:  # the speculators library keeps the layer's config in a nested object
         outer, layer = config, config.get("transformer_layer_config")
         if not isinstance(layer, Mapping):
             raise ConfigError("missing or no object", field="transformer_layer_config")
@@ -103,7 +120,7 @@ def eagle_draft(
 
 
 def _first(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
-    """EAGLE: no norm before the first layer and none behind the last; no head unless one is stored."""
+    """Return EAGLE's tensors: no norm before the first or after the last layer, a head only if stored."""
     out = [_joined(made, 2 * made.hidden_size)]
     for tensor in made.tensors:
         outside = tensor.layer is None and tensor.role != "buffer"
@@ -114,12 +131,13 @@ def _first(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
 
 
 def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object `eagle_config` of the config, empty without one."""
     inner = config.get("eagle_config")
     return inner if isinstance(inner, Mapping) else {}
 
 
 def _listed(config: Mapping[str, Any]) -> Any:
-    """Hidden states of the model that go into ``fc``, not yet checked."""
+    """Return the number of target hidden states that `fc` joins, not yet validated."""
     ids = _inner(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
         "eagle_aux_hidden_state_layer_ids"
     )
@@ -127,11 +145,12 @@ def _listed(config: Mapping[str, Any]) -> Any:
 
 
 def _reads(config: Mapping[str, Any]) -> int:
-    """As many as it has no fc for are none."""
+    """Return how many target hidden states the draft reads; 0 for a draft without `fc`."""
     return _listed(config) if _inner(config).get("use_aux_hidden_state", True) else 0
 
 
 def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -> list[TensorSpec]:
+    """Return EAGLE-3's tensors, with `fc`, its norms and the head of the draft's own vocabulary."""
     inner = _inner(config)
     aux = _listed(config)
     width = config.get("target_hidden_size") or made.hidden_size
@@ -171,5 +190,5 @@ def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -
 
 
 def _joined(made: Architecture, into: int) -> TensorSpec:
-    """Whole on every rank."""
+    """Return the matrix `fc` [hidden, into], which every rank holds in full."""
     return TensorSpec("model.fc.weight", (made.hidden_size, into), "mlp", "Linear")

@@ -1,4 +1,4 @@
-"""What a model's files say beside its config, and whether they hold what it promises."""
+"""Facts from a model's files beside its config: dtype, stored format, and whether promised tensors exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tonnage.planner.source.resolve import ModelSource
 
 
 def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
-    """The checkpoint must hold the tensors its config promises. Returns tied ones it stores twice."""
+    """Check that the checkpoint holds the tensors its config promises; return tied tensors stored twice."""
     if source.index is not None:
         from tonnage.planner.headers.check import check_index, copies_by_index
 
@@ -31,8 +31,11 @@ def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[T
 
 
 def auto_dtype(source: ModelSource) -> str:
-    """What ``--dtype auto`` means: config.json's dtype, else the checkpoint's, else float32 (transformers'
-    own order). A GGUF file states none and is dequantized while loading: bfloat16."""
+    """Return the dtype that --dtype auto means for this checkpoint.
+
+    The order is transformers' own: the dtype of config.json, the checkpoint's tensors, float32. A GGUF file
+    states no dtype and is dequantized to bfloat16 on load.
+    """
     found = config_dtype(source.config.get("dtype", source.config.get("torch_dtype")))
     if found is None and source.kind == "gguf":
         return "bfloat16"
@@ -44,5 +47,5 @@ def auto_dtype(source: ModelSource) -> str:
 
 
 def stored_format(source: ModelSource, quantization: Quantization) -> Quantization:
-    """What an engine has to read: GGUF's own types are no quantization of the plan, which has them unpacked."""
+    """Return the format an engine has to read; for GGUF its own, though a plan counts its tensors unpacked."""
     return Quantization("gguf", method="gguf") if source.kind == "gguf" else quantization

@@ -1,4 +1,4 @@
-"""Does the plan fit, and if not, why and what would."""
+"""The verdict of a plan: reasons why it does not fit, each with the figures and the nearest value that does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from tonnage.planner.units import gib
 def judge(
     chosen: Resolved, rank: RankPlan, pool: PoolSpec, capacity: PoolCapacity, *, asked: bool
 ) -> tuple[str, ...]:
-    """Reasons why it does not fit, empty when it does: all terms within the limit, and a pool that holds
-    one sequence of max_model_len tokens. ``asked``: max_model_len was a flag, not the model's own."""
+    """Return the reasons why the plan does not fit, empty when it fits.
+
+    A plan fits when all terms are within the memory limit and the pool holds one sequence of max_model_len
+    tokens. `asked` says whether max_model_len was a flag; otherwise it is the model's own.
+    """
     limit = chosen.limit
     name = gib(rank.total_bytes)
     if limit != rank.total_bytes:
