@@ -1,12 +1,15 @@
-"""A checkpoint's own draft: the layers of multi-token prediction behind its last one, as vLLM 0.32.0 has them.
+"""Draft layers stored in the checkpoint itself: multi-token prediction (MTP), as vLLM 0.32.0 builds it.
 
-Such a layer is a decoder layer of the model, a matrix that joins its input with the embedding of the token that
-was drafted last, and norms. config.json states how many there are, not their tensors; those are named as in the
-checkpoints, so that what a quantization leaves out is left out here. Embedding and head are the model's own
-(v1/worker/gpu/spec_decode/eagle/utils.py) but for a family whose layers keep heads of their own, and but for
-the embedding with pipeline parallelism, where it lies on another stage. Which families, and their modules:
-hf_config_override in config/speculative.py, model_executor/models/*_mtp.py. Counted against those modules in
-tests/planner/test_drafts.py.
+An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix joins the layer's input
+with the embedding of the last drafted token. config.json states how many such layers there are, not their
+tensors. The tensors get the names of the checkpoints, so that a quantization's exclusion list matches them.
+
+Embedding and head are the model's own (v1/worker/gpu/spec_decode/eagle/utils.py), with two exceptions: families
+whose draft layers have heads of their own, and the embedding under pipeline parallelism, where it is on another
+stage.
+
+Sources: hf_config_override in config/speculative.py and model_executor/models/*_mtp.py. Tests compare the
+tensors with those modules (tests/planner/test_drafts.py).
 """
 
 from __future__ import annotations
@@ -26,16 +29,25 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """How a family's draft layers are made.
+    """How a model family builds its own draft layers.
 
-    ``count``: the field that says how many; ``unsaid``: how many where no field does. ``most``: of those in the
-    file vLLM builds so many. ``at``: a layer's name in checkpoints, of its place ``i`` among the draft's layers
-    or ``n`` among all. ``joined``, ``norms``: in each layer, or ``outside`` once for all; ``split``: whether
-    tensor parallelism divides the joining matrix. ``kind``: of the attention. ``dense``: its MLP is that of a
-    layer without experts. ``heads``: each layer has a head of its own. ``block``: where the decoder layer is
-    below it. ``pattern``: a layer is made of parts, each with a mixer of one kind; the norms of ``last`` are in
-    the last part. ``plain``: it compresses no tokens. ``streams``: it is given
-    all of the model's residual streams, by matrices of their own; so many where ``hc_mult`` does not say.
+    Attributes:
+        count: config field with the number of draft layers.
+        unsaid: number of layers where the field is missing.
+        most: upper bound on the layers vLLM builds, None without a bound.
+        at: layer name in checkpoints, from its index `i` in the draft or `n` in the whole model.
+        joined: name of the joining matrix.
+        norms: names of the norms of each layer.
+        outside: prefix of matrix and norms that exist once outside the layers; None if each layer has them.
+        split: whether tensor parallelism divides the joining matrix.
+        kind: kind of the attention.
+        dense: whether its MLP is that of a layer without experts.
+        heads: whether each layer has a head of its own.
+        block: prefix of the decoder layer below the layer's name.
+        pattern: whether a layer consists of parts with one mixer each.
+        last: names of the norms in the last part of such a layer.
+        plain: whether the layer does no token compression.
+        streams: number of residual streams it reads where `hc_mult` is missing; 0 for one plain stream.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -98,9 +110,19 @@ def own_draft(
     architecture: Architecture, config: Mapping[str, Any], tensors: tuple[HeaderTensor, ...] | None,
     tokens: int, stages: int,
 ) -> Architecture:  # fmt: skip
-    """The draft's layers alone, from 0 on. ``tensors``: the checkpoint's headers, where there are any;
-    ``tokens`` drafted a step; pipeline ``stages``. Raises DeploymentError where the model has no such layers,
-    the checkpoint does not hold them, or vLLM would refuse ``tokens``."""
+    """Return the architecture of the checkpoint's own draft layers alone, numbered from 0.
+
+    Args:
+        architecture: the target model.
+        config: its config.json.
+        tensors: the checkpoint's tensor headers, None where there are none.
+        tokens: tokens drafted per step.
+        stages: pipeline stages.
+
+    Raises:
+        DeploymentError: if the model has no such layers, the checkpoint lacks their tensors, or vLLM would
+            refuse `tokens`.
+    """
     count = _count(architecture, config)
     own = _own(architecture, config)
     if tokens > count and tokens % count:
@@ -128,11 +150,12 @@ def own_draft(
 
 
 def streams_of(architecture: Architecture, config: Mapping[str, Any]) -> int:
-    """Hidden states of a token that the draft is given."""
+    """Return how many hidden states of a token the draft receives."""
     return _own(architecture, config).streams or 1
 
 
 def _own(architecture: Architecture, config: Mapping[str, Any]) -> Own:
+    """Return how the model's family builds its draft layers, with the residual streams of this config."""
     own = _FAMILIES[architecture.model_type]
     if not own.streams:
         return own
@@ -140,6 +163,7 @@ def _own(architecture: Architecture, config: Mapping[str, Any]) -> Own:
 
 
 def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
+    """Return the number of draft layers; raise DeploymentError for a model without any."""
     text = config.get("text_config")
     places = [text, config] if isinstance(text, Mapping) else [config]
     known = _FAMILIES.get(architecture.model_type)
@@ -165,7 +189,7 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 
 
 def _template(architecture: Architecture, own: Own) -> CacheLayer:
-    """The layer whose attention the draft's are like; the draft's own have an indexer where any has."""
+    """Return the cache layer whose attention the draft layers repeat, with an indexer if any layer has one."""
     kinds = (own.kind, "mla") if own.kind == "full" else (own.kind,)
     compress = any(layer.compression > 1 for layer in architecture.cache_layers)
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
@@ -178,6 +202,7 @@ def _template(architecture: Architecture, own: Own) -> CacheLayer:
 
 
 def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[TensorSpec]:
+    """Yield the tensors of `count` draft layers under their names in the checkpoint."""
     attention, mlp = _template(architecture, own).layer, _mlp_of(architecture, own)
     hidden = architecture.hidden_size
     for i in range(count):
@@ -202,7 +227,7 @@ _KINDS = {"attention": "*", "full_attention": "*", "moe": "E", "*": "*", "E": "E
 
 
 def _parts(config: Mapping[str, Any]) -> str:
-    """One letter for each part of Nemotron-H's draft layer (NemotronHConfig)."""
+    """Return one letter for each part of Nemotron-H's draft layer (NemotronHConfig): * attention, E experts."""
     listed = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
     if not isinstance(listed, (str, list)) or not all(str(kind) in _KINDS for kind in listed):
         raise DeploymentError(
@@ -213,7 +238,7 @@ def _parts(config: Mapping[str, Any]) -> str:
 
 
 def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) -> Architecture:
-    """A draft layer of ``parts``, numbered as layers."""
+    """Return the architecture of a draft layer that consists of `parts`, each numbered as a layer."""
     attention = next((each for each in architecture.cache_layers if each.kind == "full"), None)
     routed = next((each.layer for each in architecture.tensors if each.role == "expert"), None)
     if (attention is None and "*" in parts) or (routed is None and "E" in parts):
@@ -245,7 +270,7 @@ def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) ->
 
 
 def _beside(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
-    """The joining matrix, plain and never quantized unless it is divided, and the norms."""
+    """Yield the joining matrix and the norms of a draft layer; only a divided matrix is ever quantized."""
     if own.streams:
         yield from _streams(own, at, hidden, layer)
         return
@@ -256,8 +281,11 @@ def _beside(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[Tenso
 
 
 def _streams(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
-    """DeepSeek-V4's (models/deepseek_v4/nvidia/mtp.py): of the embedding and of each stream, in the linear
-    format of the others, and what makes one of the streams, a few hundred KiB in float32."""
+    """Yield the matrices and norms of a DeepSeek-V4 draft layer that joins several residual streams.
+
+    There is one matrix for the embedding and one for each stream, in the model's linear format. The head that
+    combines the streams has a few hundred KiB in float32. Source: models/deepseek_v4/nvidia/mtp.py.
+    """
     for name in ("e_proj", "h_proj"):
         yield TensorSpec(f"{at}.{name}.weight", (hidden, hidden), "mlp", "Linear", layer)
     for name in own.norms:
@@ -267,6 +295,7 @@ def _streams(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[Tens
 
 
 def _mlp_of(architecture: Architecture, own: Own) -> int:
+    """Return the index of the model's layer whose MLP the draft layers repeat."""
     experts = {tensor.layer for tensor in architecture.tensors if tensor.role == "expert"}
     if not own.dense:
         return architecture.layers - 1
@@ -280,5 +309,6 @@ def _mlp_of(architecture: Architecture, own: Own) -> int:
 
 
 def _vocabulary(architecture: Architecture, name: str, role: Any, layer: int | None = None) -> TensorSpec:
+    """Return a tensor [vocabulary, hidden], an embedding or a head, under `name`."""
     shape = (architecture.vocab_size, architecture.hidden_size)
     return TensorSpec(name, shape, role, "Embedding", layer, shard_dim=0)

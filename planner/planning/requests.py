@@ -1,4 +1,4 @@
-"""Requests of given lengths: ``tonnage plan --request 2000+300``, or ``--trace FILE``."""
+"""Requests of given lengths against a plan's pool: `tonnage plan --request 2000+300` and `--trace FILE`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _SHARES = ((0.5, "half"), (0.9, "90 %"), (0.99, "99 %"), (1.0, "all"))
 
 
 def parse_request(text: str) -> tuple[int, int]:
-    """``2000+300``: (tokens of the prompt, of the answer), each at least one, with vLLM's suffixes (8k, 8K).
-    Raises DeploymentError."""
+    """Return (prompt tokens, output tokens) of a text such as 2000+300 or 8k+1k, each at least 1.
+
+    Raises:
+        DeploymentError: if the text has another form.
+    """
     parts = text.split("+")
     if len(parts) != 2:
         raise DeploymentError(
@@ -28,11 +31,15 @@ def parse_request(text: str) -> tuple[int, int]:
 
 
 def with_requests(plan: Plan, lengths: Iterable[tuple[int, int]]) -> Plan:
-    """``plan`` with how many requests of each (prompt, output) its pool holds. Raises as Plan.hold."""
+    """Return the plan with how many requests of each (prompt, output) length its pool holds at once.
+
+    Raises the errors of `Plan.hold`.
+    """
     return _told(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
 
 
 def _told(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
+    """Return the plan with these request capacities, their terms and the note on how they are counted."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
     if note and note not in plan.notes:
@@ -41,15 +48,18 @@ def _told(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
 
 
 def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
-    """``plan`` with how many requests like those of a trace its pool holds: on average, and of those that half,
-    90 and 99 % and all of them take no more than. Raises as Plan.hold, where none is within max_model_len."""
+    """Return the plan with how many requests of a trace its pool holds: on average and at four quantiles.
+
+    A quantile names the request that 50, 90, 99 or 100 % of the trace's requests need no more blocks than. The
+    errors of `Plan.hold` are raised where no request is within max_model_len.
+    """
     counted: dict[tuple[int, int], int] = {}
     for pair in lengths:
         counted[pair] = counted.get(pair, 0) + 1
     limit = plan.deployment.max_model_len or 0
     within = {pair: count for pair, count in counted.items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        plan.hold(*lengths[0])  # which says why
+        plan.hold(*lengths[0])  # raises the error that explains it
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None
     held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())

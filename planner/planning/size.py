@@ -1,4 +1,4 @@
-"""A model under flags in numbers: weights, runtime and pool of each pipeline stage, and whether it fits."""
+"""Sizing of a model under flags: weights, runtime memory and pool of each pipeline stage, and the verdict."""
 
 from __future__ import annotations
 
@@ -34,9 +34,16 @@ from tonnage.planner.source.resolve import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model under complete flags in numbers. ``parts``: a rank's share of each stage; ``place``: of
-    the stage that decides; ``bounds``: the least and the most its pool may hold; ``reasons``: why it does not
-    fit."""
+    """A model under complete flags in numbers.
+
+    Attributes:
+        parts: a rank's share of the model on each pipeline stage.
+        place: index of the stage with the most used bytes, which decides whether the model fits.
+        bounds: the pool at the lower and at the upper end of its interval.
+        reasons: why it does not fit, empty when it fits.
+        law: how many blocks a request takes by its lengths, where that is known.
+        no_law: why it is not known, else empty.
+    """
 
     architecture: Architecture
     quantization: Quantization
@@ -56,10 +63,11 @@ class Size:
 
     @property
     def worst(self) -> Stage:
+        """Return the pipeline stage with the most used bytes."""
         return self.stages[self.place]
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Of the terms, and of what follows from them: the pool and its capacity."""
+        """Return name -> (low, high) of each estimated term, and of the pool and its capacity."""
         found: dict[str, tuple[float, float]] = dict(self.worst.intervals())
         low, high = self.bounds
         if low.num_blocks < high.num_blocks:
@@ -72,16 +80,16 @@ class Size:
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Of the pool, for one of max_model_len tokens."""
+        """Return the pool bytes of one sequence of max_model_len tokens."""
         return self.held.blocks_per_sequence * self.pool.layout.bytes_per_block
 
     @property
     def longest(self) -> int:
-        """The longest sequence that the pool holds, in tokens, at most as long as the model allows."""
+        """Return the longest sequence in tokens that the pool holds, at most the model's own limit."""
         return self.pool.longest(self.held.usable_blocks, self.architecture.max_model_len)
 
 
-# Flags that change neither a tensor nor how it is held: advice tries a dozen of them.
+# Flags that change neither a tensor nor its storage. Advice varies a dozen of them without new sums of weights.
 _WEIGHTLESS = (
     "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
@@ -89,7 +97,7 @@ _WEIGHTLESS = (
 
 
 class Sizer:
-    """Sizes one model under several flags: its checkpoint is checked and its weights are summed once."""
+    """Sizes of one model under several flags; its checkpoint is checked and its weights are summed once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -99,7 +107,7 @@ class Sizer:
         self._hash: Any = None
 
     def hash(self) -> Any:
-        """A copy of the SHA-256 of the model's id, config and header, which more can be added to."""
+        """Return a copy of the SHA-256 object over the model's id, config and header; the caller adds flags."""
         if self._hash is None:
             source = self.source
             tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
@@ -107,7 +115,10 @@ class Sizer:
         return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
-        """Raises as ``make_plan``; what the engine itself refuses, in its own words too."""
+        """Size the model under `deployment`; raise the errors of `make_plan`.
+
+        A refusal by the engine itself also quotes the engine's own error message.
+        """
         try:
             return self._size(deployment)
         except EngineRefusal as error:
@@ -121,6 +132,7 @@ class Sizer:
             ) from None
 
     def _size(self, deployment: Deployment) -> Size:
+        """Size the model under `deployment`; an engine's refusal carries the planner's words only."""
         source = self.source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
@@ -133,9 +145,7 @@ class Sizer:
         flags = chosen.flags
         engine = engine_of(flags.engine)
         supported = support(engine, chosen, stored_format(source, quantization), architecture)
-        parts = self._held(
-            architecture, quantization, flags
-        )  # refuses what cannot be divided, as the engine does
+        parts = self._held(architecture, quantization, flags)  # raises where the ranks cannot divide a tensor
         pooled, draft_weights, draft_high, draft_notes, beside = with_draft(source, architecture, flags)
         chosen = replace(chosen, draft=beside)
         pool = engine.build_pool(pooled, chosen)
@@ -177,6 +187,7 @@ class Sizer:
         )  # fmt: skip
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
+        """Return how the weights are quantized, checked against the model and the engine, once per flag."""
         key = flags.quantization, flags.engine
         if key not in self._formats:
             quantization = read_quantization(self.source.config, flags.quantization)
@@ -185,6 +196,7 @@ class Sizer:
         return self._formats[key]
 
     def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
+        """Return each stage's share of the weights, summed once for flags that leave the weights unchanged."""
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
             copies = self._copies or ()
@@ -196,8 +208,11 @@ def parts_of(
     source: ModelSource, architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """What a rank of each pipeline stage holds; of a GGUF file its own types, where the engine keeps them.
-    ``stored_copies``: as ``check_checkpoint`` found them."""
+    """Return what one rank of each pipeline stage holds.
+
+    The tensors of a GGUF file keep their own types where the engine keeps them. `stored_copies` are the tied
+    tensors that `check_checkpoint` found in the files.
+    """
     parts = held_parts(architecture, quantization, flags, stored_copies)
     engine = engine_of(flags.engine)
     if source.kind != "gguf" or not engine.keeps_gguf:
@@ -208,7 +223,7 @@ def parts_of(
 
 
 def with_law(size: Size) -> Size:
-    """With what a request takes of the pool, or why that is not known."""
+    """Return `size` with the blocks that a request takes of the pool, or with the reason if unknown."""
     try:
         law = engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool)
     except UnsupportedArchitecture as error:
@@ -217,7 +232,7 @@ def with_law(size: Size) -> Size:
 
 
 def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved, tuple[str, ...]]:
-    """``chosen`` with the draft's length where that limits the model's, and a note that says so."""
+    """Return the flags with max_model_len limited to the draft model's length, and a note about the limit."""
     if chosen.flags.speculative_model is None:
         return chosen, ()
     from tonnage.planner.planning.speculative import draft_limit
@@ -232,7 +247,12 @@ def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved
 def with_draft(
     source: ModelSource, architecture: Architecture, flags: Deployment
 ) -> tuple[Architecture, int, int, tuple[str, ...], Drafting | None]:
-    """What the pool is built from, the draft's weights and what they may be at most, notes, the draft."""
+    """Return what a draft model adds to the plan.
+
+    Returns:
+        The architecture the pool is built from, the draft's weight bytes, their upper bound, notes, and the
+            draft as it runs (None without a draft).
+    """
     if flags.speculative_model is None:
         return architecture, 0, 0, (), None
     from tonnage.planner.planning.speculative import add_draft

@@ -1,4 +1,4 @@
-"""Speculative decoding: the draft's weights and its layers of the shared KV pool."""
+"""Speculative decoding: the weights of the draft model and its layers in the shared KV pool."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ OWN_LAYERS = "mtp"
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """``weights`` bytes of one rank, at most ``high``; ``architecture``: the target, the draft's cache layers
-    behind its own; ``beside``: the draft as it runs."""
+    """A draft model beside its target.
+
+    Attributes:
+        architecture: the target, with the draft's cache layers after its own.
+        weights: the draft's bytes on one rank.
+        high: upper bound of these bytes.
+        notes: notes for the plan.
+        beside: the draft as it runs, None without a draft.
+    """
 
     architecture: Architecture
     weights: int = 0
@@ -36,7 +43,11 @@ class Draft:
 
 
 def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment) -> Draft:
-    """Pool and weights with ``--speculative-model``. Raises TonnageError naming what is wrong with it."""
+    """Return the draft of --speculative-model with its weights and cache layers.
+
+    Raises:
+        TonnageError: naming the flag or field that is wrong.
+    """
     name = flags.speculative_model
     if name is None:
         return Draft(architecture)
@@ -63,7 +74,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
     quantization = read_quantization(draft.config, None)
     if eagle.is_eagle(draft.config, name):
         made = eagle.eagle_draft(draft.config, name, architecture, draft.tensors)
-        # its rotary table is as long as the model's context (_maybe_override_draft_max_position_embeddings)
+        # the draft's rotary table has the target's length (_maybe_override_draft_max_position_embeddings)
         longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
         own = replace(made.architecture, max_model_len=longest)
         found = _held(architecture, own, quantization, flags, follows=1, reads=made.reads)
@@ -86,8 +97,10 @@ _FETCHED: dict[tuple[str, str], ModelSource] = {}
 
 
 def _found(name: str) -> ModelSource:
-    """The draft. One whose files the hub was asked for is asked for once in a process: a plan needs it twice, a
-    table for each of its rows."""
+    """Return the files of the draft `name`; a draft from the hub is resolved once per process.
+
+    One plan resolves the draft twice, and a table once for each row.
+    """
     known = name, endpoint()
     if known in _FETCHED:
         return _FETCHED[known]
@@ -97,13 +110,15 @@ def _found(name: str) -> ModelSource:
     return source
 
 
-# Rotary embeddings that a longer table extends (config/speculative.py _CACHE_ONLY_ROPE_TYPES, vLLM 0.33)
+# Types of rotary scaling that a longer table extends (config/speculative.py _CACHE_ONLY_ROPE_TYPES, vLLM 0.33)
 _EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
 
 
 def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
-    """The draft's own length where it is less than ``chosen`` has and the engine goes no further
-    (VllmConfig._limit_max_model_len_to_draft, vLLM 0.33). Raises TonnageError as ``add_draft``."""
+    """Return the draft's max_model_len where it is below the model's and the engine stops there, else None.
+
+    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. Raises the errors of `add_draft`.
+    """
     flags = chosen.flags
     name = flags.speculative_model
     if name is None or name == OWN_LAYERS or not engine_of(flags.engine).draft_limits(chosen.version):
@@ -113,7 +128,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     draft = _found(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
-    elif _rotary_types(draft.config) <= _EXTENDED:  # shares the model's positions
+    elif _rotary_types(draft.config) <= _EXTENDED:  # the draft takes the target's positions
         return None
     else:
         own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len
@@ -121,6 +136,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
 
 
 def _rotary_types(config: Mapping[str, Any]) -> set[object]:
+    """Return the types of rotary scaling in a draft's config."""
     layer = config.get("transformer_layer_config", config)
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     nested = [value for value in found.values() if isinstance(value, Mapping)]
@@ -131,7 +147,7 @@ def _held(
     target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment, *,
     follows: int = 0, reads: int = 0,
 ) -> Draft:  # fmt: skip
-    """The draft's share of one rank: its layers are not divided over pipeline stages."""
+    """Return the draft's share on one rank; pipeline stages do not divide a draft's layers."""
     part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)
     rounding = engine_of(flags.engine).allocator_rounding(part, quantization, flags)
     weights = sum_weights(part, quantization, flags).total + rounding

@@ -1,4 +1,4 @@
-"""Pipeline stages: what a rank of each holds beside the pool, and what one block of the pool is there."""
+"""Pipeline stages of a plan: what a rank of each stage holds besides the pool, and the bytes of a block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
 
 Part = tuple[Architecture, HeldWeights]
-"""A rank's share of the model, and its weights."""
+"""One rank's share of the model, and the weights of that share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Bytes that flags add: ``lora`` on every rank, ``draft``, at most ``draft_high``, on those of the last
-    stage."""
+    """Bytes that flags add to a rank.
+
+    Attributes:
+        lora: LoRA slots, on every rank.
+        draft: the draft's weights, on ranks of the last stage.
+        draft_high: upper bound of the draft's weights.
+    """
 
     lora: int
     draft: int
@@ -30,7 +35,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """``rank``: one of the stage's ranks; its pool is empty until ``with_blocks``."""
+    """One pipeline stage, seen from one of its ranks; the rank's pool is empty until `with_blocks`."""
 
     rank: RankPlan
     weights: HeldWeights
@@ -39,18 +44,21 @@ class Stage:
     draft_high: int
 
     def with_blocks(self, num_blocks: int, apart: int) -> Stage:
-        """The stage with so many blocks: every one gets the smallest one's (get_kv_cache_configs). ``apart``:
-        the pool's bytes that are no blocks."""
+        """Return the stage with a pool of `num_blocks` blocks and `apart` bytes outside the blocks.
+
+        All stages get the block count of the stage with the fewest (vLLM's get_kv_cache_configs).
+        """
         return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes + apart))
 
     def runtime_terms(self) -> list[Term]:
+        """Return the engine's estimates as terms: framework, activations, CUDA graphs."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # no part of the sum
+        if self.runtime.beside is not None:  # reported, but not in the sum of used bytes
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
     def intervals(self) -> dict[str, tuple[int, int]]:
-        """Bounds of every figure that is not exact, and of their sum with the exact ones."""
+        """Return name -> (low, high) bytes of each estimated term, and of the sum `used_bytes`."""
         bounds = {name: (e.low, e.high) for name, e in self._estimates().items()}
         if self.weights_bounds[1] > self.rank.weights_bytes:
             bounds["weights_bytes"] = self.weights_bounds
@@ -61,24 +69,26 @@ class Stage:
 
     @property
     def weights_bounds(self) -> tuple[int, int]:
+        """Return the least and the most bytes of the weights."""
         held, loaded = self.rank.weights_bytes, self.weights.loaded
         return held, held + loaded.high - loaded.total
 
     @property
     def loaded_bounds(self) -> tuple[int, int]:
-        """Of the weights and the draft's."""
+        """Return the least and the most bytes of the model's and the draft's weights together."""
         low, high = self.weights_bounds
         return low + self.rank.draft_bytes, high + max(self.rank.draft_bytes, self.draft_high)
 
     @property
     def used_bounds(self) -> tuple[int, int]:
-        """Of the sum of all, the pool as it is."""
+        """Return the bounds of the used bytes, with the pool at its planned size."""
         low, high = self.runtime.bounds
         exact = self.rank.used_bytes - self.runtime.total
         more = self.weights_bounds[1] - self.weights_bounds[0] + max(0, self.draft_high - self.rank.draft_bytes)
         return exact + low, exact + high + more
 
     def _estimates(self) -> dict[str, Estimate]:
+        """Return the estimated terms that are not zero, by name."""
         runtime = self.runtime
         found = {
             "framework_bytes": runtime.framework,
@@ -89,7 +99,11 @@ class Stage:
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:
-    """What a rank of pipeline ``stage`` holds. Raises DeploymentError when a size cannot be divided."""
+    """Return the share of the model that a rank of pipeline `stage` holds.
+
+    Raises:
+        DeploymentError: if a dimension is not divisible by the parallel sizes.
+    """
     engine = engine_of(flags.engine)
     if (
         architecture.via == "meta"
@@ -108,7 +122,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
             f"{architecture.model_type} has no adapter: how its layers are divided is not known",
             field="--tensor-parallel-size", hint="plan it for one GPU",
         )  # fmt: skip
-    # imported here: most plans are for one GPU, and a cold start counts in milliseconds
+    # imported here because most plans are for one GPU and a cold start is measured in milliseconds
     from tonnage.planner.engines import parallel
 
     sizes = parallel.Parallel(
@@ -127,8 +141,14 @@ def held_parts(
     architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """What a rank of each pipeline stage holds. Raises DeploymentError and UnsupportedArchitecture for a model
-    that cannot be divided so. ``stored_copies``: as for ``weights.sum_weights``."""
+    """Return the share of the model and its weights on one rank of each pipeline stage.
+
+    `stored_copies` has the meaning of `sum_weights`.
+
+    Raises:
+        DeploymentError: if the parallel sizes do not divide a dimension of the model.
+        UnsupportedArchitecture: if it is not known how the engine divides the model.
+    """
     parts = [rank_architecture(architecture, flags, stage) for stage in range(flags.pipeline_parallel_size)]
     return [(part, hold_weights(part, quantization, flags, stored_copies)) for part in parts]
 
@@ -136,13 +156,15 @@ def held_parts(
 def build_stages(
     architecture: Architecture, parts: list[Part], chosen: Resolved, pool: PoolSpec, added: Added
 ) -> list[Stage]:
-    """Every stage of ``chosen``, whose ranks hold ``parts``. Raises UnsupportedArchitecture for a stage
-    without a cache."""
+    """Build every pipeline stage from the ranks' `parts`; a draft model is on the last stage.
+
+    Raises:
+        UnsupportedArchitecture: for a stage without a KV cache.
+    """
     held = [(weights, runtime_of(part, chosen)) for part, weights in parts]
     sizes = _block_bytes(pool, architecture, chosen.flags)
-    before = replace(
-        added, draft=0, draft_high=0
-    )  # the draft is on the last stage (v1/worker/gpu/model_runner.py)
+    # the draft is on the last stage (v1/worker/gpu/model_runner.py)
+    before = replace(added, draft=0, draft_high=0)
     each = [before] * (len(held) - 1) + [added]
     return [
         stage_of(weights, runtime, chosen, more, size)
@@ -151,21 +173,22 @@ def build_stages(
 
 
 def stage_of(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added, block_bytes: int) -> Stage:
-    """A stage whose ranks hold these, without a pool."""
+    """Return a stage whose ranks hold these weights, with an empty pool."""
     return Stage(_rank(weights, runtime, chosen, added), weights, runtime, block_bytes, added.draft_high)
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
-    """What the engine takes beside weights and pool, as starts of this GPU have it where flags name them."""
+    """Return the engine's memory besides weights and pool, calibrated by measured starts if requested."""
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime
-    from tonnage.planner.planning.calibration import calibrated  # few plans have one
+    from tonnage.planner.planning.calibration import calibrated
 
     return calibrated(runtime, part, chosen)
 
 
 def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added) -> RankPlan:
+    """Return the byte counts of one rank, with an empty pool."""
     return RankPlan(
         weights_bytes=weights.bytes,
         kv_pool_bytes=0,
@@ -180,8 +203,11 @@ def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added
 
 
 def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) -> list[int]:
-    """Bytes of one block on each pipeline stage, which stores its own layers only; a draft's, numbered behind
-    the model's, are the last stage's."""
+    """Return the bytes of one block on each pipeline stage.
+
+    A stage stores the KV cache of its own layers. A draft's layers, numbered after the model's, are on the last
+    stage.
+    """
     stages = flags.pipeline_parallel_size
     if stages == 1:
         return [pool.layout.bytes_per_block]

@@ -1,5 +1,4 @@
-"""Terms beside weights and runtime: the KV pool, LoRA slots, the draft, what a quantized model's files and
-kernels hold; notes on what is set elsewhere."""
+"""Terms besides weights and runtime (KV pool, LoRA slots, draft, quantized files and kernels), and notes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,10 @@ from tonnage.planner.quantization.scheme import Quantization
 def kv_terms(
     pool: PoolSpec, num_blocks: int, chosen: Resolved, bounds: tuple[int, int] | None = None
 ) -> list[Term]:
-    """How the KV pool came about. ``bounds``: the fewest and the most blocks it may have."""
+    """Return the terms that explain the KV pool: block size, blocks per sequence, and the pool itself.
+
+    `bounds` are the fewest and the most blocks of the pool's interval.
+    """
     if not pool.demands:
         from tonnage.planner.engines.encoder import terms as encoder_terms
 
@@ -86,13 +88,16 @@ def kv_terms(
     return terms
 
 
-# vLLM allocates lora_a and lora_b of every linear layer of the language model for max_loras slots at
-# max_lora_rank (lora/layers, 0.32.0); shapes are PEFT's: A [rank, in], B [out, rank].
+# For each of max_loras slots, vLLM allocates lora_a and lora_b of each linear layer of the language model at
+# max_lora_rank (lora/layers, 0.32.0). The shapes are PEFT's: A [rank, in], B [out, rank].
 _LORA_ROLES = ("attention", "mlp")
 
 
 def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
-    """Bytes of all LoRA slots of one rank: tensor parallelism divides B (or A) with the layer it belongs to."""
+    """Return the bytes of all LoRA slots on one rank.
+
+    Tensor parallelism divides the factor B or A along with the side of its layer that it divides.
+    """
     if not flags.enable_lora:
         return 0
     elements = 0
@@ -111,6 +116,7 @@ def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
 
 
 def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
+    """Return the terms for LoRA slots, the draft's weights and weights offloaded to the host, if not zero."""
     terms = []
     if rank.lora_bytes:
         terms.append(
@@ -138,8 +144,10 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
 def quantized_terms(
     architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], flags: Deployment
 ) -> list[Term]:
-    """Of a quantized model: what its files hold, and what a kernel makes of the loaded weights when it first
-    runs. All ranks together."""
+    """Return the terms of a quantized model: bytes in its files and after the first forward pass.
+
+    The bytes are of all ranks together. A kernel may repack the loaded weights when it first runs.
+    """
     if quantization.linear is None:
         return []
     from tonnage.planner.planning.checkpoint import checkpoint_size
@@ -161,21 +169,21 @@ def quantized_terms(
 
 
 def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
-    """A format that was asked for and that the checkpoint does not have must come from somewhere."""
+    """Return a note where neither the checkpoint nor the engine produces the requested format."""
     if asked is None or asked in engine_of(engine).quantizes_to or config.get("quantization_config"):
         return ()
     return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
 
 
 def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
-    """What is set on this machine and would silently win over the plan; what ``--gpu auto`` found."""
+    """Return notes on environment variables that override the plan, and on what --gpu auto found."""
     if gpu == "auto" and flags.device == "cpu":
         return ("no NVIDIA GPU answers here: planned for the CPU", *environment_notes(flags, None))
     return engine_of(flags.engine).environment_notes(flags)
 
 
 def request_terms(plan: Plan, requests: tuple[RequestCapacity, ...]) -> tuple[Term, ...]:
-    """How the counts of requests came about."""
+    """Return the terms that explain how many requests of each length the pool holds."""
     law, usable = plan.kv_cache.law, plan.kv_cache.usable_blocks
     return tuple(
         Term(

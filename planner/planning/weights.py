@@ -1,4 +1,4 @@
-"""Weight bytes of a rank: every tensor under the quantization, summed and explained."""
+"""Weight bytes of a rank: the sum of all tensors under the quantization, and one term per kind of tensor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tonnage.planner.plans import Term, WeightFormat
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
 
-# The largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3): vLLM's CPU
-# linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
+# Largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3). On a CPU, vLLM stores
+# linear layers in them (model_executor/layers/utils.py, vLLM 0.32.0).
 _TILE = 64
 
 _FIELDS = {
@@ -38,7 +38,14 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``total`` bytes after load, at most ``high``, and one Term per kind of tensor."""
+    """Weights of one rank after load.
+
+    Attributes:
+        total: bytes.
+        high: upper bound of the bytes.
+        terms: one term per kind of tensor.
+        formats: bytes by storage format.
+    """
 
     total: int
     high: int
@@ -48,8 +55,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Weights of one rank on its device: what was loaded, what a kernel's ``padding`` and the allocator's
-    ``rounding`` add, less what is ``offloaded`` to the host (bytes)."""
+    """Weights that one rank holds on its device, in bytes.
+
+    Attributes:
+        loaded: what the engine loads.
+        padding: bytes that a kernel adds as padding.
+        rounding: bytes that the allocator adds by rounding.
+        offloaded: bytes moved to the host.
+    """
 
     loaded: Weights
     padding: int
@@ -58,9 +71,11 @@ class HeldWeights:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes on the device: loaded, padding and rounding, less the offloaded bytes."""
         return self.loaded.total + self.padding + self.rounding - self.offloaded
 
     def added_terms(self) -> list[Term]:
+        """Return the terms of allocator rounding and kernel padding that are not zero."""
         terms = (
             Term(
                 "weights.allocator_rounding", self.rounding,
@@ -80,7 +95,7 @@ def hold_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> HeldWeights:
-    """What one rank, whose share ``architecture`` is, holds; arguments as for ``sum_weights``."""
+    """Return what one rank holds on its device; the arguments are those of `sum_weights`."""
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)
@@ -94,10 +109,11 @@ def sum_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> Weights:
-    """Bytes the process holds for the model after load (parameters, buffers, quantization state).
+    """Return the bytes that a rank holds for its share of the model after load.
 
-    ``stored_copies``: tied tensors that the checkpoint stores too, which are loaded apart if their values
-    differ. vLLM may repack linear weights into padded tiles: that is the upper bound there.
+    The sum has parameters, buffers and quantization state. `stored_copies` are tied tensors that the checkpoint
+    stores as well; they are loaded separately if their values differ, so they count in the upper bound. On a
+    CPU vLLM may repack linear weights into padded tiles, which also counts there.
     """
     engine, dtype = engine_of(deployment.engine), deployment.dtype
     kernels = engine.kernels.get(deployment.device, {})
@@ -141,8 +157,11 @@ def sum_weights(
 
 
 def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) -> HeldWeights:
-    """``held`` by an engine that loads a file's tensors in the types they are stored in: the share of their
-    bytes that ``held`` is of ``whole``, the model undivided (bytes; both as if dequantized)."""
+    """Return `held` for an engine that keeps the types in which the file stores its tensors.
+
+    The rank's share of the file is `held.loaded` / `whole`, where `whole` is the undivided model. Both are in
+    bytes, as if dequantized.
+    """
     share = held.loaded.total
     sums: dict[str, tuple[int, int]] = {}
     for tensor in tensors:
@@ -163,7 +182,7 @@ def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) 
 
 @dataclass(slots=True)
 class _Kind:
-    """Tensors of one name and shape over all layers; ``value`` is their sum."""
+    """Tensors of one name pattern and shape over all layers; `value` is the sum of their bytes."""
 
     first: TensorSpec
     converted: bool
@@ -173,13 +192,15 @@ class _Kind:
 
 @lru_cache(16384)
 def _unnumbered(name: str) -> str:
-    """The name with a star for the layer and for the places of lists inside it."""
+    """Return the tensor's name with `*` in place of layer and list indices."""
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
 def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
-    """The most a bias, a norm before and a norm behind add to a matrix: three vectors of either side, in
-    float32, whole on each of ``ranks``."""
+    """Return the most bytes that one bias and two norms can add to a matrix.
+
+    These are three float32 vectors for each side of the matrix, each held in full by every one of `ranks`.
+    """
     if len(tensor.shape) < 2 or not tensor.is_parameter or tensor.tied_to is not None:
         return 0
     *several, rows, columns = tensor.shape
@@ -187,7 +208,7 @@ def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:
-    """Bytes when both sides are padded to whole tiles."""
+    """Return the bytes of a matrix whose sides are padded to whole tiles."""
     padded = prod(-(-side // _TILE) * _TILE for side in shape)
     return held * padded // prod(shape)
 
@@ -195,6 +216,7 @@ def _tiled(shape: tuple[int, ...], held: int) -> int:
 def _term(
     pattern: str, kind: _Kind, quantization: Quantization, kernels: Mapping[str, str], dtype: str
 ) -> Term:
+    """Return the term of one kind of tensor with its formula."""
     first = kind.first
     shape = " x ".join(f"{size:,}" for size in first.shape) or "1"
     if first.tied_to is not None:
