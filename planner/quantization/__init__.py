@@ -1,1 +1,1 @@
-"""How weights are stored: formats, which modules they apply to, what a checkpoint's config says of them."""
+"""Weight quantization: how many bytes each tensor has in the file, after load and after warm-up, by format."""

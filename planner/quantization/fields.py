@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's ``quantization_config``, checked as those of config.json are."""
+"""Checked readers for the fields of a checkpoint's `quantization_config`; each raises ConfigError by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ AT = "quantization_config"
 
 
 def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
+    """Return the bit width in field `name`, one of `allowed`."""
     bits = found.get(name)
     if isinstance(bits, bool) or bits not in allowed:
         listed = ", ".join(map(str, allowed[:-1])) + (" or " if len(allowed) > 1 else "") + str(allowed[-1])
@@ -20,6 +21,7 @@ def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
 
 
 def group_of(found: dict[str, Any], default: int) -> int:
+    """Return the group size, -1 for one group per row."""
     name = "q_group_size" if "q_group_size" in found else "group_size"
     group = found.get(name, default)
     if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 0 < group <= 1 << 20):
@@ -28,7 +30,7 @@ def group_of(found: dict[str, Any], default: int) -> int:
 
 
 def size_of(found: dict[str, Any], name: str, default: int | None, where: str = AT) -> int:
-    """A number of values that share something."""
+    """Return the positive integer in field `name`: how many values share a scale."""
     size = found.get(name, default)
     if type(size) is not int or not 0 < size <= 1 << 20:
         raise ConfigError(f"{shown(size)} is not a positive integer", field=f"{where}.{name}")
@@ -36,6 +38,7 @@ def size_of(found: dict[str, Any], name: str, default: int | None, where: str = 
 
 
 def flag(found: dict[str, Any], name: str, default: bool) -> bool:
+    """Return the boolean in field `name`, `default` if it is missing."""
     value = found.get(name)
     if value is None:
         return default
@@ -45,6 +48,7 @@ def flag(found: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def names_in(found: dict[str, Any], name: str) -> list[str] | None:
+    """Return the list of module names in field `name`, None if it is missing."""
     value = found.get(name)
     if value is None:
         return None
@@ -54,7 +58,7 @@ def names_in(found: dict[str, Any], name: str) -> list[str] | None:
 
 
 def skipped(found: dict[str, Any], *names: str) -> Patterns | None:
-    """The first of these lists the file has."""
+    """Return the modules left unquantized, from the first of the fields `names` that exists."""
     for name in names:
         values = names_in(found, name)
         if values is not None:

@@ -1,4 +1,4 @@
-"""How one linear weight [out, in] is stored: a ``LinearFormat`` of some ``Kind`` (formats/)."""
+"""Storage of one linear weight [out, in]: a `LinearFormat`, the parameters of one `Kind` of storage."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import Any
 from tonnage.planner.records import dataclass, field
 
 Storages = dict[str, int]
-"""Bytes by the storage's name."""
+"""Name of a storage -> its bytes."""
 Parts = Callable[[Any, int, int, str], Storages]
-"""(LinearFormat, out, in, name of the module) -> storages of one matrix. Raises UnsupportedArchitecture."""
+"""(format, out, in, module name) -> storages of one matrix. Raises UnsupportedArchitecture."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """A way of storing linear weights, and which weights the tool behind it replaces.
+    """A way of storing linear weights, and the modules that the tool behind it replaces.
 
-    ``parts``: the storages after load. ``loaded``, ``warmed``: what they are instead with an engine's kernel
-    (Engine.kernels), once it has loaded them and after the first forward. ``extra_in_file``: bytes of the file
-    that are not loaded (negative: fewer in the file); ``text_in_file``: (fewest, most) bytes of a text beside
-    a matrix of that shape in a model of that dtype. ``suffix``: of the tensor in the file, where it is not
-    ``.weight``. ``stored_as``: dtype of the values, None: the scheme's name says it.
-
-    ``classes``: the modules that are replaced. ``KeptLinear``: an nn.Linear of a family's
-    _keep_in_fp32_modules, which every quantizer of transformers leaves alone (5.19, quantizers/base.py).
-    ``while_loading``: made of every nn.Linear while the model loads, a router too; experts and heads stay as
-    they are, the other formats' tools leave routers alone. ``language_model_only``: towers stay.
-    ``detail``: what is said of a format beside the scheme's name.
+    Attributes:
+        parts: bytes of each storage of one matrix after load.
+        loaded: the same by kernel name (`Engine.kernels`), for kernels that repack on load.
+        warmed: the same by kernel name, for kernels that repack in the first forward pass.
+        extra_in_file: bytes in the file that are not loaded; negative if the file has fewer.
+        text_in_file: (fewest, most) bytes of a text stored beside a matrix of that shape and dtype.
+        suffix: the tensor's name in the file, where it does not end in `.weight`.
+        stored_as: dtype of the values; None if the scheme's name states it.
+        classes: classes of the replaced modules. `KeptLinear`, an nn.Linear in a family's
+            _keep_in_fp32_modules, is never replaced (transformers 5.19, quantizers/base.py).
+        while_loading: whether every nn.Linear is converted on load, routers included, experts and heads
+            excepted. Tools with other formats leave routers unquantized.
+        language_model_only: whether vision and audio towers stay unquantized.
+        detail: text that describes a format besides the scheme's name.
     """
 
     name: str
@@ -46,10 +49,16 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class LinearFormat:
-    """Format of one linear layer. ``block``: (rows, columns) that share a scale, 0 for the whole side, None:
-    one scale for the matrix. ``scale_bytes``: of one scale. ``input_scale``: a static activation scale (fp32)
-    is stored too. ``double``: the absmax of NF4 is quantized again. ``symmetric``: GPTQ's zero points are all
-    the same (they are stored even so)."""
+    """The storage format of one linear layer.
+
+    Attributes:
+        block: (rows, columns) that share a scale, 0 for a whole side; None for one scale per matrix.
+        scale_bytes: bytes of one scale.
+        input_scale: whether a static activation scale (fp32) is stored as well.
+        double: whether NF4's absmax values are quantized again.
+        symmetric: whether all zero points of GPTQ are equal; they are stored anyway.
+        code: `nf4` or `fp4`.
+    """
 
     kind: Kind
     bits: int = 4
@@ -61,21 +70,22 @@ class LinearFormat:
     act_order: bool = False
     input_scale: bool = False
     symmetric: bool = True
-    code: str = "nf4"  # nf4 | fp4
+    code: str = "nf4"
 
     def parts(self, out: int, into: int, where: str = "") -> Storages:
-        """Storages after load."""
+        """Return the bytes of each storage of a matrix [out, into] after load."""
         return self.kind.parts(self, out, into, where)
 
     def loaded_by(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Storages once an engine with that kernel has loaded the weight."""
+        """Return the bytes of each storage once an engine with `kernel` has loaded the matrix."""
         return self.kind.loaded.get(kernel or "", self.kind.parts)(self, out, into, where)
 
     def after_warmup(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Storages once that kernel has run; None: nothing is repacked."""
+        """Return the bytes of each storage after `kernel` has run once; without a kernel they stay the same."""
         changed = self.kind.warmed.get(kernel or "")
         return changed(self, out, into, where) if changed else self.loaded_by(kernel, out, into, where)
 
     @property
     def extra_in_file(self) -> int:
+        """Return the bytes per matrix that the file has and the loaded model has not."""
         return self.kind.extra_in_file(self) if self.kind.extra_in_file else 0

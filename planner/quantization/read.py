@@ -1,7 +1,7 @@
-"""What a checkpoint's ``quantization_config`` says, or the flag: config -> Quantization.
+"""Reading of the quantization of a model, from the checkpoint's `quantization_config` or from --quantization.
 
-The formats are in formats/, a file for each tool: what it stores (``Kind``), the flags that ask for it
-(``FLAGS``) and its configs (``READERS``, by quant_method).
+Each file in formats/ is one tool: the storages (`Kind`), the values of the flag (`FLAGS`), and a reader for
+each quant_method (`READERS`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from tonnage.planner.quantization.fields import AT
 from tonnage.planner.quantization.linear import LinearFormat
 from tonnage.planner.quantization.scheme import Quantization
 
-# In the order of the help and of a sweep
+# Order of the formats in the help text and in a sweep
 _FIRST = ("bitsandbytes", "gptq", "fp8", "compressed_tensors", "microscaling", "modelopt", "hqq", "torchao")
 
 
 def _modules() -> Iterator[Any]:
+    """Yield the modules of formats/."""
     return modules_in("tonnage.planner.quantization.formats", _FIRST)
 
 
 def flag_formats() -> dict[str, LinearFormat]:
-    """--quantization for an unquantized checkpoint -> the format the engine makes of it."""
+    """Return value of --quantization -> the format that an engine makes of an unquantized checkpoint."""
     return {name: made for module in _modules() for name, made in module.FLAGS.items()}
 
 
 def quantized_to(scheme: str) -> Quantization:
-    """An unquantized model under that flag. Raises DeploymentError."""
+    """Return the quantization of an unquantized model under --quantization `scheme`.
+
+    Raises:
+        DeploymentError: for a scheme that is not known.
+    """
     known = flag_formats()
     if scheme not in known:
         close = did_you_mean(scheme, known)
@@ -44,10 +49,12 @@ def quantized_to(scheme: str) -> Quantization:
 
 
 def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantization:
-    """What the checkpoint's ``quantization_config`` says, or the flag for an unquantized checkpoint.
+    """Return the checkpoint's quantization, or for an unquantized checkpoint the one of --quantization.
 
-    Raises DeploymentError when flag and checkpoint contradict, UnsupportedArchitecture for a method that
-    is not known, ConfigError for broken fields.
+    Raises:
+        DeploymentError: if flag and checkpoint contradict each other.
+        UnsupportedArchitecture: for a method that is not known.
+        ConfigError: for fields with wrong types or values.
     """
     found = config.get("quantization_config")
     text = config.get("text_config")
@@ -69,11 +76,11 @@ def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantizati
 
 
 def stored_kv_dtype(config: Mapping[str, Any]) -> str | None:
-    """What the checkpoint asks for its KV cache, by vLLM's names; None where it says nothing that is known.
+    """Return the KV-cache dtype that the checkpoint requests, by vLLM's names; None if it requests none.
 
-    ModelOpt's kv_cache_quant_algo or kv_cache_scheme (vllm/utils/torch_utils.py 0.32.0,
-    get_kv_cache_quant_algo_string), compressed-tensors' kv_cache_scheme (model_executor/layers/attention/
-    attention.py).
+    ModelOpt states it as kv_cache_quant_algo or kv_cache_scheme, compressed-tensors as kv_cache_scheme.
+    Sources, vLLM 0.32.0: utils/torch_utils.py get_kv_cache_quant_algo_string,
+    model_executor/layers/attention/attention.py.
     """
     found = config.get("quantization_config")
     if not isinstance(found, Mapping):
@@ -95,7 +102,12 @@ def stored_kv_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Raises UnsupportedArchitecture for a method that is not known, ConfigError for broken fields."""
+    """Return the quantization that the object `quantization_config` describes.
+
+    Raises:
+        UnsupportedArchitecture: for a method that is not known.
+        ConfigError: for fields with wrong types or values.
+    """
     method = found.get("quant_method")
     if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
         method = "bitsandbytes"
@@ -116,9 +128,11 @@ def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:
-    """Refuse a scheme that would do nothing to this model, or something that is not planned.
+    """Refuse a scheme that would replace no module of this model, or would replace a tied one.
 
-    Raises DeploymentError or UnsupportedArchitecture.
+    Raises:
+        DeploymentError: if no module is replaced.
+        UnsupportedArchitecture: if a tied tensor would be replaced.
     """
     if quantization.scheme == "none":
         return

@@ -1,7 +1,7 @@
-"""Which modules a checkpoint's own quantization_config leaves alone, or names: its patterns against our names.
+"""Module patterns of a quantization_config: which modules stay unquantized or have their own format.
 
-Checkpoints name modules as the code that wrote them did; transformers 5 names them otherwise. Both sides are
-brought to one spelling before they are compared.
+Checkpoints use the module names of the code that wrote them, which differ from the names in transformers 5.
+Both are converted to one spelling before they are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tonnage.planner.records import dataclass
 
 _PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
-# What regular expressions of published files are made of; groups are not repeated, so that none can blow up
+# Characters of the regular expressions in published files. Repeated groups are refused: they can take
+# exponential time.
 _PLAIN_REGEX = r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}"
 _NESTED = r"[)\]}*+?]\s*[*+{]"
 MAX_PATTERNS = 200_000
@@ -24,7 +25,7 @@ MAX_PATTERNS = 200_000
 
 @cache
 def spelling(name: str) -> str:
-    """One spelling of a module's name: without the wrappers' prefixes, MLPs called mlp."""
+    """Return the one spelling of a module's name: wrapper prefixes removed, MLPs renamed to `mlp`."""
     cut = True
     while cut:
         cut = False
@@ -39,10 +40,13 @@ def spelling(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """A list of names, globs and regular expressions, matched in a few dictionary look-ups.
+    """A list of names, globs and regular expressions that is matched with a few dictionary look-ups.
 
-    ``names``: whole modules (everything below counts); ``starts``: globs with one star at the end;
-    ``tails``: single components that match at the end (``lm_head``, ``gate``); ``regex``: the rest.
+    Attributes:
+        names: whole modules; every module below one matches too.
+        starts: prefixes, from globs with one star at the end.
+        tails: last components, such as `lm_head` and `gate`.
+        regex: all other patterns, joined into one expression.
     """
 
     names: frozenset[str] = frozenset()
@@ -51,6 +55,7 @@ class Patterns:
     regex: re.Pattern[str] | None = None
 
     def match(self, module: str) -> bool:
+        """Return whether a pattern matches the module or a module above it."""
         name = spelling(module)
         if name in self.names or name.startswith(self.starts):
             return True
@@ -63,9 +68,10 @@ class Patterns:
 
 
 def compile_patterns(values: Iterable[str], field: str) -> Patterns:
-    """Names (``lm_head``, ``model.layers.0.mlp``), globs (``*.attn.*``) and regular expressions (``re:...``).
+    """Compile names (`lm_head`), globs (`*.attn.*`) and regular expressions (`re:...`) into `Patterns`.
 
-    Raises UnsupportedArchitecture naming an entry that is neither, or that could run for ever.
+    Raises:
+        UnsupportedArchitecture: naming an entry of another form, or one that could run without end.
     """
     names, starts, tails, expressions = set(), [], set(), []
     for count, value in enumerate(values):
@@ -90,6 +96,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
 
 
 def _regex(text: str, field: str) -> str:
+    """Return the expression `text` if it is simple enough to run in bounded time."""
     if not re.fullmatch(_PLAIN_REGEX, text, re.ASCII) or re.search(_NESTED, text.replace(".*", ".")):
         raise UnsupportedArchitecture(f"{shown(text)} is not a simple regular expression", field=field)
     try:

@@ -1,7 +1,7 @@
 """Bytes of each tensor in the file, after load and after warm-up, under each way of storing weights.
 
-"After load" is what the process holds: the storages of parameters, buffers and quantization state. Verified
-against bitsandbytes 0.50 on CPU by tests/planner/test_quantization_real.py (difference 0).
+"After load" counts what the process holds: the storages of parameters, buffers and quantization state. Tests
+compare it with bitsandbytes 0.50 on a CPU, difference 0 (tests/planner/test_quantization_real.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ _SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How linear weights are stored. ``skip``: modules left in the model's dtype, None for the default rule.
+    """How a model's linear weights are stored, module by module.
 
-    Default rule (transformers 5.19, quantizers/base.py get_keys_to_not_convert): the output head, and
-    whatever is tied to it. ``linear`` is the format of every other linear layer (None: only the modules named
-    in ``named`` are quantized), ``named`` those of modules (in one spelling) that have their own, ``experts``
-    that of routed experts where it differs. ``scheme`` is the name printed and compared with the flag.
+    Attributes:
+        scheme: the name that is printed and compared with the flag.
+        skip: modules left in the model's dtype. None means transformers' default rule: the output head and
+            modules tied to it (5.19, quantizers/base.py get_keys_to_not_convert).
+        origin: flag or config field that the quantization comes from, for error messages.
+        linear: format of every other linear layer; None if only the modules in `named` are quantized.
+        named: module name in the one spelling -> its own format.
+        experts: format of routed experts where it differs.
+        method: quant_method of the checkpoint, None for a flag.
     """
 
     scheme: str = "none"
@@ -34,10 +39,10 @@ class Quantization:
     linear: LinearFormat | None = None
     named: Mapping[str, LinearFormat] = field(default_factory=dict)
     experts: LinearFormat | None = None
-    method: str | None = None  # quant_method of the checkpoint
+    method: str | None = None
 
     def format_of(self, tensor: TensorSpec) -> LinearFormat | None:
-        """Format of this weight, None when it stays in its dtype."""
+        """Return the format of this weight, None if it stays in its dtype."""
         if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding"):
             return None
         kind = self._default().kind
@@ -47,7 +52,7 @@ class Quantization:
             return self._expert_format(tensor)
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
-        # V4's grouped projection is a subclass of nn.Linear that FP8 checkpoints store as any other
+        # DeepSeek-V4's grouped projection is a subclass of nn.Linear; FP8 checkpoints quantize it as nn.Linear
         if tensor.module_class not in kind.classes and tensor.module_class != "GroupedLinear":
             return None
         if tensor.module_class == "GroupedLinear" and kind.while_loading:
@@ -65,7 +70,8 @@ class Quantization:
         return self.linear
 
     def _expert_format(self, tensor: TensorSpec) -> LinearFormat | None:
-        # transformers' fused experts are parameters, no nn.Linear: bitsandbytes leaves them alone
+        """Return the format of routed experts' weights, None if they stay in their dtype."""
+        # transformers' fused experts are parameters instead of nn.Linear, so bitsandbytes does not convert them
         if self._default().kind.while_loading or len(tensor.shape) != 3 or tensor.name.endswith("_bias"):
             return None
         chosen = self.experts or self.linear
@@ -85,14 +91,15 @@ class Quantization:
         return chosen
 
     def _default(self) -> LinearFormat:
+        """Return a format that represents the scheme: of linear layers, of experts, or the first named one."""
         return self.linear or self.experts or next(iter(self.named.values()))
 
     def converts(self, tensor: TensorSpec) -> bool:
-        """Whether this weight is replaced."""
+        """Return whether the scheme replaces this weight."""
         return self.format_of(tensor) is not None
 
     def bytes_after_load(self, tensor: TensorSpec, dtype: str) -> int:
-        """Bytes the process holds for ``tensor`` of a model in ``dtype``; 0 for a tied one."""
+        """Return the bytes a process holds for `tensor` of a model in `dtype`; 0 for a tied tensor."""
         if tensor.tied_to is not None:
             return 0
         found = self.format_of(tensor)
@@ -101,15 +108,17 @@ class Quantization:
         return self._bytes(tensor, found)
 
     def loaded_parts(self, tensor: TensorSpec, kernels: Mapping[str, str]) -> dict[str, int]:
-        """The storages of one converted weight by name once an engine has loaded it. ``kernels``: by format,
-        those that repack."""
+        """Return name -> bytes of the storages of one converted weight after an engine has loaded it.
+
+        `kernels` maps the name of a format to the kernel that repacks it.
+        """
         found = self.format_of(tensor) or self._default()
         count, out, into = matrices(tensor)
         parts = found.loaded_by(kernels.get(found.kind.name), out, into, tensor.module)
         return {name: count * size for name, size in parts.items()}
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
-        """Bytes of the checkpoint's tensors for ``tensor`` (of buffers those that are stored)."""
+        """Return the bytes of `tensor` in the checkpoint's files; of buffers only stored ones count."""
         if tensor.tied_to is not None or not (tensor.is_parameter or tensor.stored):
             return 0
         found = self.format_of(tensor)
@@ -121,7 +130,7 @@ class Quantization:
         return self.bytes_after_load(tensor, dtype) + extra
 
     def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
-        """Bytes after the first forward with ``kernel`` (LinearFormat.after_warmup)."""
+        """Return the bytes of `tensor` after the first forward pass with `kernel`."""
         found = self.format_of(tensor) if tensor.tied_to is None else None
         if found is None:
             return self.bytes_after_load(tensor, dtype)
@@ -129,34 +138,36 @@ class Quantization:
         return count * sum(found.after_warmup(kernel, out, into, tensor.module).values())
 
     def parts(self, tensor: TensorSpec) -> dict[str, int]:
-        """The storages of one converted weight [out, in] by name, in bytes."""
+        """Return name -> bytes of the storages of one converted weight [out, in]."""
         found = self.format_of(tensor) or self.linear
         if found is None:
             raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
         return self._parts(tensor, found)
 
     def _bytes(self, tensor: TensorSpec, found: LinearFormat) -> int:
-        """Sum of the storages; the layers of a model share a few shapes."""
+        """Return the sum of the storages, cached because the layers of a model share a few shapes."""
         key = (found, matrices(tensor))
         size = _SIZES.get(key)
         if size is None:
-            if len(_SIZES) > 4096:  # a sweep over many models
+            if len(_SIZES) > 4096:  # bounds the cache in a sweep over many models
                 _SIZES.clear()
             size = _SIZES[key] = sum(self._parts(tensor, found).values())
         return size
 
     def _parts(self, tensor: TensorSpec, found: LinearFormat) -> dict[str, int]:
+        """Return name -> bytes of the storages of one weight in the format `found`."""
         count, out, into = matrices(tensor)
         parts = found.parts(out, into, tensor.module)
         return parts if count == 1 else {name: count * size for name, size in parts.items()}
 
     def describe(self) -> str:
+        """Return the scheme's name and the details of its format as text."""
         detail = self.linear.kind.detail if self.linear is not None else None
         return f"{self.scheme}, {detail(self.linear)}" if detail else self.scheme
 
 
 def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
-    """(how many, out, in) of the matrices stored for this weight: experts are stored one by one."""
+    """Return (count, out, in) of the matrices stored for this weight; experts are stored one by one."""
     if len(tensor.shape) == 2:
         rows, columns = tensor.shape
         return (1, columns, rows) if tensor.module_class == "Conv1D" else (1, rows, columns)

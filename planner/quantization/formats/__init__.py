@@ -1,1 +1,1 @@
-"""The formats, a file for each tool that writes them: see ../read.py for what a file holds."""
+"""Quantization formats, one file per tool that writes them; `quantization/read.py` says what a file defines."""

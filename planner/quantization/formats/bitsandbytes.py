@@ -1,5 +1,7 @@
-"""bitsandbytes: LLM.int8, NF4 and FP4, made while loading (0.50, functional.py; held against the package by
-tests/planner/test_quantization_real.py)."""
+"""LLM.int8, NF4 and FP4 of bitsandbytes 0.50 (functional.py), which converts weights while it loads them.
+
+Tests compare the bytes with the package (tests/planner/test_quantization_real.py).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,18 @@ _NESTED_BLOCK = 256  # absmax values per nested absmax
 _NESTED_CODE_BYTES = 256 * 4  # dynamic map, fp32
 _NESTED_OFFSET_BYTES = 4  # mean of the absmax values, fp32
 _INT8_ROW_BYTES = 4  # SCB: one fp32 absmax per output row
-# NF4's state of each module is stored as JSON: the fixed text, the shape's digits, and an offset printed with
-# 17 to 22 characters (QuantState.as_dict)
+# Each module's NF4 state is stored as JSON: fixed text, the digits of the shape, and an offset of 17 to 22
+# characters (QuantState.as_dict)
 _JSON_DIGITS = (17, 22)
 
 
 def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Return the storages of LLM.int8: one byte per value and an fp32 absmax per row."""
     return {"weight": out * into, "SCB": _INT8_ROW_BYTES * out}
 
 
 def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Return the storages of NF4 and FP4: packed values, the code book, and plain or nested absmax values."""
     blocks = ceil_div(out * into, _BLOCK)
     packed = {"weight": ceil_div(out * into, 2), "code": _CODE_BYTES}
     if not f.double:
@@ -43,13 +47,17 @@ def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _after_avx512(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """absmax becomes bf16, nested absmax is unpacked and its code book freed (0.50.2, backends/cpu)."""
+    """Return the storages after the AVX-512 kernel's first run (bitsandbytes 0.50.2, backends/cpu).
+
+    The kernel converts absmax to bf16, unpacks nested absmax values and frees their code book.
+    """
     parts = _four_bits(f, out, into, where)
     kept = {"weight": parts["weight"], "code": parts["code"], "absmax": 2 * ceil_div(out * into, _BLOCK)}
     return {**kept, "offset": _NESTED_OFFSET_BYTES} if f.double else kept
 
 
 def _state_text(f: LinearFormat, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the least and the most bytes of the JSON text that the file stores for each 4-bit matrix."""
     rows, columns = shape
     text = f'{{"quant_type": "{f.code}", "blocksize": 64, "dtype": "{dtype}", "shape": [{rows}, {columns}]'
     if not f.double:
@@ -61,12 +69,12 @@ def _state_text(f: LinearFormat, dtype: str, shape: tuple[int, ...]) -> tuple[in
 _CLASSES = ("Linear", "Conv1D")
 INT8 = Kind(
     "int8", _int8, stored_as="int8", classes=_CLASSES, while_loading=True,
-    extra_in_file=lambda f: 1,  # a byte says the format
+    extra_in_file=lambda f: 1,  # one byte names the format
 )  # fmt: skip
 FOUR_BITS = Kind(
     "nf4", _four_bits, stored_as="uint8", classes=_CLASSES, while_loading=True,
     warmed={"bitsandbytes-cpu-avx512": _after_avx512}, text_in_file=_state_text,
-    extra_in_file=lambda f: -_NESTED_OFFSET_BYTES if f.double else 0,  # it stands in the text instead
+    extra_in_file=lambda f: -_NESTED_OFFSET_BYTES if f.double else 0,  # the JSON text has the offset
 )  # fmt: skip
 FLAGS = {
     "int8": LinearFormat(INT8),
@@ -78,6 +86,7 @@ FLAGS = {
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """Read a `quantization_config` of bitsandbytes."""
     skip = skipped(found, "llm_int8_skip_modules")
     if found.get("load_in_8bit") is True:
         return Quantization("int8", skip, AT, FLAGS["int8"], method="bitsandbytes")

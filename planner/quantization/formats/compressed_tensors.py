@@ -1,4 +1,4 @@
-"""compressed-tensors (llm-compressor): groups of targets, each with its weights' scheme."""
+"""Formats of compressed-tensors (llm-compressor): groups of target modules, each with a weight scheme."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from tonnage.planner.units import ceil_div
 
 
 def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """pack-quantized: int32 words along the inputs, a scale per group (in the model's dtype), the shape as two
-    int64 (compressors/quantized_compressors/pack_quantized.py, 0.12)."""
+    """Return the storages of `pack-quantized` weights (0.12, quantized_compressors/pack_quantized.py).
+
+    They are int32 words along the inputs, one scale per group in the model's dtype, and the shape as two int64.
+    """
     groups = 1 if f.group_size == -1 else ceil_div(into, f.group_size)
     per_word = 32 // f.bits
     parts = {
@@ -42,7 +44,7 @@ FLAGS = {
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """compressed-tensors: one or more groups of targets, each with its weights' scheme."""
+    """Read a `quantization_config` of compressed-tensors with one or two groups of targets."""
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ConfigError(f"{shown(groups)} is not an object of groups", field=f"{AT}.config_groups")
@@ -63,7 +65,10 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | None) -> Quantization:
-    """Two groups, of which one is about routed experts: the only mix found in published files."""
+    """Return the quantization of two groups, one of which covers routed experts.
+
+    Published files have no other mix of groups.
+    """
     experts = [e for e in made if all("experts" in target for target in e[2])]
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
@@ -77,6 +82,7 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
 
 
 def _targets(group: dict[str, Any], where: str) -> list[str]:
+    """Return a group's list of target modules."""
     targets = group.get("targets", ["Linear"])
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         raise ConfigError(f"{shown(targets)} is not a list of names", field=f"{where}.targets")
@@ -84,6 +90,7 @@ def _targets(group: dict[str, Any], where: str) -> list[str]:
 
 
 def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tuple[str, LinearFormat]:
+    """Return the scheme's name and the format of one group; `width` is the bytes of a scale."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ConfigError(f"{shown(weights)} is not an object", field=f"{where}.weights")
@@ -97,7 +104,7 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
     if kind == "float" and bits == 4 and stored == "mxfp4-pack-quantized":
         return "mxfp4", LinearFormat(MXFP4)
     if kind == "float" and bits == 4 and weights.get("group_size") == 16:
-        # a global scale of the inputs is stored with dynamic activations too ("local")
+        # the file has a global input scale for dynamic activations as well ("local")
         return "nvfp4", LinearFormat(NVFP4, input_scale=inputs is not None)
     if kind == "int" and stored == "pack-quantized" and bits in (4, 8):
         act_order = weights.get("actorder") in ("group", "dynamic", True)
@@ -117,7 +124,7 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
 
 
 def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Which values share a scale: tensor, channel (a row), group, block."""
+    """Return (rows, columns) that share a scale under tensor, channel (row), group or block scaling."""
     strategy = weights.get("strategy", "tensor")
     if strategy == "tensor":
         return None

@@ -1,4 +1,4 @@
-"""FP8 of DeepSeek, transformers and FBGEMM: a byte per value, a scale per matrix, row or block."""
+"""FP8 of DeepSeek, transformers and FBGEMM: one byte per value and a scale per matrix, row or block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tonnage.planner.units import ceil_div
 
 
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Bytes of a matrix [``out``, ``into``]; a side of 0 in ``block`` is the whole one."""
+    """Return the storages of a matrix [out, into] of one byte per value; a 0 in `block` is a whole side."""
     if f.block is None:
         scales = 1
     else:
@@ -35,7 +35,7 @@ FLAGS = {
 
 
 def read_fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """DeepSeek's and transformers' FP8: blocks of 128 x 128 with an fp32 scale, or one scale per matrix."""
+    """Read the FP8 config of DeepSeek or transformers: fp32 scales per 128 x 128 block or per matrix."""
     block = found.get("weight_block_size")
     static = _activations(found)
     if block is not None and (
@@ -54,6 +54,7 @@ def read_fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _activations(found: dict[str, Any]) -> bool:
+    """Return whether the activations have a static scale."""
     scheme = found.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static", None):
         raise UnsupportedArchitecture(
@@ -63,7 +64,7 @@ def _activations(found: dict[str, Any]) -> bool:
 
 
 def _read_fbgemm(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """FBGEMM: an fp32 scale per output row."""
+    """Read the FP8 config of FBGEMM: an fp32 scale per output row."""
     skip = skipped(found, "modules_to_not_convert")
     return Quantization("fp8-channel", skip, AT, FLAGS["fp8-channel"], method="fbgemm_fp8")
 

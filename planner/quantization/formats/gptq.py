@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: 32-bit words of packed integers, a scale and a zero point per group."""
+"""GPTQ and AWQ: packed integers in 32-bit words, a scale and a zero point per group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from tonnage.planner.units import ceil_div
 
 
 def _groups(f: LinearFormat, into: int) -> int:
+    """Return the number of groups along the inputs."""
     return 1 if f.group_size == -1 else ceil_div(into, f.group_size)
 
 
 def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
+    """Return the storages that GPTQ and AWQ share: packed values, packed zero points, 16-bit scales.
+
+    `packed` maps each packed side to its length. Raises UnsupportedArchitecture if one does not fill 32-bit
+    words.
+    """
     for side, size in packed.items():
         if size * f.bits % 32:
             raise UnsupportedArchitecture(
@@ -34,52 +40,66 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
 
 
 def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Packed along the inputs; the group of each input is stored with and without act-order."""
+    """Return GPTQ's storages: packed along the inputs, with a group index per input, even without act-order."""
     parts = _words(f, out, into, where, {"in_features": into, "out_features": out})
     return {**parts, "g_idx": into * 4}
 
 
 def _awq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Packed along the outputs, no index."""
+    """Return AWQ's storages: packed along the outputs, without group indices."""
     return _words(f, out, into, where, {"out_features": out})
 
 
 def _shifts(f: LinearFormat) -> int:
-    """The shifts that unpack a 32-bit word, int32."""
+    """Return the bytes of the int32 shifts that unpack a 32-bit word."""
     return 4 * (36 if f.bits == 3 else 32 // f.bits)
 
 
 def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """GPTQModel's kernels keep the shifts in each module (gptqmodel 7.7, nn_modules/qlinear/__init__.py,
-    wf_unsqueeze_zero)."""
+    """Return the storages of GPTQModel's kernels, which keep the unpacking shifts in each module.
+
+    Source: gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero.
+    """
     return {**_gptq(f, out, into, where), "wf_unsqueeze": _shifts(f)}
 
 
 def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Scales become fp32, zeros are unpacked to bytes, and the order of the inputs is kept beside their groups
-    (gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by tests/gptq/test_gptq_real.py)."""
+    """Return the storages after the first run of GPTQModel's AVX-512 kernel.
+
+    Scales become fp32, zero points are unpacked to bytes, and the order of the inputs is kept beside their
+    groups. Source: gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
+    tests/gptq/test_gptq_real.py.
+    """
     parts = {**_gptq(f, out, into, where), **_unpacked(f, out, into)}
     return {**parts, "ret_idx": 4 * into, "wf_unsqueeze": _shifts(f)}
 
 
 def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Scales and zeros alike (torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py)."""
+    """Return the storages after the first run of GPTQModel's AVX-512 kernel for AWQ: unpacked scales and zeros.
+
+    Source: torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py.
+    """
     return {**_awq(f, out, into, where), **_unpacked(f, out, into)}
 
 
 def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
+    """Return the bytes of fp32 scales and of zero points with one byte each."""
     groups = _groups(f, into)
     return {"scales": 4 * groups * out, "qzeros": groups * out}
 
 
 def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """vLLM's kernel for 4 bits wants neither zero points, which are all the same, nor group indices (0.32.0,
-    auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py)."""
+    """Return the storages of vLLM's 4-bit CPU kernel: without zero points, which are equal, and group indices.
+
+    Sources: vLLM 0.32.0, auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by
+    tests/server/test_both_engines.py.
+    """
     parts = _gptq(f, out, into, where)
     return {name: parts[name] for name in ("qweight", "scales")}
 
 
 def _said(f: LinearFormat) -> str:
+    """Return the details of a GPTQ format as text."""
     return f"{f.bits} bits, group {f.group_size}, desc_act {f.act_order}, sym {f.symmetric}"
 
 
@@ -98,6 +118,7 @@ FLAGS = {"gptq": LinearFormat(GPTQ), "awq": LinearFormat(AWQ)}
 
 
 def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """Read a `quantization_config` of GPTQ."""
     bits, group = bits_of(found, "bits", (2, 3, 4, 8)), group_of(found, 128)
     for unknown in ("format", "checkpoint_format"):
         value = found.get(unknown)
@@ -111,7 +132,10 @@ def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization
 
 
 def _left_alone(found: dict[str, Any]) -> Patterns | None:
-    """GPTQModel's ``dynamic``: keys that begin with ``-:`` are left alone; other keys change bits or groups."""
+    """Return the modules that stay unquantized, from modules_to_not_convert and GPTQModel's `dynamic`.
+
+    A key of `dynamic` that begins with `-:` excludes modules. Other keys change bits or groups and are refused.
+    """
     names = list(names_in(found, "modules_to_not_convert") or ())
     dynamic = found.get("dynamic")
     if dynamic:
@@ -127,6 +151,7 @@ def _left_alone(found: dict[str, Any]) -> Patterns | None:
 
 
 def _read_awq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """Read a `quantization_config` of AWQ."""
     bits, group = bits_of(found, "bits" if "bits" in found else "w_bit", (4,)), group_of(found, 128)
     version = found.get("version", "gemm")
     if not isinstance(version, str) or version.lower() not in ("gemm", "gemv", "marlin"):

@@ -1,4 +1,4 @@
-"""OCP Microscaling formats 1.0 (section 5.2): an 8-bit exponent for 32 values."""
+"""MXFP4 and MXFP8 of the OCP Microscaling formats 1.0 (section 5.2): an 8-bit exponent per 32 values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _BLOCK = 32
 
 
 def _mxfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Return the storages of MXFP4: two values per byte and one exponent per 32 values."""
     return {"blocks": ceil_div(out * into, 2), "scales": out * ceil_div(into, _BLOCK)}
 
 
 def _mxfp8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Return the storages of MXFP8: one value per byte and one exponent per 32 values."""
     return {"weight": out * into, "weight_scale": out * ceil_div(into, _BLOCK)}
 
 
@@ -27,7 +29,7 @@ FLAGS = {"mxfp4": LinearFormat(MXFP4), "mxfp8": LinearFormat(MXFP8)}
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """gpt-oss: the routed experts only."""
+    """Read gpt-oss's config; by default only its routed experts are in MXFP4."""
     skip = skipped(found, "modules_to_not_convert")
     if skip is None:
         skip = compile_patterns(["*.self_attn.*", "*.router", "lm_head"], AT)

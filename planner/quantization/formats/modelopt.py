@@ -1,4 +1,4 @@
-"""ModelOpt: NVFP4 and FP8, one algorithm for the model or one per layer (0.33)."""
+"""NVFP4 and FP8 of ModelOpt 0.33, with one algorithm for the model or one per layer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _BLOCK = 16  # values per fp8 scale (torch/quantization/qtensor/nvfp4_tensor.py)
 
 
 def _nvfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Return the storages of NVFP4: two values per byte, an fp8 scale per 16 values, a global scale."""
     scales = {"weight": out * ceil_div(into, 2), "weight_scale": out * ceil_div(into, _BLOCK)}
     return {**scales, "weight_scale_2": 4, **({"input_scale": 4} if f.input_scale else {})}
 
@@ -38,9 +39,9 @@ _ALGORITHMS = {
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """ModelOpt: one algorithm with excluded modules, or MIXED_PRECISION with an algorithm per layer.
+    """Read ModelOpt's config: one algorithm with excluded modules, or MIXED_PRECISION with one per layer.
 
-    Without an exclusion list only the output head stays in 16 bits (ModelOpt 0.33 excludes it by default).
+    Without an exclusion list only the output head stays in 16 bits, as ModelOpt 0.33 excludes it by default.
     """
     algorithm = found.get("quant_algo")
     skip = skipped(found, "exclude_modules", "ignore")
@@ -53,6 +54,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _layers(layers: object) -> dict[str, LinearFormat]:
+    """Return module name -> format of the field `quantized_layers`."""
     if not isinstance(layers, dict) or not layers:
         raise ConfigError(f"{shown(layers)} is not an object of layers", field=f"{AT}.quantized_layers")
     out = {}
@@ -67,7 +69,7 @@ def _layers(layers: object) -> dict[str, LinearFormat]:
 
 
 def _read_mixed(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """DeepSeek-V4 by ModelOpt: named experts in NVFP4, the rest in the FP8 blocks of the original."""
+    """Read ModelOpt's config of DeepSeek-V4: experts in NVFP4, all else in the original's FP8 blocks."""
     base = read_fp8({k: v for k, v in found.items() if k != "quantized_layers"}, config)
     named = _layers(found["quantized_layers"])
     kinds = set(named.values())

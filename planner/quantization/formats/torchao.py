@@ -1,4 +1,4 @@
-"""torchao's weight-only integers (0.14)."""
+"""Weight-only integer formats of torchao 0.14."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tonnage.planner.units import ceil_div
 
 
 def _int4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Packed values, bf16 scale and zero per group (int4_wo)."""
+    """Return the storages of int4_wo: packed values, and a bf16 scale and zero point per group."""
     return {"packed_weight": out * into // 2, "scale_and_zero": 4 * out * ceil_div(into, f.group_size)}
 
 
 def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """A scale per row (int8_wo)."""
+    """Return the storages of int8_wo: one byte per value and a scale per row."""
     return {"int_data": out * into, "scale": f.scale_bytes * out}
 
 
@@ -28,8 +28,9 @@ FLAGS = {"torchao-int4": LinearFormat(INT4), "torchao-int8": LinearFormat(INT8, 
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """Read a `quantization_config` of torchao."""
     kind = found.get("quant_type")
-    if isinstance(kind, dict):  # the dataclass of torchao >= 0.9, as JSON
+    if isinstance(kind, dict):  # torchao >= 0.9 writes its dataclass as JSON
         inner = kind.get("default", kind)
         kind = inner.get("_type") if isinstance(inner, dict) else None
         arguments = inner.get("_data", {}) if isinstance(inner, dict) else {}
