@@ -1,1 +1,1 @@
-"""One adapter per model family: a checked config in, an ``Architecture`` out. See ``registry``."""
+"""Model families: one adapter per family turns a checked config.json into an ``Architecture`` (registry.py)."""

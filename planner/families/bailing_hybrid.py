@@ -1,8 +1,11 @@
-"""Ling 3.0: Kimi delta attention in most layers, latent attention with a gate for each head in the last of each
-group, experts. Shapes after transformers 5.23, models/bailing_hybrid/.
+"""Ling 3.0: Kimi delta attention in most layers, latent attention in the last layer of each group.
 
-The files on the hub (class BailingMoeV3ForCausalLM) have switches that transformers' class does not: where they
-ask for what it does not build, they are refused. Ling 2.5, another class, has the same model_type.
+The latent attention has an output gate per head, and most layers route tokens to experts. Shapes after
+transformers 5.23, models/bailing_hybrid/.
+
+Files on the hub (class BailingMoeV3ForCausalLM) have switches that transformers' class lacks. A file that sets
+one of them to a form that transformers does not build is refused. Ling 2.5 is another class with the same
+model_type.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import replace
 
-# What the hub's files say where transformers 5.23 has one form only (vLLM 0.32.0, models/bailing_moe_v3.py)
+# Switches of the hub's files (vLLM 0.32.0, models/bailing_moe_v3.py) and the value that transformers builds
 _ONE_FORM: dict[str, object] = {
     "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise", "use_bias": False,
     "use_qkv_bias": False, "q_lora_rank": None,
@@ -25,11 +28,12 @@ _ONE_FORM: dict[str, object] = {
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Ling 3.0 model from its checked config."""
     for name, known in _ONE_FORM.items():
         if name in fields.config and fields.raw(name) != known:
             raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not {known}", field=name)
     d = mla.read_latent(fields, defaults=True)
-    # the class writes its own head_dim over (the rotary one) and keeps what it was beside
+    # transformers' class overwrites head_dim with the rotary size and keeps the stated value as linear_head_dim
     heads = fields.integer("linear_num_heads", d.heads, limit="heads")
     size = fields.integer("linear_head_dim", fields.integer("head_dim", 128, limit="width"), limit="width")
     kernel = fields.integer("short_conv_kernel_size", 4, limit="width")
@@ -93,8 +97,12 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """As listed, else the last of every group; behind the last whole group transformers puts delta attention,
-    vLLM latent attention."""
+    """Return for each layer whether it has full (latent) attention.
+
+    The list in ``layer_types`` decides; without one, the last layer of every group is full. A number of layers
+    that the group size does not divide is refused without a list: transformers then puts delta attention behind
+    the last whole group, vLLM latent attention.
+    """
     listed = fields.listed("layer_types", layers, {"linear_attention": False, "full_attention": True})
     group = fields.integer("layer_group_size", 6, limit="layers")
     if listed is None and layers % group:
@@ -106,7 +114,10 @@ def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _delta(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
-    """Convolutions and decay are kept in fp32 (_keep_in_fp32_modules_strict; vLLM the same)."""
+    """Add the tensors of one Kimi delta attention module below ``at``.
+
+    Convolution and decay stay in fp32 (_keep_in_fp32_modules_strict in transformers; vLLM keeps the same).
+    """
     proj = heads * size
     for name in ("q_proj", "k_proj", "v_proj", "g_proj"):
         t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")

@@ -1,7 +1,8 @@
-"""Encoders in BERT's layout: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, MPNet and DistilBERT, alone (``...Model``),
-with the head they were trained with (``...ForMaskedLM``) or with a classifier. Shapes after transformers 5.19.
+"""Encoders in BERT's layout: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, MPNet and DistilBERT.
 
-An encoder reads a whole text in one step and keeps nothing between steps: no KV cache, by its own nature.
+Planned are the bare encoder (``...Model``), the pretraining head (``...ForMaskedLM``) and a classifier. Shapes
+after transformers 5.19. An encoder reads a whole text in one step and keeps nothing between steps, so it has no
+KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass
 
-# What published files carry of training, of a tokenizer or of other heads.
+# Fields of published files about training, the tokenizer or other heads; none changes a shape
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "directionality", "pooler_fc_size",
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
@@ -29,8 +30,18 @@ _NO_SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """``body``: where a model with a head keeps the encoder. ``names``: query, key, value, output, its norm,
-    the MLP's two, the last norm, below one layer. ``padded``: positions begin behind the padding token's."""
+    """How one BERT-like encoder names its modules, and which parts it has.
+
+    Attributes:
+        name: prefix of the class names (``Bert`` of ``BertForMaskedLM``).
+        body: module that holds the encoder in a model with a head.
+        layers: module that holds the layers.
+        names: modules of one layer: query, key, value, attention output, its norm, MLP up, MLP down, last norm.
+        token_types: there is a table of token types.
+        pooler: the bare encoder has a pooler.
+        padded: positions are counted from behind the padding token's index.
+        buckets: a table of relative positions exists beside the absolute one.
+    """
 
     name: str
     body: str
@@ -66,10 +77,12 @@ _STYLES = {
         ),
     ),
 }  # fmt: skip
-_TIED_BIAS = {"bert": "cls.predictions.bias", "distilbert": None}  # of the others: lm_head.bias
+# Parameter of the pretraining head that the decoder's bias is tied to; other families have lm_head.bias
+_TIED_BIAS = {"bert": "cls.predictions.bias", "distilbert": None}
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a BERT-like encoder from its checked config."""
     style = _STYLES[model_type]
     class_name, kind = wanted_class(fields, style.name)
     hidden = fields.integer("hidden_size", limit="width")
@@ -114,8 +127,12 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
-    """The class ``architectures`` names; the bare encoder where it names none. A model that was changed into
-    a decoder has layers of another kind."""
+    """Return the class that ``architectures`` names and its kind; the bare encoder when it names none.
+
+    Raises:
+        UnsupportedArchitecture: the config turns the encoder into a decoder, whose layers differ, or names
+            another class.
+    """
     for field in ("is_decoder", "add_cross_attention"):
         if fields.boolean(field, False):
             raise UnsupportedArchitecture(f"a {name} that decodes is not planned", field=field)
@@ -126,7 +143,10 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
 
 
 def label_count(fields: Fields) -> int:
-    """Outputs of a classifier: ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, 5.19)."""
+    """Return the number of outputs of a classifier.
+
+    It is the length of ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, transformers 5.19).
+    """
     listed = fields.raw("id2label")
     if isinstance(listed, dict) and listed:
         return len(listed)
@@ -134,8 +154,11 @@ def label_count(fields: Fields) -> int:
 
 
 def text_length(fields: Fields, positions: int) -> int:
-    """``max_seq_length`` of sentence_bert_config.json (planner/source/resolve.py puts it beside
-    config.json's fields) where there is one and the positions reach that far."""
+    """Return the longest text in tokens: ``positions``, or less where sentence-transformers limits it.
+
+    The limit is ``max_seq_length`` of sentence_bert_config.json, which planner/source/resolve.py adds to the
+    fields of config.json.
+    """
     if positions < 1:
         raise UnsupportedArchitecture(
             "leaves no position behind the padding token's", field="max_position_embeddings"
@@ -144,14 +167,18 @@ def text_length(fields: Fields, positions: int) -> int:
 
 
 def _offset(fields: Fields, model_type: str, style: Style) -> int:
-    """Positions no token ever has: RoBERTa counts from ``pad_token_id`` + 1, MPNet from 2 whatever the file
-    says (MPNetEmbeddings.padding_idx)."""
+    """Return how many positions at the start of the table no token uses.
+
+    RoBERTa counts positions from ``pad_token_id`` + 1. MPNet counts from 2 whatever the file says
+    (MPNetEmbeddings.padding_idx).
+    """
     if not style.padded:
         return 0
     return 2 if model_type == "mpnet" else fields.integer("pad_token_id", 1, limit="vocab", minimum=0) + 1
 
 
 def _embeddings(t: Tensors, at: str, fields: Fields, style: Style, sizes: tuple[int, int, int]) -> None:
+    """Add word, position and token-type embeddings and their norm; ``sizes``: vocabulary, positions, width."""
     vocab, positions, hidden = sizes
     t.vocabulary(f"{at}embeddings.word_embeddings", vocab, hidden)
     t.embedding(f"{at}embeddings.position_embeddings", positions, hidden)
@@ -164,7 +191,10 @@ def _embeddings(t: Tensors, at: str, fields: Fields, style: Style, sizes: tuple[
 
 
 def _masked_head(t: Tensors, fields: Fields, model_type: str, vocab: int, hidden: int) -> None:
-    """A dense layer, its norm, and the vocabulary's matrix, which is the embedding's where they are tied."""
+    """Add the pretraining head: a dense layer, its norm and the matrix to the vocabulary.
+
+    The matrix is the word embedding's when they are tied.
+    """
     tied = fields.boolean("tie_word_embeddings", True)
     words = f"{_STYLES[model_type].body}.embeddings.word_embeddings.weight"
     bias = _TIED_BIAS.get(model_type, "lm_head.bias")
@@ -182,6 +212,7 @@ def _masked_head(t: Tensors, fields: Fields, model_type: str, vocab: int, hidden
 
 
 def _classifier(t: Tensors, fields: Fields, model_type: str, hidden: int) -> None:
+    """Add the classifier's linear layers."""
     labels = label_count(fields)
     if model_type == "bert":
         t.linear("classifier", labels, hidden, "head", bias=True)

@@ -1,4 +1,4 @@
-"""What the families share: geometry, kinds of layers, rotary tables, the architecture they come to."""
+"""Readers of config fields that many families share (geometry, layer kinds, rotary tables), and ``decoder``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads, Recipe
 from tonnage.planner.records import replace
 
-# transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
+# Rope types that keep one table of rotary_dim / 2 frequencies (transformers 5.19, modeling_rope_utils.py)
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
 
 
 def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
+    """Check that ``denominator`` divides ``numerator``.
+
+    Raises:
+        ConfigError: it does not; the message names ``of`` and its value, the error's field is ``field``.
+    """
     if numerator % denominator:
         raise ConfigError(f"{numerator} is not a multiple of {of} = {denominator}", field=field)
 
@@ -23,7 +28,13 @@ def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
 def geometry(
     fields: Fields, *, kv_default: int | None = None, head_default: int | None = None
 ) -> tuple[int, int, int, int]:
-    """(hidden_size, num_attention_heads, num_key_value_heads, head_dim), checked against each other."""
+    """Return (hidden_size, num_attention_heads, num_key_value_heads, head_dim), checked against each other.
+
+    Args:
+        fields: the config.
+        kv_default: num_key_value_heads when the file has none; by default num_attention_heads.
+        head_default: head_dim when the file has none; by default hidden_size / num_attention_heads.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     kv_heads = fields.integer("num_key_value_heads", kv_default or heads, limit="heads")
@@ -38,11 +49,14 @@ def geometry(
 
 
 def rope_kind(parameters: object, field: str) -> tuple[str, float]:
-    """(rope type, factor by which positions may exceed max_position_embeddings) of ``rope_parameters`` or
-    ``rope_scaling``; refuses a type that may hold other tables.
+    """Return (rope type, scale of the context length) stated by ``rope_parameters`` or ``rope_scaling``.
 
     Of the known types only linear and dynamic scale a length that is not scaled already (vLLM 0.32.0,
     config/model.py _get_and_verify_max_len).
+
+    Raises:
+        UnsupportedArchitecture: the type is unknown, so it may keep other tables.
+        ConfigError: the parameters are no object, or their factor is no number from 1 to 1024.
     """
     if parameters is None:
         return "default", 1.0
@@ -62,7 +76,10 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
 
 
 def read_rope(fields: Fields) -> tuple[str, float]:
-    """``rope_kind`` of a model with one table; ``rope_parameters`` is what transformers 5 writes."""
+    """Return (rope type, scale of the context length) of a model with one rotary table.
+
+    transformers 5 writes ``rope_parameters``; older files have ``rope_scaling``.
+    """
     fields.ignore("rope_theta")
     new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
     if new is not None:
@@ -71,13 +88,18 @@ def read_rope(fields: Fields) -> tuple[str, float]:
 
 
 def window_of(fields: Fields, name: str = "sliding_window") -> int | None:
+    """Return the sliding window in tokens that field ``name`` states, or None."""
     return fields.optional_integer(name, limit="positions")
 
 
 def cache_layers(
     kinds: tuple[str, ...], window: int | None, kv_heads: int, head_size: int
 ) -> tuple[CacheLayer, ...]:
-    """Per-layer kinds (full_attention | sliding_attention) -> CacheLayers."""
+    """Return one CacheLayer per entry of ``kinds``, which are full_attention or sliding_attention.
+
+    Raises:
+        ConfigError: a layer slides but ``window`` is None.
+    """
     out = []
     for index, kind in enumerate(kinds):
         if kind == "full_attention":
@@ -92,11 +114,12 @@ def cache_layers(
 
 
 def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
-    """``geometry`` as ``Heads``. The defaults hold where the file does not have the field."""
+    """Return the checked head geometry of the config; the defaults hold where the file lacks the field."""
     return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
 
 
 def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:
+    """Return the cache of ``layers`` layers that all have full attention."""
     return cache_layers(("full_attention",) * layers, None, dims.kv_heads, dims.head_size)
 
 
@@ -120,8 +143,10 @@ def decoder(
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder",
     recipe: Recipe | None = None,
 ) -> Architecture:
-    """The Architecture of what was collected. ``max_model_len`` None: max_position_embeddings, scaled as
-    its rope parameters say."""
+    """Return the Architecture made of the collected tensors and the sizes given.
+
+    ``max_model_len`` None means max_position_embeddings, scaled as the rope parameters say.
+    """
     if max_model_len is None:
         _, factor = read_rope(fields)
         max_model_len = int(fields.integer("max_position_embeddings", limit="positions") * factor)
@@ -151,12 +176,13 @@ def decoder(
 
 
 def _has_sections(fields: Fields) -> bool:
+    """Return whether the rotary positions are divided by axis (``mrope_section``)."""
     found = (fields.config.get(name) for name in ("rope_parameters", "rope_scaling"))
     return any(isinstance(value, dict) and "mrope_section" in value for value in found)
 
 
 def rotary_share(fields: Fields, default: float = 1.0) -> float:
-    """``partial_rotary_factor``: the share of each head that is rotated."""
+    """Return ``partial_rotary_factor``, the share of each head that is rotated (0 to 1)."""
     share = fields.number("partial_rotary_factor", default)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict):
@@ -169,7 +195,7 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
 
 
 def number(fields: Fields, field: str, default: float) -> float:
-    """A switch of training that no weight depends on (a dropout): what is not a number is not read."""
+    """Return a number that no weight depends on, such as a dropout rate; ``default`` if it is no number."""
     value = fields.config.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308:
         return default
@@ -177,45 +203,53 @@ def number(fields: Fields, field: str, default: float) -> float:
 
 
 def numbers_in(listed: Any) -> frozenset[int]:
-    """The integers of a list: a file may give millions, and each layer asks whether it is among them."""
+    """Return the integers of a list as a set, since a file may list millions and each layer looks itself up."""
     return frozenset(item for item in listed or () if type(item) is int)
 
 
 def act_of(fields: Fields, default: str, *names: str) -> str:
-    """The activation function: the first of the fields ``names`` (hidden_act) that the file has."""
+    """Return the activation function: the first of the fields ``names`` (default hidden_act) that is set."""
     found = (fields.config.get(name) for name in names or ("hidden_act",))
     return next((str(act) for act in found if act), default)
 
 
 def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
-    """Always, never, or what the config field (name, default) says."""
+    """Return whether a module has a bias: ``rule`` itself, or the config field it names, with its default."""
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
 
 
 def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Which layers route: ``mlp_layer_types``, else those behind the first ``first_k_dense_replace``."""
+    """Return for each layer whether it routes to experts.
+
+    ``mlp_layer_types`` decides. Without it, all layers route except the first ``first_k_dense_replace``
+    (``dense`` by default).
+    """
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
     return tuple(i >= first for i in range(layers)) if listed is None else listed
 
 
 def never_tied(fields: Fields) -> bool:
-    """False; refuses a tied head where transformers' class knows none."""
+    """Return False; refuse a tied head where transformers' class cannot tie it."""
     if fields.boolean("tie_word_embeddings", False):
         raise UnsupportedArchitecture("this model's class ties nothing", field="tie_word_embeddings")
     return False
 
 
 def every_layer_routes(fields: Fields) -> None:
-    """Refuse a ``moe_layer_freq`` that would leave layers out."""
+    """Refuse a ``moe_layer_freq`` that leaves some layers without experts."""
     if fields.raw("moe_layer_freq") not in (None, 1):
         raise UnsupportedArchitecture("is not 1", field="moe_layer_freq")
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Which layers slide and the window. ``none``: none; ``optional``: all when ``sliding_window`` is set;
-    ``qwen``: those from max_window_layers on when use_sliding_window (configuration_qwen2.py);
-    ``layer_types``: as listed."""
+    """Return (kind of each layer, sliding window in tokens or None) by a named rule.
+
+    - ``none``: every layer is full.
+    - ``optional``: every layer slides when ``sliding_window`` is set.
+    - ``layer_types``: as that field lists.
+    - ``qwen``: layers from max_window_layers on slide when use_sliding_window is set (configuration_qwen2.py).
+    """
     full = ("full_attention",) * layers
     if rule == "none":
         return full, None

@@ -1,8 +1,12 @@
-"""DeepSeek-V4: one shared K=V head per layer, a window of recent tokens, and compressed entries of older ones.
+"""DeepSeek-V4: one shared K=V head per layer, a window of recent tokens and compressed entries of older tokens.
 
-Shapes after transformers 5.23, models/deepseek_v4/. A layer keeps its window (one head of ``head_dim``, K and V
-are the same tensor); by ``compress_ratios`` also one entry per 4 tokens, found by an indexer whose keys are
-compressed alike, or one entry per 128 tokens; and the tokens of the entry that is being gathered.
+Shapes after transformers 5.23, models/deepseek_v4/. Each layer caches its window: one head of ``head_dim``,
+where K and V are the same tensor. By ``compress_ratios`` a layer also caches one of these:
+
+- ratio 4: one entry per 4 tokens, selected by an indexer whose keys are compressed in the same way
+- ratio 128: one entry per 128 tokens
+
+Such a layer also keeps the tokens of the entry that is not complete yet.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-_SPARSE, _HEAVY = 4, 128  # compress ratios: with an indexer, and without
+_SPARSE, _HEAVY = 4, 128  # tokens per compressed entry: with an indexer, without one
 _RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": _SPARSE,
@@ -24,6 +28,7 @@ _RATES = {
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a DeepSeek-V4 model from its checked config."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     size = fields.integer("head_dim", 512, limit="width")
@@ -35,7 +40,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     groups = fields.integer("o_groups", limit="heads")
     o_rank = fields.integer("o_lora_rank", limit="width")
     common.divisible(heads, groups, "num_attention_heads", "o_groups")
-    # transformers 5 writes a share of the head instead
+    # transformers 5 states the rotary size as a share of the head
     rope = fields.integer("qk_rope_head_dim", int(size * common.rotary_share(fields, 0.125)), limit="width")
     window = fields.integer("sliding_window", 128, limit="positions")
     index_heads = fields.integer("index_n_heads", 64, limit="heads")
@@ -116,7 +121,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _hashed(fields: Fields) -> int:
-    """How many layers, the first ones, route by a table of tokens; three where the file does not say."""
+    """Return how many of the first layers route by a table of token ids; three when the file does not say."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         return 3
@@ -129,7 +134,11 @@ def _hashed(fields: Fields) -> int:
 
 
 def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
-    """One ratio per layer (a further one is the speculative layer's), or the kinds that transformers writes."""
+    """Return the compression ratio of each layer: 0, 4 or 128.
+
+    ``compress_ratios`` lists them, with one entry more for the speculative layer; transformers writes
+    ``layer_types`` instead.
+    """
     value, kinds = fields.raw("compress_ratios"), fields.raw("layer_types")
     for kind, rate in (fields.mapping("compress_rates") or {}).items():
         if _RATES.get(kind) != rate:
@@ -146,7 +155,10 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap: int, name: str) -> None:
-    """``overlap`` 2: each entry gathers two windows, so K and gate are made twice."""
+    """Add the projections that compress ``ratio`` tokens into an entry of ``size`` values.
+
+    ``overlap`` 2: each entry gathers two windows, so K and gate have twice the rows.
+    """
     t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
     t.linear(f"{at}.kv_proj", overlap * size, hidden)
     t.linear(f"{at}.gate_proj", overlap * size, hidden)
@@ -154,7 +166,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
 
 
 def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]:
-    """The tokens of the entry being gathered: K and gate of up to ``ratio`` tokens (twice with an indexer)."""
+    """Return the state of the incomplete entry: K and gate of ``ratio`` tokens (twice as many if indexed)."""
     if ratio == _HEAVY:
         return (StateTensor("compressor", (2, ratio, size), shard_dim=None),)
     return (
@@ -164,6 +176,7 @@ def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]
 
 
 def _rotary(t: Tensors, at: str, half: int) -> None:
+    """Add the rotary frequencies of the uncompressed and the compressed positions below ``at``."""
     for kind in ("main", "compress"):
         t.rotary(2 * half, f"{at}.rotary_emb.{kind}_")
 

@@ -1,5 +1,7 @@
-"""Decoders of Llama's shape, of a row that says how one differs: embedding, layers of attention and MLP, final
-norm, head."""
+"""The builder of dense decoders of Llama's shape; a ``DenseVariant`` says how one family differs.
+
+Such a model is an embedding, layers of attention and MLP, a final norm and a head.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from tonnage.planner.model.recipe import (
 )  # fmt: skip
 from tonnage.planner.records import dataclass, replace
 
-Bias = bool | tuple[str, bool]  # always | (config field, its default)
+Bias = bool | tuple[str, bool]  # always or never | (config field, its default)
 _TABLE = "model.rotary_emb."
 
-# How a family's apply_rotary_pos_emb differs from Llama's
+# Forms of apply_rotary_pos_emb in transformers; ``half`` is Llama's
 ROPES = {
     "half": Rope(0),
     "joined": Rope(0, joined=True),
@@ -44,7 +46,40 @@ ROPES = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a family differs from Llama."""
+    """How one dense family differs from Llama; the defaults are Llama.
+
+    Attributes:
+        class_name: the causal language model's class in transformers.
+        qkv_bias: bias of the q, k and v projections.
+        out_bias: bias of the attention's output projection.
+        mlp_bias: bias of the MLP's matrices.
+        qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
+        qk_norm_names: modules of these norms.
+        normed_last: q and k are normed after their rotation.
+        qkv: name of the fused projection of q, k and v; None: three projections.
+        out: name of the output projection.
+        mlp_names: gate, up and down; or two names: up (with the gate, if ``fused``) and down.
+        fused: the first of two MLP matrices holds gate and up.
+        act: hidden_act when the file does not say.
+        flow: order of norms, branches and residual additions in a layer.
+        norms: norms of a layer in the order they run.
+        norm: kind of every norm.
+        final: name of the final norm.
+        head_bias: the head has a bias.
+        tied: tie_word_embeddings when the file does not say.
+        rotary_share: partial_rotary_factor when the file does not say.
+        rope: name of the rotary embedding's form in ``ROPES``.
+        roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
+            has a window, else all) or ``listed`` (no_rope_layers).
+        window: which layers slide: ``none``, ``always``, ``layer_types`` or ``qwen``.
+        attention_dropout: dropout of attention weights when the file does not say.
+        dropout: field and default of the dropout behind attention and MLP.
+        dropped: whether that dropout applies behind attention, and behind the MLP.
+        embedding_dropout: field of the dropout behind the embedding.
+        ignored: config fields of this family that change no shape.
+        extra: hook that adds tensors to a layer.
+        taped: training activations can be derived from the recipe.
+    """
 
     class_name: str
     qkv_bias: Bias = False
@@ -77,12 +112,14 @@ class Variant:
     taped: bool = True
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(variant: Variant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a dense decoder by its variant."""
     if model_type == "qwen2":
-        # Qwen2Config has no head_dim field but the model reads one when the file has it
+        # Qwen2Config declares no head_dim, but the model reads one that the file states
         fields.ignore("head_dim")
     dims = common.heads_of(fields)
     if model_type == "helium" and dims.heads * dims.head_size != dims.hidden:
@@ -128,7 +165,7 @@ def _layers(
     fields: Fields, model_type: str, variant: Variant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Layers differ in the tables they read, if any."""
+    """Return the recipe's layers, which differ only in the rotary table they read, if any."""
     qkv_bias, out_bias, mlp_bias = (
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
@@ -170,7 +207,7 @@ def _layers(
 def _tables_read(
     fields: Fields, model_type: str, variant: Variant, kinds: tuple[str, ...], window: int | None
 ) -> tuple[str | None, ...]:
-    """Per layer the table of rotary frequencies it reads, None: no rotary embedding."""
+    """Return for each layer the name of the rotary table it reads, None for no rotary positions."""
     if model_type == "olmo3":
         return tuple(f"{_TABLE}{kind}_" for kind in kinds)
     if variant.roped == "listed":
@@ -183,14 +220,14 @@ def _tables_read(
 def _qk_norms(
     fields: Fields, model_type: str, variant: Variant, dims: Heads
 ) -> tuple[Norm | None, Norm | None]:
-    """Of each head, of all of them, or, where the file asks for it, a LayerNorm."""
+    """Return the norms of q and k, (None, None) when there are none."""
     names, kind, each = variant.qk_norm_names, variant.norm, False
-    own = model_type == "cohere" and fields.boolean("use_qk_norm", False)  # Command R+: a weight for each head
+    own = model_type == "cohere" and fields.boolean("use_qk_norm", False)  # Command R+: a weight per head
     if fields.boolean("qk_layernorm", model_type == "persimmon"):
         if model_type not in ("stablelm", "phi", "persimmon"):
             raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
         names, each = ("q_layernorm", "k_layernorm"), model_type == "stablelm"
-        kind = "layer-weight" if each else "layer"  # StableLM: a LayerNorm without bias for each head
+        kind = "layer-weight" if each else "layer"  # StableLM has a LayerNorm without bias per head
     elif variant.qk_norm == "none" and not own:
         return None, None
     q_norm, k_norm = (
@@ -204,7 +241,7 @@ def _qk_norms(
 def _kinds(
     fields: Fields, model_type: str, variant: Variant, layers: int
 ) -> tuple[tuple[str, ...], int | None]:
-    """Which layers slide, by the model's own rule, and the window."""
+    """Return (kind of each layer, sliding window in tokens or None) by the variant's rule."""
     full = ("full_attention",) * layers
     if variant.window == "none":
         if model_type == "hunyuan_v1_dense":
@@ -212,7 +249,7 @@ def _kinds(
         return full, None
     window = common.window_of(fields)
     if variant.window == "always":
-        # every layer, unless the field is null; absent means MistralConfig's default of 4096
+        # every layer slides unless the field is null; a missing field means MistralConfig's default of 4096
         if "sliding_window" not in fields.config and model_type == "mistral":
             window = 4096
         return (full if window is None else ("sliding_attention",) * layers), window
@@ -221,22 +258,27 @@ def _kinds(
     return common.kinds_of(fields, "qwen", layers)
 
 
-# When the file lists no layer_types: every n-th layer is full (n, as in the config classes), and the
-# window when the file has none.
+# Defaults of the config classes: (n of "every n-th layer is full" without layer_types, window in tokens)
 _PATTERNS = {"exaone4": (4, 4096), "olmo3": (4, 4096), "cohere2": (4, 4096)}
 
 
 def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
-    """SmolLM3 without layer_types: layers without rotary embedding slide, where any do."""
+    """Return the layer kinds of SmolLM3 when the file lists no layer_types.
+
+    Layers without rotary positions slide, if use_sliding_window is set.
+    """
     if window is None or not fields.boolean("use_sliding_window", False):
         return ("full_attention",) * layers
     return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
 
 
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has rotary positions, from no_rope_layers or no_rope_layer_interval."""
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     stated = fields.raw("no_rope_layers")
-    if isinstance(stated, list) and len(stated) > layers:  # of a model with more layers: read by their numbers
+    if (
+        isinstance(stated, list) and len(stated) > layers
+    ):  # a list for a deeper model: transformers reads the first entries
         fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
     listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
@@ -245,6 +287,7 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
 def _listed_kinds(
     fields: Fields, model_type: str, layers: int, window: int | None
 ) -> tuple[tuple[str, ...], int | None]:
+    """Return (kind of each layer, window) from layer_types, or from sliding_window_pattern."""
     kinds = fields.layer_types(layers)
     if model_type not in _PATTERNS:
         return kinds or _without_rope(fields, layers, window), window
@@ -253,7 +296,7 @@ def _listed_kinds(
         window = default
     if kinds is None:
         stated = fields.config.get("sliding_window_pattern", every)
-        if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:  # EXAONE 4: LLLG
+        if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:  # EXAONE 4 states LLLG
             kinds = tuple(
                 "sliding_attention" if stated[i % len(stated)] == "L" and i != layers - 1 else "full_attention"
                 for i in range(layers)

@@ -1,7 +1,7 @@
-"""Falcon: multi-query (7B), new_decoder_architecture (40B, 180B) and the old multi-head one.
+"""Falcon: multi-query (7B), grouped heads (new_decoder_architecture: 40B, 180B) and the old multi-head form.
 
-Shapes after transformers 5.19, models/falcon/. Its linear layers are of the class FalconLinear, which
-bitsandbytes' replacement does not touch (integrations/bitsandbytes.py: ``type(module) is nn.Linear``).
+Shapes after transformers 5.19, models/falcon/. Its linear layers have the class FalconLinear, which
+bitsandbytes does not replace (integrations/bitsandbytes.py replaces ``type(module) is nn.Linear``).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tonnage.planner.model.recipe import (  # fmt: skip
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Falcon model from its checked config."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
@@ -45,7 +46,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads = stated or heads
         common.divisible(heads, kv_heads, "num_attention_heads", "num_kv_heads")
     else:
-        kv_heads = 1 if multi_query else heads  # num_kv_heads is not read
+        kv_heads = 1 if multi_query else heads  # transformers does not read num_kv_heads here
     norms = _norms(fields, new, parallel)
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
@@ -55,15 +56,16 @@ def build(fields: Fields, model_type: str) -> Architecture:
     attention = Attention(
         "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
         copied="qkv" if new else "kv" if multi_query else "", broadcast=multi_query and not new,
-        # new_decoder_architecture repeats K and V to all heads
+        # the new decoder architecture repeats K and V to all heads
         repeated=new, rope=None if alibi else Rope(head_size, table),
-        # FalconModel always passes a mask, also where none is needed
+        # FalconModel passes a mask even where attention needs none
         masked=True, narrow=True,
     )  # fmt: skip
     act = common.act_of(fields, "gelu", "hidden_act", "activation")
     mlp = Mlp("mlp", hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), bias=bias)
     dropout = common.number(fields, "hidden_dropout", 0.0)
-    behind = 0.0 if parallel else common.number(fields, "attention_dropout", 0.0)  # one dropout of their sum
+    # parallel branches have one dropout, of their sum
+    behind = 0.0 if parallel else common.number(fields, "attention_dropout", 0.0)
     layer = layer_of(
         "parallel" if parallel else "pre", attention, mlp,
         tuple(Norm(name, hidden, "layer") for name in norms), (behind, dropout),
@@ -71,8 +73,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     recipe = Recipe(
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
-        (Table(table, head_size),),  # built even where alibi takes its place
-        linear_class="FalconLinear", taped=not alibi,  # its mask holds the slopes of every head
+        (Table(table, head_size),),  # built even when ALiBi replaces rotary positions
+        linear_class="FalconLinear", taped=not alibi,  # ALiBi's mask holds the slopes of every head
     )  # fmt: skip
     return common.decoder(
         fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
@@ -85,6 +87,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
+    """Return the names of the norms in front of attention and MLP in one layer."""
     count = fields.raw("num_ln_in_parallel_attn")
     if count is not None and (isinstance(count, bool) or count not in (1, 2)):
         raise ConfigError(f"{shown(count)} is not 1 or 2", field="num_ln_in_parallel_attn")
@@ -100,16 +103,18 @@ def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
 
 
 def _refined(fields: Fields, model_type: str) -> Architecture:
-    # the 40B files state no flag: RefinedWeb is the new decoder architecture by definition
+    """Return the architecture of a 40B file in its first format, always the new decoder architecture."""
+    # the 40B files do not state the flag: the model_type RefinedWeb means it
     fields.config = {"new_decoder_architecture": True, **fields.config}
     return build(fields, "falcon")
 
 
 def _refined_7b(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a 7B file in its first format."""
     return build(fields, "falcon")
 
 
-# The names of the first published files
+# Field names of the first published files
 _REFINED = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
 FAMILIES = {
     "falcon": Family(

@@ -1,7 +1,7 @@
-"""What a model type is, to the planner and to the engines: one ``Family``, in the module that builds it.
+"""``Family``: what the planner, the engines and PEFT need to know about one model type.
 
-A module of this folder keeps its rows in ``FAMILIES`` (model_type -> Family); registry.py finds them there, so
-that a new family is one file.
+A module of this folder keeps its rows in ``FAMILIES`` (model_type -> Family). registry.py finds them there, so
+a new family needs one file.
 """
 
 from __future__ import annotations
@@ -15,36 +15,38 @@ from tonnage.planner.model.recipe import NormKind
 from tonnage.planner.records import dataclass
 
 Values = tuple[object, ...] | str
-"""Of a leftover: the values known to be harmless, listed, any (an empty tuple), or those of another field."""
+"""Harmless values of a leftover field: a tuple of values, an empty tuple for any value, or the name of a field
+whose value it must repeat."""
 
 Paged = Literal[
     "served", "unreviewed", "encoder-decoder", "encoder", "latent", "recurrent", "own attention",
     "keywords lost", "routing", "alibi", "sinks", "two attentions", "page sizes", "chunked masks",
 ]  # fmt: skip
-"""``served``: the Hugging Face engine's paged path was tried with the family. Else why it does not serve it
-(server/engines/hf/model/support.py has the sentences); ``unreviewed``: nobody looked."""
+"""Whether the Hugging Face engine's paged path serves a family: ``served`` after a trial, else the reason.
+
+``unreviewed`` means that the family was never tried. server/engines/hf/model/support.py has the messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class InVLLM:
-    """What vLLM does otherwise with a family. Files named are those of vLLM 0.32.0.
+    """What vLLM does differently for a family; named files are of vLLM 0.32.0.
 
-    ``float16``: False where it is refused (_FLOAT16_NOT_SUPPORTED_MODELS, config/model.py).
-    ``float32_states``: recurrent state kept in float32 by default (model_executor/models/config.py,
-    NemotronHForCausalLMConfig; Qwen3.5 by its config's mamba_ssm_dtype; KDA in mamba_utils.py).
-    ``alternating``: windows given out by the layer's number (model_executor/models/gpt_oss.py).
-    ``expanded_mla``: latent attention that is run, and stored, as full attention, V padded to K's head size
-    (model_executor/models/minicpm3.py).
-    ``one_mrope_length``: rotary tables of one length although positions are three-dimensional
-    (models/qwen3_vl.py, mrope_positions_factor).
-    ``wide_router``: the matrix that chooses experts is kept in float32 (GateLinear's params_dtype in
-    model_executor/models).
-    ``embeddings``: the encoder class whose vectors it gives (model_executor/models/registry.py,
-    _EMBEDDING_MODELS).
-    ``lora_vocabulary``: how many of embedding and head its class names as modules for LoRA
-    (``embedding_modules`` in model_executor/models): these have slots over the whole vocabulary on each rank,
-    also where the two are one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's
-    names the embedding alone.
+    Attributes:
+        float16: False when vLLM refuses float16 (_FLOAT16_NOT_SUPPORTED_MODELS, config/model.py).
+        float32_states: recurrent state is float32 by default (NemotronHForCausalLMConfig in
+            model_executor/models/config.py; Qwen3.5 by mamba_ssm_dtype of its config; KDA in mamba_utils.py).
+        alternating: the layer's index decides whether it slides (model_executor/models/gpt_oss.py).
+        expanded_mla: latent attention runs and is cached as full attention, V padded to K's head size
+            (model_executor/models/minicpm3.py).
+        one_mrope_length: rotary tables have one length although positions are three-dimensional
+            (models/qwen3_vl.py, mrope_positions_factor).
+        wide_router: the router matrix is kept in float32 (params_dtype of GateLinear in model_executor/models).
+        embeddings: encoder class whose embeddings vLLM serves (_EMBEDDING_MODELS,
+            model_executor/models/registry.py).
+        lora_vocabulary: how many of embedding and head the class names as LoRA modules (``embedding_modules``
+            in model_executor/models). Each has LoRA slots over the whole vocabulary on every rank, even when
+            both are one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's class
+            names the embedding alone.
     """
 
     float16: bool = True
@@ -59,11 +61,15 @@ class InVLLM:
 
 @dataclass(frozen=True, slots=True)
 class InGGUF:
-    """The family in GGUF files (transformers 5.19, integrations/ggml.py; gguf package 0.19.0).
+    """How a GGUF file stores a family (transformers 5.19, integrations/ggml.py; gguf package 0.19.0).
 
-    ``name``: general.architecture. ``norms``: names of a layer's norms besides attn_norm -> state dict.
-    ``rotary_head``: rope.dimension_count is the head size where no key length is given. ``window``: the file
-    says the sliding window. ``bias``: attention biases are seen from the tensors.
+    Attributes:
+        name: general.architecture of the file.
+        class_name: class in transformers.
+        norms: norms of a layer besides attn_norm: GGUF name -> name in the state dict.
+        rotary_head: rope.dimension_count is the head size when the file gives no key length.
+        window: the file states the sliding window.
+        bias: the tensors present decide whether attention has biases.
     """
 
     name: str
@@ -76,16 +82,18 @@ class InGGUF:
 
 @dataclass(frozen=True, slots=True)
 class InFiles:
-    """How published files differ from the modules that transformers makes of them.
+    """How a family's published files differ from the modules that transformers makes of them.
 
-    ``renamed``: they name most modules otherwise; transformers renames them while loading (5.19,
-    conversion_mapping.py). ``tied_head``: they store the head beside the embedding it is tied to.
-    ``masks_before``: written by transformers older than this, they store in every layer a boolean mask of all
-    positions (an index counts a bit for each), the masked value and the rotary frequencies.
-    ``exponent_scales``: FP8 scales called ue8m0 are stored as the exponent alone (elsewhere the name is about
-    values: DeepSeek-V3.1 stores fp32). ``sentence_length``: sentence-transformers adds the longest text beside
-    the config, for vLLM (transformers_utils/config.py 0.32.0, get_sentence_transformer_tokenizer_config) as for
-    itself.
+    Attributes:
+        renamed: most tensors have other names, which transformers changes while loading (5.19,
+            conversion_mapping.py).
+        tied_head: the file stores the head beside the embedding that it is tied to.
+        masks_before: transformers version; a file written by an older one stores in every layer a boolean mask
+            over all positions (an index counts one bit each), the masked value and the rotary frequencies.
+        exponent_scales: FP8 scales called ue8m0 are stored as the exponent alone. In other families that name
+            only describes the values: DeepSeek-V3.1 stores fp32.
+        sentence_length: sentence-transformers states the longest text in a file beside config.json, which vLLM
+            reads too (get_sentence_transformer_tokenizer_config, transformers_utils/config.py 0.32.0).
     """
 
     renamed: bool = False
@@ -100,23 +108,31 @@ _VLLM, _FILES = InVLLM(), InFiles()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model type.
+    """What is known about one model type.
 
-    ``build``: a checked config -> Architecture; None: no adapter, it is planned from transformers' own modules
-    (planner/families/meta.py). ``ignored``: fields that change neither shapes nor the cache. ``aliases``: other
-    spellings of standard fields (attribute_map of the config classes, transformers 5.19). ``absent``: what the
-    config class of transformers 5.19 puts in place of a field that the file does not have (null is not
-    absent), where that is a number of its own; basic sizes have none: a file without them is refused.
-    ``leftovers``: fields that sound like a shape and that neither transformers 5.19 nor vLLM 0.32.0 reads
-    (tests/planner/test_leftovers.py holds that against their code); most were left by the remote code that a
-    model was first published with. ``first_class``: the class the first published files (remote code) name.
-    ``reads_class``: ``build`` reads ``architectures`` itself.
-
-    ``attentions``: what its class in transformers 5.19 has beside eager (_supports_sdpa, _supports_flash_attn).
-    To estimate activations where the tape knows no recipe: ``final_norm``, the kind of the last norm;
-    ``every_expert``: a token goes through all of them (modeling_llama4.py, hidden_states.repeat(num_experts,
-    1)).
-    ``lora``, ``ia3``: PEFT 0.21's own target modules (peft/utils/constants.py), None where it has none.
+    Attributes:
+        build: function from a checked config to an Architecture. None: there is no adapter, and transformers'
+            own modules are planned instead (planner/families/meta.py).
+        ignored: config fields that change neither shapes nor the cache.
+        aliases: standard field -> its other spelling (attribute_map of the config classes, transformers 5.19).
+        absent: value that the config class of transformers 5.19 gives a field which the file lacks (null is not
+            absent). Basic sizes have no such value: a file without them is refused.
+        leftovers: fields that sound like a shape and that neither transformers 5.19 nor vLLM 0.32.0 reads, with
+            their harmless values. tests/planner/test_leftovers.py checks this against their code; most were
+            left by the remote code that a model was first published with.
+        first_class: class named by the first published files (remote code).
+        reads_class: ``build`` reads ``architectures`` itself.
+        attentions: attention implementations besides eager in transformers 5.19 (_supports_sdpa,
+            _supports_flash_attn).
+        final_norm: kind of the last norm, for activation estimates without a recipe.
+        every_expert: a token passes through all experts (modeling_llama4.py, hidden_states.repeat(num_experts,
+            1)), for activation estimates without a recipe.
+        lora: target modules that PEFT 0.21 chooses for LoRA (peft/utils/constants.py), None when it has none.
+        ia3: target modules that PEFT 0.21 chooses for IA3, None when it has none.
+        hf: whether the Hugging Face engine serves the family, or the reason why not.
+        vllm: what vLLM does differently.
+        gguf: how a GGUF file stores the family, None when it cannot.
+        files: how published files differ from the loaded modules.
     """
 
     build: Callable[[Fields, str], Architecture] | None
@@ -139,7 +155,7 @@ class Family:
 
 NO_FAMILY = Family(None)
 
-# What several families have
+# Values that several families share
 QV = ("q_proj", "v_proj")
 QV_DOWN = (*QV, "down_proj")
 GPT2_NAMES = {

@@ -1,6 +1,6 @@
-"""Gemma 1, 2 and 3 (text), VaultGemma. Shapes after transformers 5.19, models/{gemma,gemma2,gemma3}/.
+"""Gemma 1, 2 and 3 (text) and VaultGemma. Shapes after transformers 5.19, models/{gemma,gemma2,gemma3}/.
 
-Gemma 2 and 3 put four norms into a layer; Gemma 3 adds q and k norms and a second rotary table. The
+Gemma 2 and 3 put four norms into a layer. Gemma 3 adds norms of q and k and a second rotary table. The
 multimodal Gemma 3 is in multimodal.py.
 """
 
@@ -34,6 +34,17 @@ from tonnage.planner.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
+    """How one Gemma text model differs from Gemma 1.
+
+    Attributes:
+        class_name: the causal language model's class in transformers.
+        defaults: sizes of the config class when the file does not say.
+        norms: norms of a layer in the order they run.
+        qk_norm: q and k have a norm per head.
+        attention_cap: attn_logit_softcapping when the file does not say.
+        final_cap: final_logit_softcapping when the file does not say.
+    """
+
     class_name: str
     defaults: dict[str, Any]
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # as computed
@@ -42,6 +53,7 @@ class _Variant:
     final_cap: float | None = None  # final_logit_softcapping
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
@@ -50,11 +62,12 @@ _FOUR_NORMS = (
 )  # fmt: skip
 
 _TABLE = "model.rotary_emb."
-_HEAD_DIM = 256  # head_dim of all three config classes when the file has none; never hidden / heads
+_HEAD_DIM = 256  # head_dim of the config classes when the file has none; never hidden / heads
 _WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the file has none
 
 
 def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Gemma text model by its variant."""
     default = variant.defaults
 
     def integer(field: str, limit: str) -> int:
@@ -63,7 +76,7 @@ def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
     hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
     heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
     common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")  # required by the config class
+    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")  # the config class checks it
     head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
     inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
     bias = fields.boolean("attention_bias", False)
@@ -88,14 +101,14 @@ def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
         attention = Attention(
             "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
             rope=Rope(head_size, table),
-            # Gemma 3's attention does not read it
+            # Gemma 3's attention does not read the field
             softcap=bool(variant.attention_cap and fields.config.get("attn_logit_softcapping", True)),
             dropout=common.number(fields, "attention_dropout", 0.0),
         )  # fmt: skip
         return layer_of(flow, attention, mlp, norms)
 
     made = {table: layer(table) for table in prefixes}
-    # the scalar sqrt(hidden_size) the embedding is multiplied by, in the model's dtype
+    # the embedding is multiplied by this scalar, sqrt(hidden_size) in the model's dtype
     scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
     recipe = Recipe(
         "model.layers",
@@ -114,6 +127,7 @@ def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, model_type: str, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """Return (kind of each layer, sliding window in tokens or None)."""
     if model_type == "gemma":
         return ("full_attention",) * layers, None
     window = common.window_of(fields)
@@ -137,8 +151,7 @@ def _kinds(fields: Fields, model_type: str, layers: int) -> tuple[tuple[str, ...
 
 
 def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], float]:
-    """Prefixes of the rotary tables and the factor on max_position_embeddings (Gemma 3 states the scaled
-    length already)."""
+    """Return (prefixes of the rotary tables, factor on max_position_embeddings)."""
     if model_type != "gemma3_text":
         return (_TABLE,), common.read_rope(fields)[1]
     fields.ignore("rope_theta", "rope_local_base_freq")
@@ -179,7 +192,7 @@ FAMILIES = {
             },
             _FOUR_NORMS, attention_cap=50.0, final_cap=30.0,
         ).build,
-        leftovers={"sliding_window_size": "sliding_window"},  # 9B and 27B give the window twice
+        leftovers={"sliding_window_size": "sliding_window"},  # the 9B and 27B files state the window twice
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
         vllm=InVLLM(float16=False), gguf=InGGUF("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
     ),

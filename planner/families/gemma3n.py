@@ -1,8 +1,8 @@
-"""Gemma 3n (text), and what Gemma 4's small models share with it: the last layers read the keys and values of
-an earlier one, and every layer adds an embedding of its own. Shapes after transformers 5.19, models/gemma3n/
-and models/gemma4/.
+"""Gemma 3n (text), and the parts that Gemma 4's small models share with it.
 
-The towers of the multimodal files are in gemma3n_towers.py.
+The last layers read the keys and values of an earlier layer, and every layer adds an embedding of its own.
+Shapes after transformers 5.19, models/gemma3n/ and models/gemma4/. The towers of multimodal files are in
+gemma3n_towers.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Gemma 3n text model from its checked config."""
     hidden = fields.integer("hidden_size", 2048, limit="width")
     heads, kv_heads = (
         fields.integer("num_attention_heads", 8, limit="heads"),
@@ -80,7 +81,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _widths(fields: Fields, layers: int) -> list[int]:
-    """``intermediate_size``: one for all layers, or a list of one each."""
+    """Return the MLP's inner size of each layer; ``intermediate_size`` is one number or a list."""
     value = fields.raw("intermediate_size")
     if not isinstance(value, list):
         return [fields.integer("intermediate_size", 16_384, limit="width")] * layers
@@ -91,6 +92,7 @@ def _widths(fields: Fields, layers: int) -> list[int]:
 
 
 def _altup(t: Tensors, at: str, hidden: int, inputs: int) -> None:
+    """Add the AltUp module of one layer, which predicts and corrects ``inputs`` parallel hidden states."""
     t.add(f"{at}.correct_output_scale", (hidden,), "norm", "Gemma3nTextAltUp")
     t.linear(f"{at}.correction_coefs", inputs, inputs, "mlp")
     t.linear(f"{at}.prediction_coefs", inputs * inputs, inputs, "mlp")
@@ -100,8 +102,10 @@ def _altup(t: Tensors, at: str, hidden: int, inputs: int) -> None:
 
 
 def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> dict[int, int]:
-    """``num_kv_shared_layers``: each of the last layers -> the layer before them whose keys and values it
-    reads, the last of its kind."""
+    """Return layer -> earlier layer whose keys and values it reads (``num_kv_shared_layers``).
+
+    Each of the last layers reads the last earlier layer of its own kind that keeps keys and values.
+    """
     shared = fields.integer("num_kv_shared_layers", default, limit="layers", minimum=0)
     first = len(kinds) - shared
     if not shared:
@@ -117,12 +121,21 @@ def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> d
 
 
 def cache_layer(i: int, window: int | None, dims: Heads, source: int | None) -> CacheLayer:
+    """Return the cache of one layer; ``source``: the earlier layer whose keys and values it reads, or None."""
     kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
     return CacheLayer(i, kind, window, dims.kv_heads, dims.head_size, shares=source)
 
 
 def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, width: int) -> None:
-    """The table of every layer's own embedding, side by side, and a projection; ``width`` 0: none."""
+    """Add the embedding table of all layers, side by side, and its projection.
+
+    Args:
+        t: receives the tensors.
+        fields: the config.
+        layers: number of layers.
+        hidden: hidden size.
+        width: size of one layer's embedding; 0 when the model has none.
+    """
     rows = fields.integer("vocab_size_per_layer_input", 262_144, limit="vocab")
     if not width:
         return
@@ -133,15 +146,23 @@ def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, w
 
 
 def per_layer_input(t: Tensors, at: str, hidden: int, width: int) -> None:
-    """What takes a layer's own embedding in."""
+    """Add the gate, projection and norm through which a layer takes its own embedding in."""
     t.linear(f"{at}.per_layer_input_gate", width, hidden, "mlp")
     t.linear(f"{at}.per_layer_projection", hidden, width, "mlp")
     t.norm(f"{at}.post_per_layer_input_norm", hidden)
 
 
 def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shared: bool) -> None:
-    """``value`` False: K is used as V, there is no v_proj (both are cached all the same). ``shared``: keys and
-    values of an earlier layer are read, there is neither projection."""
+    """Add the attention of one layer with norms of q and k.
+
+    Args:
+        t: receives the tensors.
+        at: module of the attention.
+        dims: head geometry.
+        bias: the projections have biases.
+        value: False when K is also used as V, so there is no v_proj (both are cached all the same).
+        shared: keys and values of an earlier layer are read, so there is neither k_proj nor v_proj.
+    """
     kv = dims.kv_heads * dims.head_size
     names = () if shared else ("k_proj", "v_proj") if value else ("k_proj",)
     t.linear(f"{at}.q_proj", dims.heads * dims.head_size, dims.hidden, bias=bias, shard="column")

@@ -1,7 +1,7 @@
-"""Gemma 3n with pictures and sound: MobileNetV5-300M, a Conformer, and what takes both into the text model.
+"""Gemma 3n's towers: MobileNetV5-300M for images, a Conformer for audio, and the embedders into the text model.
 
 Shapes after timm 1.0.31 (models/mobilenetv5.py, mobilenetv5_300m_enc) and transformers 5.19 (models/gemma3n/).
-The picture tower is one fixed model of timm's: config.json says its name and nothing else.
+The image tower is one fixed model of timm: config.json states its name and no size.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.fields import Fields, shown
 
-VISION_WIDTH = 2048  # of the fused features
-# Stages: (channels, [(start kernel, middle kernel, expansion) of each inverted residual]), then (pairs of
-# attention and residual, heads, head size, kernel that shrinks keys and values).
+VISION_WIDTH = 2048  # channels of the fused features
+# Stages: (channels, [(start kernel, middle kernel, expansion) of each inverted residual], (pairs of attention
+# and residual, heads, head size, kernel that shrinks keys and values))
 _STAGES = (
     (256, [(3, 5, 6), (5, 0, 4), (3, 0, 4), (5, 0, 4), (3, 0, 4)], (0, 0, 0, 0)),
     (640, [(5, 5, 6), *[(5, 0, 4)] * 7, (0, 0, 1)], (14, 12, 64, 3)),
@@ -25,7 +25,7 @@ _STAGES = (
 
 
 def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
-    """The picture tower [channels out, channels in, kernel, kernel], and its fusion of the last two stages."""
+    """Add the image tower [channels out, channels in, kernel, kernel] and the fusion of its last two stages."""
     name = config.get("architecture", "mobilenetv5_300m_enc")
     if name != "mobilenetv5_300m_enc":
         raise UnsupportedArchitecture(
@@ -58,12 +58,16 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
 
 
 def _conv(t: Tensors, at: str, name: str, norm: str, shape: tuple[int, ...]) -> None:
+    """Add a convolution without bias and its norm."""
     conv(t, f"{at}.{name}", shape, False)
     t.norm(f"{at}.{norm}", shape[0])
 
 
 def _residual(t: Tensors, at: str, into: int, out: int, start: int, middle: int, expansion: int) -> None:
-    """Universal inverted residual: depthwise, widen, depthwise, narrow; a kernel of 0 is left out."""
+    """Add a universal inverted residual: depthwise, widening, depthwise and narrowing convolutions.
+
+    A kernel of 0 leaves out that convolution.
+    """
     wide = expansion * into
     if start:
         _conv(t, f"{at}.dw_start", "conv", "bn", (into, 1, start, start))
@@ -75,7 +79,10 @@ def _residual(t: Tensors, at: str, into: int, out: int, start: int, middle: int,
 
 
 def _attention(t: Tensors, at: str, width: int, heads: int, size: int, kernel: int) -> None:
-    """Multi-query attention; ``kernel``: keys and values are shrunk by a depthwise convolution first."""
+    """Add multi-query attention.
+
+    A ``kernel`` above 0 first shrinks keys and values by a depthwise convolution.
+    """
     t.norm(f"{at}.norm", width)
     conv(t, f"{at}.attn.query.proj", (heads * size, width, 1, 1), False)
     for name in ("key", "value"):
@@ -87,7 +94,7 @@ def _attention(t: Tensors, at: str, width: int, heads: int, size: int, kernel: i
 
 
 def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """The Conformer (Gemma3nAudioEncoder). Returns its width."""
+    """Add the Conformer (Gemma3nAudioEncoder) and return its width."""
     f = Fields(config)
     hidden = f.integer("hidden_size", 1536, limit="width")
     heads = f.integer("conf_num_attention_heads", 8, limit="heads")
@@ -133,6 +140,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def _feed_forward(t: Tensors, at: str, hidden: int) -> None:
+    """Add one of the two feed-forward modules of a Conformer layer."""
     t.norm(f"{at}.pre_layer_norm", hidden)
     t.linear(f"{at}.ffw_layer_1", 4 * hidden, hidden)
     t.linear(f"{at}.ffw_layer_2", hidden, 4 * hidden)
@@ -140,7 +148,10 @@ def _feed_forward(t: Tensors, at: str, hidden: int) -> None:
 
 
 def _audio_buffers(t: Tensors, f: Fields, at: str, hidden: int) -> None:
-    """Constants a layer keeps: limits of gradients, a scale, a mask, the frequencies of relative positions."""
+    """Add the constants of a Conformer layer.
+
+    They are gradient limits, a scale, a mask and the frequencies of relative positions.
+    """
     chunk = f.integer("conf_attention_chunk_size", 12, limit="positions")
     left = f.integer("conf_attention_context_left", 13, limit="positions")
     right = f.integer("conf_attention_context_right", 0, limit="positions", minimum=0)
@@ -156,7 +167,10 @@ def _audio_buffers(t: Tensors, f: Fields, at: str, hidden: int) -> None:
 
 
 def embedder(t: Tensors, at: str, config: Mapping[str, Any], width: int, hidden: int) -> None:
-    """Gemma3nMultimodalEmbedder: special tokens of one kind, two norms, a projection [hidden, width]."""
+    """Add Gemma3nMultimodalEmbedder, which takes one modality into the text model.
+
+    It has an embedding of special tokens, two norms and a projection [hidden, width].
+    """
     t.embedding(f"{at}.embedding", Fields(config).integer("vocab_size", 128, limit="vocab"), width)
     t.norm(f"{at}.hard_embedding_norm", width)
     t.norm(f"{at}.soft_embedding_norm", width)

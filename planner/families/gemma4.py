@@ -1,6 +1,8 @@
-"""Gemma 4 (text): full layers have their own head size and KV heads, and may use K as V; experts beside the
-MLP; per-layer embeddings and shared KV layers in the small models. Shapes after transformers 5.19 / 5.23,
-models/gemma4/."""
+"""Gemma 4 (text). Shapes after transformers 5.19 / 5.23, models/gemma4/.
+
+Full layers have their own head size and KV heads and may use K as V. Large models put experts beside the MLP;
+small models have per-layer embeddings and layers that share keys and values.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Gemma 4 text model from its checked config."""
     hidden = fields.integer("hidden_size", 2304, limit="width")
     heads = fields.integer("num_attention_heads", 8, limit="heads")
     kv_heads = fields.integer("num_key_value_heads", 4, limit="heads")
@@ -90,8 +93,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Five sliding layers, then a full one, unless the file says otherwise; the last is full whatever it says
-    (configuration_gemma4.py)."""
+    """Return the kind of each layer: by default five sliding layers, then a full one.
+
+    The last layer is full whatever the file says (configuration_gemma4.py).
+    """
     kinds = fields.layer_types(layers) or tuple(
         "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)
     )
@@ -99,8 +104,11 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, ...]) -> Heads:
-    """Geometry of the full layers: ``global_head_dim`` and ``num_global_key_value_heads`` of published files,
-    or the ``per_layer_config`` that transformers 5.19 writes in their place."""
+    """Return the head geometry of the full layers.
+
+    Published files state ``global_head_dim`` and ``num_global_key_value_heads``; transformers 5.19 writes
+    ``per_layer_config`` instead.
+    """
     stated = fields.mapping("per_layer_config")
     wide_kv = fields.optional_integer("num_global_key_value_heads", limit="heads")
     size = fields.integer("global_head_dim", 512, limit="width")

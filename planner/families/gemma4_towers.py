@@ -1,4 +1,4 @@
-"""Gemma 4 with sound: the Conformer of the small models. Shapes after transformers 5.19, models/gemma4/."""
+"""Gemma 4's audio tower: the Conformer of the small models. Shapes after transformers 5.19, models/gemma4/."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tonnage.planner.families import common
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.fields import Fields, shown
 
-_CHANNELS = [128, 32]  # of the convolutions, the only ones published
+_CHANNELS = [128, 32]  # output channels of the two convolutions in every published model
 
 
 def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Returns the width of the output."""
+    """Add the Conformer and return the width of its output."""
     f = Fields(config)
     hidden = f.integer("hidden_size", 1024, limit="width")
     heads = f.integer("num_attention_heads", 8, limit="heads")
@@ -60,7 +60,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def linear(t: Tensors, module: str, out: int, into: int, clipped: bool, bias: bool = False) -> None:
-    """Gemma4ClippableLinear: four limits beside the matrix."""
+    """Add a Gemma4ClippableLinear: a matrix, and four limits of its input and output when ``clipped``."""
     t.linear(f"{module}.linear", out, into, bias=bias)
     if clipped:
         for name in ("input_min", "input_max", "output_min", "output_max"):

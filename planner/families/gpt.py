@@ -1,5 +1,7 @@
-"""The GPT line: GPT-2, GPT-Neo, GPT-J, CodeGen, OPT, BLOOM, MPT. One function per family; shapes after
-transformers 5.19, models/<family>/."""
+"""The GPT line: GPT-2, GPT-Neo, GPT-J, CodeGen, OPT, BLOOM and MPT, one builder per family.
+
+Shapes after transformers 5.19, models/<family>/.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ GPT_FIELDS = (
 
 
 def sizes(fields: Fields) -> tuple[Heads, int, int]:
-    """(geometry with one KV head per head, layers, vocabulary)."""
+    """Return (head geometry with one KV head per query head, layers, vocabulary)."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
@@ -45,6 +47,10 @@ def finish(
     vocab: int,
     **more: Any,
 ) -> Architecture:
+    """Return the Architecture of a model without a gated MLP and with full attention.
+
+    ``more`` overrides these two (``gated``, ``cache``) or passes other arguments to ``common.decoder``.
+    """
     more.setdefault("gated", False)
     more.setdefault("cache", common.full_layers(layers, dims))
     cache = more.pop("cache")
@@ -56,6 +62,7 @@ def finish(
 def _made(
     fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
 ) -> Architecture:
+    """Return the Architecture of a recipe, with the same defaults as ``finish``."""
     return finish(
         fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
         recipe=recipe, **more,
@@ -63,15 +70,21 @@ def _made(
 
 
 def _norms(hidden: int, *names: str, kind: Any = "layer") -> tuple[Norm, ...]:
+    """Return one norm over ``hidden`` values per name."""
     return tuple(Norm(name, hidden, kind) for name in names)
 
 
 def _act(fields: Fields) -> str:
+    """Return the activation function, GPT-2's GELU by default."""
     return common.act_of(fields, "gelu_new", "activation_function")
 
 
 def gpt2(fields: Fields, model_type: str) -> Architecture:
-    """Conv1D stores its matrices [in, out]; bitsandbytes turns them and replaces them as nn.Linear."""
+    """Return the architecture of a GPT-2 model from its checked config.
+
+    Its Conv1D modules store matrices as [in, out]. bitsandbytes transposes them and replaces them like
+    nn.Linear.
+    """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
@@ -100,7 +113,10 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
 
 
 def gpt_neo(fields: Fields, model_type: str) -> Architecture:
-    """Alternating global and local layers; the local ones see ``window_size`` tokens."""
+    """Return the architecture of a GPT-Neo model: global and local layers alternate.
+
+    Local layers see a window of ``window_size`` tokens.
+    """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
@@ -131,7 +147,7 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
 
 
 def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """``attention_types``: [[kinds], times], unrolled."""
+    """Return the kind of each layer from ``attention_types``, a list of [kinds, repetitions]."""
     fields.ignore("attention_layers")
     value = fields.raw("attention_types")
     out: list[str] = []
@@ -151,7 +167,7 @@ def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def gptj(fields: Fields, model_type: str) -> Architecture:
-    """GPT-J, and CodeGen, which fuses q, k and v."""
+    """Return the architecture of a GPT-J model, or of CodeGen, which fuses q, k and v."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
@@ -163,7 +179,7 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
         "attn", dims, qkv="qkv_proj" if codegen else None, out="out_proj", upcast=True,
-        copied="v" if codegen else "",  # four groups of heads are merged
+        copied="v" if codegen else "",  # CodeGen merges four groups of heads
         rope=Rope(rotary, joined=True, apart="wide" if codegen else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip
@@ -181,7 +197,10 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
 
 
 def opt(fields: Fields, model_type: str) -> Architecture:
-    """Learned positions with an offset of two; the 350M model projects its embedding and norms the sums."""
+    """Return the architecture of an OPT model: learned positions with an offset of two.
+
+    The 350M model projects its embedding to the hidden size and norms the sums.
+    """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
@@ -215,7 +234,10 @@ def opt(fields: Fields, model_type: str) -> Architecture:
 
 
 def bloom(fields: Fields, model_type: str) -> Architecture:
-    """ALiBi: no position table, so any length; a norm behind the embedding."""
+    """Return the architecture of a BLOOM model: ALiBi, and a norm behind the embedding.
+
+    There is no table of positions, so the architecture allows any length.
+    """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     tied = fields.boolean("tie_word_embeddings", True)
@@ -226,7 +248,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
         "self_attention", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True,
         dropout=common.number(fields, "attention_dropout", 0.0),
     )  # fmt: skip
-    # BloomGelu keeps its input alone, as the fused ones do
+    # for training, BloomGelu keeps only its input, like a fused activation
     mlp = Mlp("mlp", h, 4 * h, "gelu", ("dense_h_to_4h", "dense_4h_to_h"), bias=True)
     norms = _norms(h, "input_layernorm", "post_attention_layernorm")
     layer = layer_of("pre", attention, mlp, norms, (behind, behind))
@@ -236,10 +258,10 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     recipe = Recipe(
         "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
-        # the matrices of a training run on several GPUs, one by one
+        # slow_but_exact multiplies the slices of a tensor-parallel training run one by one
         taped=not (fields.config.get("slow_but_exact") and fields.config.get("pretraining_tp") != 1),
     )  # fmt: skip
-    # ``seq_length`` is the training length; vLLM 0.32.0 takes 2048 where the file has none of its names
+    # ``seq_length`` is the length in training; vLLM 0.32.0 assumes 2048 when no field states a length
     stated = fields.optional_integer("seq_length", 2048, limit="positions") or 2048
     return _made(
         fields, model_type, "BloomForCausalLM", recipe, dims, 4 * h, max_model_len=stated,
@@ -248,10 +270,11 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
 
 
 def mpt(fields: Fields, model_type: str) -> Architecture:
-    """ALiBi, no biases. The attention's own options are in ``attn_config``."""
+    """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    if fields.integer("expansion_ratio", 4, limit="width") != 4:  # engines read it, transformers does not
+    # engines read this field, transformers does not
+    if fields.integer("expansion_ratio", 4, limit="width") != 4:
         raise UnsupportedArchitecture("is not 4, which is all transformers knows", field="expansion_ratio")
     tied = fields.boolean("tie_word_embeddings", True)
     if not fields.boolean("no_bias", True):
@@ -267,7 +290,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     fields.ignore(
         "learned_pos_emb", "norm_type", "embedding_fraction", "emb_pdrop", "logit_scale", "ffn_config"
     )
-    dropout = common.number(Fields(options), "attn_pdrop", 0.0)  # of the residuals too (modeling_mpt.py)
+    dropout = common.number(Fields(options), "attn_pdrop", 0.0)  # modeling_mpt.py uses it for the residuals too
     attention = Attention(
         "attn", dims, qkv="Wqkv", out="out_proj", clipped=bool(options.get("clip_qkv")), filled=True,
         dropout=dropout,

@@ -1,5 +1,7 @@
-"""GPTBigCode (StarCoder, SantaCoder): learned positions, multi-query attention. transformers 5.19,
-models/gpt_bigcode/."""
+"""GPTBigCode (StarCoder, SantaCoder): learned positions and multi-query attention.
+
+Shapes after transformers 5.19, models/gpt_bigcode/.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from tonnage.planner.model.tensor import TensorSpec
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a GPTBigCode model from its checked config."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))

@@ -23,6 +23,7 @@ from tonnage.planner.model.recipe import (  # fmt: skip
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a GPT-NeoX model from its checked config."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
@@ -61,7 +62,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _rotary_dim(fields: Fields, head_size: int) -> int:
-    """Only ``rotary_pct`` of each head is rotated (0.25 when absent)."""
+    """Return how many values of each head are rotated: the share ``rotary_pct``, 0.25 by default."""
     share = fields.number("rotary_pct", 0.25)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict) and "partial_rotary_factor" in parameters:

@@ -1,5 +1,7 @@
-"""LFM3: short convolutions, windows and a few full layers, each with norms before and behind. Shapes after
-transformers 5.23, models/lfm3/."""
+"""LFM3: short convolutions, sliding layers and a few full layers, each with norms before and behind.
+
+Shapes after transformers 5.23, models/lfm3/.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ _KINDS = ("conv", "full_attention", "sliding_attention")
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an LFM3 model from its checked config."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -61,7 +64,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """As listed, else as the config class makes them: every fourth layer full, every fourth with a window."""
+    """Return the kind of each layer: ``layer_types``, else the pattern of the config class.
+
+    In that pattern every fourth layer is full, every fourth slides and the others are convolutions.
+    """
     listed = fields.raw("layer_types")
     if listed is None:
         return tuple(

@@ -1,8 +1,11 @@
-"""Hybrids of full and linear attention: Qwen3-Next, Qwen3.5 (gated delta net), Kimi Linear (KDA), MiniMax-01
-(lightning attention), LFM2 (short convolution). Shapes after transformers 5.19 / 5.23, models/<family>/.
+"""Hybrids of full and linear attention: Qwen3-Next, Qwen3.5, Kimi Linear, MiniMax-01 and LFM2.
 
-A linear layer keeps a state per sequence, whatever its length: a convolution's last inputs and one matrix
-per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the same shapes).
+Their linear layers are gated delta nets (Qwen), Kimi delta attention (KDA), lightning attention (MiniMax) and
+short convolutions (LFM2). Shapes after transformers 5.19 / 5.23, models/<family>/.
+
+A linear layer keeps a state per sequence whose size does not depend on the length: the last inputs of a
+convolution and one matrix per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the same
+shapes).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tonnage.planner.records import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Geometry of a gated delta net."""
+    """The head geometry of a gated delta net."""
 
     hidden: int
     key_heads: int
@@ -30,10 +33,12 @@ class Delta:
 
     @property
     def keys(self) -> int:
+        """Return the width of all keys together."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
+        """Return the width of all values together."""
         return self.value_heads * self.value_size
 
 
@@ -45,7 +50,10 @@ _QWEN_CLASSES = {
 
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
-    """Qwen3-Next and Qwen3.5, dense or with experts; the query projection carries an output gate."""
+    """Return the architecture of Qwen3-Next or Qwen3.5, dense or with experts.
+
+    The query projection has twice the rows because it also makes the output gate.
+    """
     moe = model_type != "qwen3_5_text"
     next_ = model_type == "qwen3_next"
     dims = common.heads_of(fields)
@@ -109,6 +117,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
 
 
 def _state_dtype(fields: Fields) -> str | None:
+    """Return the dtype of the recurrent state that ``mamba_ssm_dtype`` states, or None."""
     value = fields.raw("mamba_ssm_dtype")
     if value not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(f"{shown(value)} is not float32, bfloat16 or float16", field="mamba_ssm_dtype")
@@ -116,7 +125,11 @@ def _state_dtype(fields: Fields) -> str | None:
 
 
 def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
-    """``fused``: Qwen3-Next's two input projections; Qwen3.5 has four."""
+    """Add the tensors of one gated delta net below ``at``.
+
+    ``fused``: q, k, v and gate are one input projection and the two scalars per head another, as in Qwen3-Next.
+    Otherwise there are four input projections, as in Qwen3.5.
+    """
     for name in ("dt_bias", "A_log"):
         t.add(f"{at}.{name}", (d.value_heads,), "mixer", "GatedDeltaNet", shard=0)
     channels = 2 * d.keys + d.values
@@ -134,6 +147,7 @@ def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
 
 
 def delta_cache(layer: int, d: Delta, dtype: str | None) -> CacheLayer:
+    """Return the state that one gated delta net keeps per sequence; ``dtype`` is the recurrent state's."""
     states = (
         StateTensor("conv", (d.kernel - 1, 2 * d.keys + d.values), shard_dim=1),
         StateTensor("recurrent", (d.value_heads, d.value_size, d.key_size), dtype),
@@ -143,6 +157,8 @@ def delta_cache(layer: int, d: Delta, dtype: str | None) -> CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class _QwenExperts:
+    """The routed and shared experts of a Qwen hybrid model."""
+
     count: int
     chosen: int
     inner: int
@@ -151,6 +167,7 @@ class _QwenExperts:
 
     @classmethod
     def read(cls, fields: Fields, layers: int) -> _QwenExperts:
+        """Return the expert sizes that the config states."""
         step = fields.integer("decoder_sparse_step", 1, limit="layers")
         dense = fields.raw("mlp_only_layers") or []
         if not isinstance(dense, list):
@@ -166,9 +183,11 @@ class _QwenExperts:
 
     @property
     def widest(self) -> int:
+        """Return the MLP width that one token uses: its chosen experts and the shared expert."""
         return self.chosen * self.inner + self.shared
 
     def add(self, t: Tensors, at: str, hidden: int) -> None:
+        """Add router, experts, shared expert and its gate below ``at``."""
         t.router(f"{at}.gate", self.count, hidden)
         t.experts(f"{at}.experts", self.count, hidden, self.inner)
         t.gated_mlp(f"{at}.shared_expert", hidden, self.shared)
@@ -179,13 +198,16 @@ _KINDS = {"linear_attention": False, "full_attention": True}
 
 
 def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Which layers attend to everything: ``layer_types``, else the last of every ``interval``."""
+    """Return for each layer whether it is full: ``layer_types``, else the last of every ``interval`` layers."""
     listed = fields.listed("layer_types", layers, _KINDS)
     return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
 
 def kimi(fields: Fields, model_type: str) -> Architecture:
-    """Kimi delta attention in most layers, latent attention in the others; the first layer is dense."""
+    """Return the architecture of a Kimi Linear model from its checked config.
+
+    Most layers have Kimi delta attention, the others latent attention; the first layer has a dense MLP.
+    """
     d = mla.read_latent(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -245,6 +267,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
+    """Add the tensors of one Kimi delta attention module below ``at``."""
     proj = heads * size
     for name in ("q_proj", "k_proj", "v_proj"):
         t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")
@@ -261,11 +284,14 @@ def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -
 
 
 def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool, ...]]:
-    """(heads, head size, kernel, which layers attend fully): ``linear_attn_config`` of the hub's files, whose
-    layers count from 1, or transformers' own flat fields."""
+    """Return (heads, head size, convolution kernel, which layers are full) of the delta attention.
+
+    The hub's files state them in ``linear_attn_config``, whose layers count from 1; transformers has flat
+    fields.
+    """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # the config class puts full attention behind four linear layers, then every fourth
+        # the config class makes layer 4 full, then every fourth layer
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -288,7 +314,10 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
 
 
 def minimax(fields: Fields, model_type: str) -> Architecture:
-    """MiniMax-01: lightning attention keeps one fp32 matrix per head."""
+    """Return the architecture of a MiniMax-01 model from its checked config.
+
+    Its lightning attention keeps one fp32 matrix per head and sequence.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -297,7 +326,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     block = fields.integer("block_size", 256, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    listed = fields.raw("attn_type_list")  # the hub's own spelling: 1 is full
+    listed = fields.raw("attn_type_list")  # field of the hub's files: 1 is full
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
     else:
@@ -325,7 +354,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
                 ("slope_rate", (dims.heads, 1, 1)), ("query_decay", (dims.heads, block, 1)),
                 ("key_decay", (dims.heads, block, 1)), ("diagonal_decay", (1, dims.heads, block, block)),
             ):  # fmt: skip
-                # computed, not in the published files; transformers makes them in the model's dtype
+                # transformers computes these constants in the model's dtype; published files lack them
                 t.buffer(f"{here}.{name}", shape, "LightningAttention", None)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         t.router(f"{at}.mlp.gate", count, dims.hidden)
@@ -340,7 +369,10 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 
 
 def lfm2(fields: Fields, model_type: str) -> Architecture:
-    """Gated short convolutions and a few full layers; LFM2-MoE routes from ``num_dense_layers`` on."""
+    """Return the architecture of LFM2 or LFM2-MoE: gated short convolutions and a few full layers.
+
+    LFM2-MoE routes to experts from layer ``num_dense_layers`` on.
+    """
     moe = model_type == "lfm2_moe"
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -392,16 +424,20 @@ def lfm2(fields: Fields, model_type: str) -> Architecture:
 
 
 def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is full: ``layer_types``, else ``full_attn_idxs``, else every layer."""
     listed = fields.listed("layer_types", layers, {"conv": False, "full_attention": True})
     indices = fields.raw("full_attn_idxs")
     if listed is None and isinstance(indices, list):
         attending = common.numbers_in(indices)
         return tuple(i in attending for i in range(layers))
-    return listed or (True,) * layers  # the config class's default: no convolution
+    return listed or (True,) * layers  # the config class's default has no convolution
 
 
 def _lfm2_inner(fields: Fields) -> int:
-    """Two thirds of the stated width, scaled and rounded up (configuration_lfm2.py, modeling_lfm2.py)."""
+    """Return the MLP's inner size.
+
+    It is two thirds of the stated width, scaled and rounded up (configuration_lfm2.py, modeling_lfm2.py).
+    """
     name = "block_ff_dim" if "block_ff_dim" in fields.config else "intermediate_size"
     width = fields.integer(name, 12288, limit="width")
     fields.ignore("intermediate_size")
@@ -423,7 +459,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         qwen, absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        first_class="Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model
+        first_class="Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model name it
         vllm=InVLLM(float32_states=True, one_mrope_length=True),
     ),
     "kimi_linear": Family(

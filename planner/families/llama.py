@@ -1,5 +1,8 @@
-"""Dense decoders of Llama's shape (dense.py), a row a family, after transformers 5.19,
-models/<family>/modeling_<family>.py. What a family has beyond the common parts is a small function."""
+"""Dense decoders of Llama's shape, one row per family; the builder is in dense.py.
+
+Shapes after transformers 5.19, models/<family>/modeling_<family>.py. A small function adds what a row cannot
+say.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,15 @@ _FUSED = ("gate_up_proj", "down_proj")
 
 
 def _granite(name: str) -> Variant:
+    """Return Llama's variant with the biases that ``attention_bias`` and ``mlp_bias`` switch on."""
     return Variant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
 def _internlm3(fields: Fields, model_type: str) -> Architecture:
-    """transformers 5.23 builds it of Llama's classes, with one switch for the biases of attention and MLP."""
+    """Return the architecture of an InternLM3 model.
+
+    transformers 5.23 builds it of Llama's classes, with one switch for the biases of attention and MLP.
+    """
     name = "attention_bias"
     if fields.boolean(name, False) != fields.boolean("mlp_bias", False):
         raise UnsupportedArchitecture(
@@ -34,7 +41,10 @@ def _internlm3(fields: Fields, model_type: str) -> Architecture:
 
 
 def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
-    """Llama's classes in transformers 5.23, which refuse what no released file switches on."""
+    """Return the architecture of an IQuest-Coder model, which transformers 5.23 builds of Llama's classes.
+
+    Switches that these classes cannot build are refused; no released file sets one.
+    """
     for name in ("clip_qkv", "use_sliding_window"):
         if fields.raw(name):
             raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not known here", field=name)
@@ -42,6 +52,7 @@ def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
 
 
 def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
+    """Return the layer with norms in front of the output projections of attention and MLP."""
     a, m = layer.branches
     dims = attention.heads
     attention = replace(attention, before_out=Norm("attn_sub_norm", dims.heads * dims.head_size))
@@ -50,7 +61,7 @@ def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """xIELU: two learned scalars per layer, two constants."""
+    """Return the layer with the xIELU activation's tensors: two learned scalars and two constants."""
     at, owner = "mlp.act_fn", "XIELUActivation"
     learned = [TensorSpec(f"{at}.{name}", (1,), "mlp", owner) for name in ("alpha_p", "alpha_n")]
     fixed = [TensorSpec(f"{at}.{name}", (), "buffer", owner, stored="model") for name in ("beta", "eps")]
@@ -58,6 +69,7 @@ def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
+    """Return the layer with the four vectors that weigh DiffLlama's two attention maps."""
     names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
     shape, owner = (attention.heads.head_size,), "DiffLlamaAttention"
     return replace(
@@ -66,7 +78,7 @@ def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Dynamic mask attention and per-channel residual weights."""
+    """Return the layer with Doge's dynamic mask attention and residual weights per channel."""
     dims = attention.heads
     role: Role = "attention"
     extra = [
@@ -81,9 +93,9 @@ def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 _GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
-# Hunyuan's first class also made mixtures of experts, MLA and vision towers; the text models of these two types
-# carry its fields (Hunyuan-MT, HY-MT), their classes in transformers build none of it. Not its kv_lora_rank:
-# vLLM takes a model with one for MLA (model_executor/models/transformers/base.py).
+# Hunyuan's first class also built mixtures of experts, MLA and vision towers. Files of the two text types
+# (Hunyuan-MT, HY-MT) still state its fields, which transformers' classes do not read. kv_lora_rank is left out:
+# vLLM treats a model with that field as MLA (model_executor/models/transformers/base.py).
 HUNYUAN_LEFTOVERS: dict[str, Values] = {
     "anyres_pooling_size": (), "anyres_vit_max_image_size": (), "attention_head_dim": "head_dim",
     "cla_share_factor": (), "moe_drop_tokens": (), "moe_random_routing_dropped_token": (),
@@ -125,7 +137,7 @@ FAMILIES = {
             ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
         ).build,
         absent={"num_key_value_heads": 4}, hf="served",
-        leftovers={"max_window_layers": ()},  # SmolLM3-3B; its class goes by layer_types alone
+        leftovers={"max_window_layers": ()},  # SmolLM3-3B states it; its class reads only layer_types
     ),
     "seed_oss": Family(
         Variant(
@@ -217,7 +229,7 @@ FAMILIES = {
             norm="layer-written", rope="cohere", roped="sliding", tied=True, window="layer_types",
             ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
         ).build,
-        leftovers={  # Command R7B, from before sliding_window_pattern; one norm, MLP and attention are added
+        leftovers={  # fields of Command R7B, which is older than sliding_window_pattern
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
         },
@@ -284,7 +296,7 @@ FAMILIES = {
             "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
             dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
         ).build,
-        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini: every layer is full
+        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini states it; every layer is full
     ),
     "nemotron": Family(
         Variant(
@@ -308,7 +320,7 @@ FAMILIES = {
         _iquestcoder, absent={"num_key_value_heads": 8, "head_dim": 128},
         first_class="IQuestCoderForCausalLM",
     ),
-    # Remote code of the hub repositories; the shapes are Llama's
+    # Published with remote code; the shapes are Llama's
     "xverse": Family(Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build),
     "baichuan": Family(
         Variant(

@@ -1,5 +1,7 @@
-"""Llama 4 (text): chunked layers, experts beside a shared one. Shapes after transformers 5.19, models/llama4/;
-the multimodal files are in multimodal.py."""
+"""Llama 4 (text): layers with chunked attention, and experts beside a shared expert.
+
+Shapes after transformers 5.19, models/llama4/; the multimodal files are in multimodal.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tonnage.planner.model.fields import Fields, shown
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    """Chunked attention in three of four layers; experts stored [experts, in, out]."""
+    """Return the architecture of a Llama 4 text model from its checked config.
+
+    Three of four layers have chunked attention; the experts' matrices are stored as [experts, in, out].
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -30,7 +35,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
     routes = common.numbers_in(listed)
     kinds, chunk = _chunked(fields, layers)
-    fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
+    fields.ignore("use_qk_norm", "for_llm_compressor")  # the norm of q and k has no weights
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i, at in t.layers(layers, "model.layers"):
@@ -41,7 +46,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(mlp, dims.hidden, dense)
             continue
         t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
-        t.router(f"{mlp}.router", count, dims.hidden)  # a subclass of nn.Linear
+        t.router(f"{mlp}.router", count, dims.hidden)  # its class is a subclass of nn.Linear
         t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
@@ -58,7 +63,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Layers without rotary embedding (every fourth) see everything, the others their chunk."""
+    """Return (kind of each layer, chunk in tokens or None).
+
+    Layers without rotary positions (every fourth) are full; the others attend within their chunk.
+    """
     chunk = fields.optional_integer("attention_chunk_size", 8192, limit="positions")
     interval = fields.integer("no_rope_layer_interval", 4, limit="layers")
     rope = fields.raw("no_rope_layers")

@@ -1,8 +1,10 @@
-"""State-space models: the Mamba-1 and Mamba-2 mixers, and the models made of them alone (Mamba 1 and 2,
-Falcon-Mamba). Shapes after transformers 5.19 / 5.23, models/<family>/. Hybrids: mamba_hybrid.py, zamba.py.
+"""State-space models: the Mamba-1 and Mamba-2 mixers, and Mamba 1, Mamba 2 and Falcon-Mamba.
 
-A Mamba layer keeps, per sequence, the last kernel - 1 inputs of its convolution and its recurrent state
-(vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the same shapes).
+Shapes after transformers 5.19 / 5.23, models/<family>/. Models that mix Mamba and attention are in
+mamba_hybrid.py and zamba.py.
+
+A Mamba layer keeps per sequence the last kernel - 1 inputs of its convolution and its recurrent state (vLLM
+0.32.0, model_executor/layers/mamba/mamba_utils.py states the same shapes).
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ TIME_STEP = (
 
 
 def auto(fields: Fields, name: str, default: int) -> int:
-    """A width the config class works out itself when the file says "auto" or nothing."""
+    """Return a width; ``default`` when the file says "auto" or nothing, as the config class computes it."""
     return default if fields.raw(name) in (None, "auto") else fields.integer(name, limit="width")
 
 
 def chunk_of(fields: Fields, name: str = "chunk_size", default: int = 256) -> int:
-    """Tokens a Mamba-2 kernel takes at once."""
+    """Return how many tokens a Mamba-2 kernel processes at once."""
     return fields.optional_integer(name, default, limit="positions") or default
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """Geometry of one Mamba-2 mixer."""
+    """The sizes of one Mamba-2 mixer."""
 
     hidden: int
     heads: int
@@ -50,14 +52,16 @@ class Mamba2:
     conv_bias: bool
     norm: bool = True
     dtype: str | None = None
-    out_bias: bool | None = None  # None: as proj_bias
+    out_bias: bool | None = None  # None means proj_bias
     chunk: int = 256
 
     @property
     def channels(self) -> int:
+        """Return the channels of the convolution."""
         return self.inner + 2 * self.groups * self.state
 
     def add(self, t: Tensors, at: str) -> None:
+        """Add the mixer's tensors below ``at``."""
         for name in ("dt_bias", "A_log", "D"):
             t.add(f"{at}.{name}", (self.heads,), "mixer", "Mamba2Mixer", shard=0)
         t.add(f"{at}.conv1d.weight", (self.channels, 1, self.kernel), "mixer", "Conv1d", shard=0)
@@ -71,18 +75,20 @@ class Mamba2:
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
     def states(self) -> tuple[StateTensor, ...]:
+        """Return the states that one sequence keeps: convolution and recurrent state."""
         return (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
             StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
 
     def cache(self, layer: int) -> CacheLayer:
+        """Return the cache of layer ``layer``."""
         return CacheLayer(layer, "state", None, 0, 0, states=self.states())
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba1:
-    """Geometry of one Mamba-1 mixer. ``norms``: Jamba's norms on dt, B and C."""
+    """The sizes of one Mamba-1 mixer; ``norms``: dt, B and C have a norm, as in Jamba."""
 
     hidden: int
     inner: int
@@ -94,6 +100,7 @@ class Mamba1:
     norms: bool = False
 
     def add(self, t: Tensors, at: str) -> None:
+        """Add the mixer's tensors below ``at``."""
         t.add(f"{at}.A_log", (self.inner, self.state), "mixer", "MambaMixer", shard=0)
         t.add(f"{at}.D", (self.inner,), "mixer", "MambaMixer", shard=0)
         t.add(f"{at}.conv1d.weight", (self.inner, 1, self.kernel), "mixer", "Conv1d", shard=0)
@@ -109,6 +116,7 @@ class Mamba1:
             t.norm(f"{at}.c_layernorm", self.state)
 
     def cache(self, layer: int) -> CacheLayer:
+        """Return the cache of layer ``layer``."""
         states = (
             StateTensor("conv", (self.kernel - 1, self.inner), shard_dim=1),
             StateTensor("ssm", (self.inner, self.state)),
@@ -117,7 +125,10 @@ class Mamba1:
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    """No attention at all: the length is unlimited, memory per sequence is constant."""
+    """Return the architecture of a model that has only Mamba layers.
+
+    Without attention the length is unlimited, and the memory per sequence is constant.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -163,7 +174,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-# No field limits the length; vLLM 0.32.0 takes 2048 when it finds none, but a state of any length fits.
+# No field limits the length. vLLM 0.32.0 assumes 2048 without one, but the state's size depends on no length.
 _UNLIMITED = 1 << 31
 
 

@@ -1,5 +1,7 @@
-"""Mamba beside attention: Bamba and Granite hybrid, Falcon-H1, Jamba, Nemotron-H. Shapes after transformers
-5.19 / 5.23, models/<family>/; the mixers are in mamba.py."""
+"""Models that mix Mamba and attention: Bamba, Granite hybrid, Falcon-H1, Jamba and Nemotron-H.
+
+Shapes after transformers 5.19 / 5.23, models/<family>/; the mixers are in mamba.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tonnage.planner.records import replace
 
 
 def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
-    """The fields of Bamba, Falcon-H1 and Granite hybrid: mamba_*."""
+    """Return the Mamba-2 mixer that the mamba_* fields of Bamba, Granite hybrid or Falcon-H1 describe."""
     inner = fields.integer("mamba_expand", 2, limit="width") * hidden
     stated = fields.optional_integer("mamba_d_ssm", limit="width") if names.get("ssm") else None
     inner = stated or inner
@@ -36,7 +38,10 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
 
 
 def bamba(fields: Fields, model_type: str) -> Architecture:
-    """Bamba and Granite hybrid: each layer is a Mamba-2 or an attention layer, with an MLP or experts."""
+    """Return the architecture of a Bamba or Granite hybrid model from its checked config.
+
+    Each layer is a Mamba-2 or an attention layer, followed by an MLP or by experts.
+    """
     granite = model_type == "granitemoehybrid"
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -86,7 +91,7 @@ def bamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers are attention: ``layer_types`` (or ``layers_block_type``), else ``attn_layer_indices``."""
+    """Return for each layer whether it is attention: layer_types, layers_block_type or attn_layer_indices."""
     words = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
     listed = fields.listed("layer_types", layers, words) or fields.listed("layers_block_type", layers, words)
     indices = fields.raw("attn_layer_indices")
@@ -97,7 +102,10 @@ def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def falcon_h1(fields: Fields, model_type: str) -> Architecture:
-    """Mamba-2 and attention side by side in every layer: both a state and K and V."""
+    """Return the architecture of a Falcon-H1 model from its checked config.
+
+    Every layer runs Mamba-2 and attention side by side, so it keeps a state and keys and values.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -133,7 +141,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
 
 
 def jamba(fields: Fields, model_type: str) -> Architecture:
-    """Attention and experts at fixed periods; no rotary embedding."""
+    """Return the architecture of a Jamba model: attention and experts at fixed periods, no rotary positions."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -176,13 +184,17 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
+    """Return for each layer whether it is one of every ``{name}_layer_period`` from ``{name}_layer_offset``."""
     period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
     offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)
     return tuple(i % period == offset for i in range(layers))
 
 
 def nemotron_h(fields: Fields, model_type: str) -> Architecture:
-    """One mixer per layer: Mamba-2 (M), attention (*), a plain MLP (-) or experts (E), without gates."""
+    """Return the architecture of a Nemotron-H model from its checked config.
+
+    Each layer has one mixer: Mamba-2 (M), attention (*), a plain MLP (-) or experts without gates (E).
+    """
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     kv_heads = fields.integer("num_key_value_heads", 8, limit="heads")
@@ -231,7 +243,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
             mixer.add(t, at)
             cache.append(mixer.cache(i))
         elif kind == "*":
-            t.attention(at, dims)  # no biases, whatever attention_bias says (modeling_nemotron_h.py)
+            t.attention(at, dims)  # modeling_nemotron_h.py ignores attention_bias
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         elif kind == "-":
             t.plain_mlp(at, hidden, inner, bias=mlp_bias)
@@ -254,7 +266,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
 
 
 def _nemotron_kinds(fields: Fields) -> str:
-    """One letter per layer, from ``hybrid_override_pattern`` or ``layers_block_type``."""
+    """Return one letter per layer, from ``hybrid_override_pattern`` or ``layers_block_type``."""
     pattern = fields.raw("hybrid_override_pattern")
     if pattern is None:
         letters = {

@@ -1,9 +1,11 @@
-"""Families without an adapter: transformers' own model code, instantiated on the meta device (no memory).
+"""The fallback for families without an adapter: transformers' own model code on the meta device (no memory).
 
-Tensors are the module's parameters and buffers; the cache is what one forward pass over a few meta tokens
+Tensors are the module's parameters and buffers. The cache is what one forward pass over a few meta tokens
 leaves in a DynamicCache. Only the roles are read off names: they choose what a quantizer replaces and how terms
-are grouped. Slower than an adapter by the import of torch and transformers, and for one rank only: how
-another engine would divide these modules is not known. Remote code is never run.
+are grouped.
+
+It takes longer than an adapter by the import of torch and transformers, and plans one rank only: how an engine
+would divide these modules is not known. Remote code is never run.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import LIMITS, shown
 from tonnage.planner.model.tensor import Role, TensorSpec
 
-_PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others keep states beside keys and values
-# Auto classes of models that generate text, and the tables of their classes (transformers 5.19, modeling_auto)
+# Cache layers that keep only keys and values; other classes of transformers also keep states
+_PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+# Auto classes of models that generate text, and their class tables in modeling_auto (transformers 5.19)
 _AUTO = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -29,14 +32,18 @@ _AUTO = {
     "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
-_TOKENS = 8  # of the forward pass that shows the cache
+_TOKENS = 8  # tokens of the forward pass that fills the cache
 _ENCODER_DECODER = "encoder-decoder models need an adapter"
 _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code"
 
 
 def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitecture) -> Architecture:
-    """The Architecture of a model_type that transformers knows. Raises ``refusal`` when it does not,
-    UnsupportedArchitecture naming what cannot be planned otherwise."""
+    """Return the architecture of a model_type that transformers knows but no adapter does.
+
+    Raises:
+        UnsupportedArchitecture: ``refusal`` itself when transformers does not know the type, or an error that
+            names what cannot be planned.
+    """
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UnsupportedArchitecture(refusal.message, field=refusal.field, hint=f"{refusal.hint}; {_INSTALL}")
     model_type = config["model_type"]
@@ -53,7 +60,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
         return _build(dict(config), model_type)
     except TonnageError:
         raise
-    except Exception as error:  # whatever the family's code raises on a config it does not understand
+    except Exception as error:  # transformers raises any class for a config it cannot build
         said = " ".join(str(error).split())
         package = re.search(r"requires the (\S+) library", said)
         if isinstance(error, ImportError) and package:
@@ -70,6 +77,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
 
 
 def _build(config: dict[str, Any], model_type: str) -> Architecture:
+    """Return the architecture of the model that transformers builds of ``config`` on the meta device."""
     import torch
 
     transformers: Any = import_module("transformers")
@@ -84,7 +92,7 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
     with torch.device("meta"):
         model = auto.from_config(loaded, dtype=torch.bfloat16, attn_implementation="eager")
     model.eval()
-    # beside the language model: towers and projectors, by the module that transformers says decodes
+    # modules outside transformers' decoder module are towers and projectors
     inside = "" if text is loaded else _path(model, model.get_decoder())
     tensors = _tensors(model, inside)
     layers = _cache_layers(model, loaded)
@@ -110,7 +118,7 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
 
 
 def _auto_class(model_type: str, names: list[str]) -> Any:
-    """The auto class that builds what ``architectures`` names, found before anything is built."""
+    """Return the auto class that builds the class named in ``architectures``, without building it."""
     modeling = import_module("transformers.models.auto.modeling_auto")
     known: dict[str, None] = {}
     for auto, mapping in _AUTO.items():
@@ -127,11 +135,15 @@ def _auto_class(model_type: str, names: list[str]) -> Any:
 
 
 def _path(model: Any, wanted: Any) -> str:
+    """Return the path of module ``wanted`` inside ``model``."""
     return next(str(path) for path, module in model.named_modules() if module is wanted)
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
-    """Layers and experts are Python objects, even on the meta device: a million of them would hang."""
+    """Refuse counts of layers or experts beyond the limit.
+
+    Each is a Python object even on the meta device, so a million of them would hang the process.
+    """
     for name, value in config.items():
         if isinstance(value, dict):
             _check_counts(value)
@@ -141,6 +153,7 @@ def _check_counts(config: Mapping[str, Any]) -> None:
 
 
 def _field(config: Any, name: str) -> int:
+    """Return a positive integer attribute of a transformers config."""
     value = getattr(config, name, None)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UnsupportedArchitecture(f"{shown(value)} is not a size", field=name)
@@ -148,11 +161,12 @@ def _field(config: Any, name: str) -> int:
 
 
 def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
-    """Parameters and buffers in the modules' order; a shared parameter costs once. ``inside``: the path of the
-    language model.
+    """Return parameters and buffers in the modules' order; a shared parameter is counted once.
 
-    from_pretrained keeps a dtype that a constructor names, and fp32 where the class says so (transformers 5.19,
-    core_model_loading.py); everything else is in the dtype the model is built in here, ``None``."""
+    ``inside`` is the path of the language model. from_pretrained keeps a dtype that a constructor names, and
+    fp32 where the class asks for it (transformers 5.19, core_model_loading.py). Every other tensor has the
+    dtype that the model is built in, given as None.
+    """
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     built = str(model.dtype)
@@ -191,12 +205,14 @@ def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
 
 
 def _tower(path: str) -> Role:
+    """Return the role of a parameter outside the language model, from its module path."""
     if re.search("vision|visual|image", path):
         return "vision"
     return "audio" if re.search("audio|speech|acoustic|semantic", path) else "projector"
 
 
 def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
+    """Return the role of a parameter of the language model, from its module and shape."""
     kind, lower = type(module).__name__.lower(), path.lower()
     if head:
         return "head"
@@ -210,11 +226,12 @@ def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
 
 
 def _layer(name: str) -> int | None:
+    """Return the first number in a tensor's name, its layer, or None."""
     return next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
 
 
 def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
-    """What a forward pass leaves in the cache: [1, heads, tokens, size] of keys and values a layer."""
+    """Return the cache that one forward pass fills: [1, heads, tokens, size] of keys and values per layer."""
     import torch
     from transformers import DynamicCache
 
@@ -249,7 +266,7 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
 
 
 def _rotary(model: Any, config: Any) -> Rotary | None:
-    """The table vLLM would keep: twice the frequencies of transformers' buffer."""
+    """Return the rotary table that vLLM would keep: twice as wide as transformers' buffer of frequencies."""
     found = [buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
     if not found:
         return None

@@ -1,7 +1,7 @@
-"""Mistral Large 4: latent attention with sparse indexers, some layers without rotary positions, experts, a
-Pixtral tower. Shapes after transformers 5.23, models/mistral_large4/ and pixtral/.
+"""Mistral Large 4: latent attention with sparse indexers, experts and a Pixtral tower.
 
-A layer without rotary positions keeps the latent alone, no rotary key. Layers may read an earlier one's latent.
+Some layers have no rotary positions and so cache the latent alone, without a rotary key. A layer may read the
+latent of an earlier layer. Shapes after transformers 5.23, models/mistral_large4/ and pixtral/.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tonnage.planner.records import replace
 
 
 def text(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the Mistral Large 4 text model from its checked config."""
     d = mla.read_latent(fields, defaults=True)
     if d.q_rank is not None:
         raise UnsupportedArchitecture(f"{d.q_rank}: this class does not compress Q", field="q_lora_rank")
@@ -78,13 +79,13 @@ def text(fields: Fields, model_type: str) -> Architecture:
 
 
 def _scaling(at: str, heads: int) -> tuple[TensorSpec, ...]:
-    """A learned scale and bias of each head."""
+    """Return the learned scale and bias of each head's softmax."""
     names = (f"{at}.softmax_scaling.scale", f"{at}.softmax_scaling.bias")
     return tuple(TensorSpec(name, (heads,), "attention", "SoftmaxScaling", shard_dim=0) for name in names)
 
 
 def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """The indexer's own; its queries are made of the layer's input."""
+    """Return the indexer's tensors; its queries are made of the layer's input, not of compressed queries."""
     at = "self_attn.indexer"
     return (
         TensorSpec(f"{at}.wq_b.weight", (heads * size, hidden), "attention", "Linear"),
@@ -99,7 +100,10 @@ def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
 
 
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """As listed (1: rotary positions), at least as many as layers, else all but every fourth."""
+    """Return for each layer whether it has rotary positions.
+
+    ``no_rope_layers`` lists 1 or 0 for at least every layer; without it, every fourth layer has none.
+    """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     listed = fields.raw("no_rope_layers")
     if listed is None:
@@ -110,7 +114,10 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Of each layer the one whose latent it reads, itself by default."""
+    """Return for each layer the layer whose latent it reads.
+
+    It is the layer itself or an earlier layer that ``kv_source_layers`` names.
+    """
     listed = fields.raw("kv_source_layers")
     if listed is None:
         return tuple(range(layers))
@@ -124,6 +131,7 @@ def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Mistral Large 4 from its checked config."""
     from tonnage.planner.families.registry import build_text
 
     config = fields.mapping("text_config")
@@ -150,7 +158,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     return replace(inside, model_type=model_type, class_name=name, tensors=tensors)
 
 
-# The tower of MistralLarge4Config where the file has no vision_config
+# MistralLarge4Config's tower when the file has no vision_config
 _TOWER = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 30, "num_attention_heads": 16,
     "patch_size": 14,
@@ -158,7 +166,7 @@ _TOWER = {
 
 
 def _pixtral(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """A Llama of patches, without a bias anywhere. Returns the hidden size."""
+    """Add a Pixtral tower, a Llama over patches without biases, and return its hidden size."""
     v = Fields(config or _TOWER)
     hidden, heads = v.integer("hidden_size", limit="width"), v.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")

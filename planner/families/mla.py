@@ -1,8 +1,8 @@
-"""Multi-head latent attention: K and V are kept as one compressed latent and one rotary key per token.
+"""Multi-head latent attention: K and V are cached as one compressed latent and one rotary key per token.
 
-DeepSeek-V2 / V3 / V3.2 and what is built like them (Kimi-K2, GLM-4.7-Flash, GLM-5, MiniCPM3, Mistral 4,
-LongCat-Flash). Shapes after transformers 5.19 and 5.23, models/<family>/. The cache of one layer is
-kv_lora_rank + qk_rope_head_dim elements per token, on every tensor-parallel rank (DeepSeek-V2, section 2.1).
+Families: DeepSeek-V2 / V3 / V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, MiniCPM3, Mistral 4 and LongCat-Flash. Shapes
+after transformers 5.19 and 5.23, models/<family>/. One layer caches kv_lora_rank + qk_rope_head_dim elements
+per token on every tensor-parallel rank (DeepSeek-V2, section 2.1).
 """
 
 from __future__ import annotations
@@ -35,12 +35,18 @@ from tonnage.planner.records import dataclass, replace
 
 
 def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> LatentAttention:
-    """The six sizes; ``defaults``: DeepSeek-V3's, where the config class has them."""
+    """Return the sizes of the latent attention that the config states.
+
+    Args:
+        fields: the config.
+        defaults: missing sizes are DeepSeek-V3's, for config classes that have these defaults.
+        value_default: v_head_dim when it is missing and ``defaults`` is False.
+    """
 
     def size(name: str, default: int) -> int:
         return fields.integer(name, default if defaults else None, limit="width")
 
-    fields.ignore("num_key_value_heads", "head_dim")  # every head has its own K and V, made from the latent
+    fields.ignore("num_key_value_heads", "head_dim")  # every head's K and V are made from the latent
     return LatentAttention(
         fields.integer("hidden_size", limit="width"),
         fields.integer("num_attention_heads", limit="heads"),
@@ -55,6 +61,7 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
+    """Return the latent cache of ``layers``; ``index_sizes``: layer -> key size of its sparse indexer."""
     index = index_sizes or {}
     return tuple(
         CacheLayer(i, "mla", None, 1, d.entry, value_head_size=d.value, index_size=index.get(i, 0))
@@ -64,6 +71,16 @@ def cache(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
+    """How one family with latent attention and experts differs from DeepSeek-V3.
+
+    Attributes:
+        class_name: the causal language model's class in transformers.
+        dense_layers: first_k_dense_replace when the file does not say.
+        indexer: layers have sparse indexers.
+        correction: the router has e_score_correction_bias.
+        taped: training activations can be derived from the recipe.
+    """
+
     class_name: str
     dense_layers: int  # first_k_dense_replace when the file does not say
     indexer: bool = False
@@ -71,11 +88,13 @@ class Variant:
     taped: bool = True
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
-    # DeepSeek's small vision models switch the latents off and keep ordinary heads
+    """Return the architecture of a latent-attention model with experts by its variant."""
+    # DeepSeek's small vision models switch latent attention off and have ordinary heads
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
     if plain is not None:
         fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
@@ -93,7 +112,9 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("num_nextn_predict_layers")
-    mlp_bias = fields.boolean("mlp_bias", False) and model_type == "deepseek_v2"  # the others read it nowhere
+    mlp_bias = (
+        fields.boolean("mlp_bias", False) and model_type == "deepseek_v2"
+    )  # the other classes do not read it
     common.every_layer_routes(fields)
     sparse = common.sparse_layers(fields, layers, v.dense_layers)
     index_heads, index_size, indexed = indexer(fields, layers) if v.indexer else (0, 0, ())
@@ -125,7 +146,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
         Norm("model.norm", d.hidden), Head(tied), (table,),
         taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
     )  # fmt: skip
-    # the others read the indices of the last one that has an indexer, and keep no keys
+    # a layer without an indexer reuses the indices of the last layer with one and caches no index keys
     index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
     return common.decoder(
         fields, model_type, v.class_name, tensors_of(recipe),
@@ -137,12 +158,13 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _correction(count: int) -> tuple[TensorSpec, ...]:
-    """e_score_correction_bias (tensors.Tensors.correction_bias)."""
+    """Return e_score_correction_bias as a buffer that stays in fp32."""
     name = "mlp.gate.e_score_correction_bias"
     return (TensorSpec(name, (count,), "buffer", "Router", dtype="float32", stored="float32"),)
 
 
 def _router(fields: Fields, model_type: str) -> Router:
+    """Return how tokens are routed to experts."""
     if model_type == "deepseek_v2":
         grouped = fields.config.get("topk_method", "greedy") != "greedy"
         groups = _groups(fields) if grouped else (0, 0)
@@ -151,11 +173,12 @@ def _router(fields: Fields, model_type: str) -> Router:
 
 
 def _groups(fields: Fields) -> tuple[int, int]:
+    """Return (groups of experts, groups that a token may use)."""
     return int(common.number(fields, "n_group", 8.0)), int(common.number(fields, "topk_group", 4.0))
 
 
 def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """The sparse indexer's own projections and norm."""
+    """Return the sparse indexer's projections and norm."""
     if d.q_rank is None:
         raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
     at = "self_attn.indexer"
@@ -169,9 +192,12 @@ def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpe
 
 
 def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
-    """(heads, key size, which layers have an indexer of their own) of the sparse attention: as listed, else by
-    the pattern of letters, else every so many layers behind an offset (configuration_glm_moe_dsa.py,
-    transformers 5.19; vLLM 0.32 derives the same from pattern or step, models/deepseek_v2.py)."""
+    """Return (heads, key size, which layers have their own indexer) of the sparse attention.
+
+    ``indexer_types`` lists the layers, else the letters of ``index_topk_pattern``, else every
+    ``index_topk_freq`` layers behind ``index_skip_topk_offset`` (configuration_glm_moe_dsa.py, transformers
+    5.19; vLLM 0.32 derives the same, models/deepseek_v2.py).
+    """
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")
     fields.ignore(
@@ -190,6 +216,7 @@ def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
 
 
 def _minicpm3(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a MiniCPM3 model: latent attention and a dense MLP."""
     hidden, heads = (fields.raw(name) for name in ("hidden_size", "num_attention_heads"))
     value = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
     d = read_latent(fields, value_default=value)
@@ -220,9 +247,12 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
 
 
 def _longcat(fields: Fields, model_type: str) -> Architecture:
-    """Two attention modules and two dense MLPs per layer, one routed MLP beside; some experts are nothing."""
+    """Return the architecture of a LongCat-Flash model from its checked config.
+
+    Each layer has two attention modules, two dense MLPs and one routed MLP; some of its experts are empty.
+    """
     d = read_latent(fields, defaults=True)
-    stated = fields.optional_integer("qk_head_dim", limit="width")  # read in this family alone
+    stated = fields.optional_integer("qk_head_dim", limit="width")  # only this family reads it
     if stated not in (None, d.head_size):
         raise ConfigError(
             f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.head_size}", field="qk_head_dim"
@@ -278,7 +308,7 @@ FAMILIES = {
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "kimi_k2": Family(
-        Variant("DeepseekV3ForCausalLM", 3, taped=False).build,  # remote code
+        Variant("DeepseekV3ForCausalLM", 3, taped=False).build,  # published with remote code
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "glm_moe_dsa": Family(

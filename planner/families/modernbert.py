@@ -1,5 +1,7 @@
-"""ModernBERT: an encoder with rotary positions, whose layers see everything or a window by turns. Shapes after
-transformers 5.19, models/modernbert/."""
+"""ModernBERT: an encoder with rotary positions whose layers alternate between full and sliding attention.
+
+Shapes after transformers 5.19, models/modernbert/.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
 
-# Of training and of heads: no shape.
+# Fields about training and heads that change no shape
 _NO_SHAPE = (
     "classifier_activation", "classifier_dropout", "classifier_pooling", "decoder_bias", "classifier_bias",
     "deterministic_flash_attn", "initializer_cutoff_factor", "local_attention", "mlp_dropout", "pooling_mode",
@@ -23,6 +25,7 @@ _NO_SHAPE = (
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a ModernBERT model from its checked config."""
     class_name, kind = wanted_class(fields, "ModernBert")
     hidden, heads, _, head_size = common.geometry(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -38,7 +41,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary(f"{at}embeddings.tok_embeddings", vocab, hidden)
     t.norm(f"{at}embeddings.norm", hidden, norm)
     for index, layer in t.layers(layers, f"{at}layers"):
-        if index:  # the embedding's norm stands before the first
+        if index:  # the embedding's norm serves the first layer
             t.norm(f"{layer}.attn_norm", hidden, norm)
         t.linear(f"{layer}.attn.Wqkv", 3 * hidden, hidden, bias=attention_bias, shard="column")
         t.linear(f"{layer}.attn.Wo", hidden, hidden, bias=attention_bias, shard="row")
@@ -59,7 +62,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Listed, or every third (``global_attn_every_n_layers``) sees everything."""
+    """Return the kind of each layer: listed, or full at every ``global_attn_every_n_layers`` (3 by default)."""
     every = fields.integer("global_attn_every_n_layers", 3, limit="layers")
     listed = fields.layer_types(layers)
     if listed is not None:
@@ -68,8 +71,11 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
-    """Distinct tables of an engine that keeps one for each rope: rope_parameters by kind of layer, or the two
-    thetas of the first published files (160,000 and 10,000 where they are not given)."""
+    """Return how many distinct rotary tables an engine keeps.
+
+    ``rope_parameters`` states them by kind of layer. The first published files state two thetas instead
+    (160,000 and 10,000 when missing).
+    """
     fields.ignore("rope_theta", "rope_scaling")
     given = fields.raw("rope_parameters")
     thetas = {
@@ -86,7 +92,7 @@ def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
 
 
 def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hidden: int) -> None:
-    """A dense layer and its norm, then the vocabulary or the labels."""
+    """Add the head: a dense layer and its norm, then the matrix to the vocabulary or to the labels."""
     t.linear("head.dense", hidden, hidden, "head", bias=fields.boolean("classifier_bias", False))
     t.norm("head.norm", hidden, norm)
     if class_name.endswith("ForMaskedLM"):

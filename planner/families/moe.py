@@ -1,7 +1,7 @@
-"""Mixture-of-experts decoders with ordinary attention: one row of the table per family.
+"""Mixture-of-experts decoders with ordinary attention: the builder, and one row per family.
 
-Shapes after transformers 5.19, models/<family>/modeling_<family>.py: routed experts are two tensors per layer,
-[experts, 2 x inner, hidden] and [experts, hidden, inner] (checkpoints store a matrix per expert).
+Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
+[experts, 2 x inner, hidden] and [experts, hidden, inner]; checkpoints store one matrix per expert.
 """
 
 from __future__ import annotations
@@ -36,7 +36,40 @@ from tonnage.planner.records import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a family differs from Mixtral. Strings in capitals of the config name the fields to read."""
+    """How one mixture-of-experts family differs from Mixtral.
+
+    Attributes:
+        class_name: the causal language model's class in transformers.
+        experts_field: config field with the number of experts.
+        per_token_field: config field with the experts per token.
+        inner_field: config field with an expert's inner size.
+        mlp: module of the MLP in a layer.
+        router: module of the router below the MLP.
+        routing: how the experts of a token are chosen.
+        normed: the chosen weights are divided by their sum.
+        router_linear: the router is an nn.Linear.
+        router_bias: the router has a bias.
+        router_dtype: dtype of the loaded router; None: the model's.
+        router_stored: dtype of the router in published files; None: the model's.
+        correction: e_score_correction_bias, its name below the MLP; None: there is none.
+        correction_dtype: dtype of the loaded correction bias; None: the model's.
+        correction_parameter: the correction bias is a parameter [1, experts] instead of a buffer.
+        shared: module of the shared expert below the MLP; None: there is none.
+        shared_gate: a gate weighs the shared expert.
+        shared_size: config field with the shared expert's inner size. None: n_shared_experts x ``inner_field``.
+        qkv_bias: bias of the q, k and v projections.
+        out_bias: bias of the attention's output projection.
+        qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
+        qk_norm_names: modules of these norms.
+        normed_last: q and k are normed after their rotation.
+        rope: name of the rotary embedding's form in dense.ROPES.
+        flow: order of norms, branches and residual additions in a layer.
+        norms: norms of a layer in the order they run.
+        norm: kind of every norm.
+        tied: tie_word_embeddings when the file does not say.
+        window: rule of ``common.kinds_of`` that says which layers slide.
+        ignored: config fields of this family that change no shape.
+    """
 
     class_name: str
     experts_field: str = "num_experts"
@@ -70,6 +103,7 @@ class Variant:
     ignored: tuple[str, ...] = ()
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
@@ -81,8 +115,9 @@ _GRANITE = Variant(
 
 
 def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a mixture-of-experts model by its variant."""
     dims = common.heads_of(fields, head_default=0 if model_type == "glm4_moe" else None)
-    if not dims.head_size:  # its config class rounds down
+    if not dims.head_size:  # GLM-4.5's config class rounds the quotient down
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
     layers = fields.integer("num_hidden_layers", limit="layers")
     if fields.raw("attn_type_list") not in (None, [1] * layers):
@@ -133,7 +168,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
         "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
         tuple(routed_layer if routes else dense_layer for routes in sparse),
         Norm("model.norm", dims.hidden, v.norm), Head(tied, head_bias), (table,),
-        # its loss of balance, and noise on what is routed, are not on the tape
+        # the tape has neither the load-balancing loss nor the router's noise
         taped=not (fields.config.get("output_router_logits") or _jitter(fields, model_type)),
     )  # fmt: skip
     widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
@@ -146,6 +181,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _router(fields: Fields, v: Variant) -> Router:
+    """Return how tokens are routed to experts."""
     groups, taken = (int(common.number(fields, name, 1.0)) for name in ("n_group", "topk_group"))
     normed = v.normed if isinstance(v.normed, bool) else bool(fields.config.get(*v.normed))
     noisy = v.routing == "mixer" and common.number(fields, "input_jitter_noise", 0.0) > 0
@@ -156,10 +192,12 @@ def _router(fields: Fields, v: Variant) -> Router:
 
 
 def _jitter(fields: Fields, model_type: str) -> bool:
+    """Return whether training adds noise to what is routed."""
     return model_type in ("mixtral", "minimax_m2") and common.number(fields, "router_jitter_noise", 0.0) > 0
 
 
 def _shared(model_type: str, v: Variant, hidden: int, size: int, act: str) -> Mlp | None:
+    """Return the shared expert, None when there is none."""
     if not size:
         return None
     if model_type == "granitemoeshared":
@@ -168,6 +206,7 @@ def _shared(model_type: str, v: Variant, hidden: int, size: int, act: str) -> Ml
 
 
 def _correction(v: Variant, count: int) -> tuple[TensorSpec, ...]:
+    """Return e_score_correction_bias, or no tensor where the family has none."""
     if v.correction is None:
         return ()
     name = f"{v.mlp}.{v.correction}"
@@ -177,6 +216,7 @@ def _correction(v: Variant, count: int) -> tuple[TensorSpec, ...]:
 
 
 def _experts(fields: Fields, v: Variant) -> int:
+    """Return the number of experts; a number per layer is refused."""
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
         raise UnsupportedArchitecture("one number per layer is not planned", field=v.experts_field)
@@ -184,6 +224,7 @@ def _experts(fields: Fields, v: Variant) -> int:
 
 
 def _share(fields: Fields, model_type: str, dims: Heads) -> float:
+    """Return the rotated share of each head."""
     if model_type == "minimax_m2":
         rotary_dim = fields.optional_integer("rotary_dim", limit="width")
         if rotary_dim is not None:
@@ -194,7 +235,7 @@ def _share(fields: Fields, model_type: str, dims: Heads) -> float:
 
 
 def _shared_size(fields: Fields, model_type: str, v: Variant, inner: int) -> int:
-    """Inner size of the shared expert; 0: none."""
+    """Return the inner size of the shared expert, 0 when there is none."""
     if model_type == "granitemoeshared":
         return fields.optional_integer("shared_intermediate_size", 0, limit="width", minimum=0) or 0
     if v.shared is None:
@@ -208,7 +249,7 @@ def _shared_size(fields: Fields, model_type: str, v: Variant, inner: int) -> int
 
 
 def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Which layers route, by the family's own fields."""
+    """Return for each layer whether it routes to experts, by the family's own fields."""
     if model_type in ("glm4_moe", "dots1"):
         first = fields.integer(
             "first_k_dense_replace", 1 if model_type == "glm4_moe" else 0, limit="layers", minimum=0
@@ -251,7 +292,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         Variant("Qwen3MoeForCausalLM", qk_norm="head", window="qwen", ignored=("use_qk_norm",)).build,
-        aliases={"num_experts": "num_local_experts"},  # as transformers 5.19 writes it
+        aliases={"num_experts": "num_local_experts"},  # the name that transformers 5.19 writes
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "olmoe": Family(
@@ -323,7 +364,7 @@ FAMILIES = {
         Variant(
             "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size", per_token_field="moe_topk",
             router="gate.wg", routing="softmax", normed=True,
-            router_linear=True, router_dtype="float32",  # by its constructor
+            router_linear=True, router_dtype="float32",  # its constructor says so
             shared="shared_mlp", qk_norm="head", normed_last=True,
             qk_norm_names=("query_layernorm", "key_layernorm"),
         ).build,

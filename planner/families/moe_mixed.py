@@ -1,5 +1,8 @@
-"""MoE decoders whose layers differ in kind: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX, JetMoE. One
-function per family; shapes after transformers 5.19 / 5.23, models/<family>/."""
+"""Mixture-of-experts decoders whose layers differ in kind, one builder per family.
+
+gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE; shapes after transformers 5.19 / 5.23,
+models/<family>/.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ from tonnage.planner.model.tensor import TensorSpec
 
 
 def gpt_oss(fields: Fields, model_type: str) -> Architecture:
-    """Alternating windows; experts with biases, their matrices stored [experts, in, out]."""
+    """Return the architecture of a gpt-oss model: full and sliding layers alternate.
+
+    Its experts have biases, and their matrices are stored as [experts, in, out].
+    """
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
@@ -38,7 +44,7 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("experts_per_token", "initial_context_length")
     kinds = fields.layer_types(layers)
-    if kinds is None:  # beginning with a sliding layer (configuration_gpt_oss.py)
+    if kinds is None:  # the first layer slides (configuration_gpt_oss.py)
         kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     window = fields.integer("sliding_window", 128, limit="positions")
     table = Table("model.rotary_emb.", dims.head_size, half=True)
@@ -66,7 +72,10 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
 
 
 def laguna(fields: Fields, model_type: str) -> Architecture:
-    """Query heads differ between full and sliding layers; a gate on the attention output."""
+    """Return the architecture of a Laguna model from its checked config.
+
+    Full and sliding layers have different numbers of query heads, and a gate weighs the attention output.
+    """
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     count = fields.integer("num_experts", limit="width")
@@ -117,7 +126,10 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
 
 
 def mimo_v2(fields: Fields, model_type: str) -> Architecture:
-    """Sliding layers have their own KV heads and head sizes, and sinks; V is narrower than K."""
+    """Return the architecture of a MiMo-V2-Flash model from its checked config.
+
+    Sliding layers have sinks and their own KV heads and head sizes; V may be narrower than K.
+    """
     full = common.heads_of(fields)
     full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
     heads = fields.integer("swa_num_attention_heads", full.heads, limit="heads")
@@ -129,7 +141,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = _layers(fields), _vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
-    kinds = fields.layer_types(layers)  # the spelling of transformers 5
+    kinds = fields.layer_types(layers)  # the field that transformers 5 writes
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
@@ -185,6 +197,10 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
 
 
 def step3p7(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the Step-3.7 text model from its checked config.
+
+    Sliding layers have their own number of query heads.
+    """
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     kinds = fields.layer_types(layers) or tuple(
@@ -229,7 +245,10 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
 
 
 def minimax_m3(fields: Fields, model_type: str) -> Architecture:
-    """A block-sparse indexer beside grouped-query attention; its key is cached too."""
+    """Return the architecture of a MiniMax-M3 model from its checked config.
+
+    A block-sparse indexer runs beside grouped-query attention, and its key is cached too.
+    """
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
@@ -290,10 +309,11 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
 
 
 def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int, tuple[bool, ...]]:
+    """Return (heads, key size, which layers have an indexer) of the sparse attention."""
     sparse = fields.mapping("sparse_attention_config")
     words = {"full_attention": False, "minimax_m3_sparse": True}
     indexed = fields.listed("layer_types", layers, words) if sparse is None else None
-    if indexed is not None:  # the spelling of transformers 5
+    if indexed is not None:  # the fields that transformers 5 writes
         fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
         return (
             fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
@@ -310,7 +330,11 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
 
 
 def dbrx(fields: Fields, model_type: str) -> Architecture:
-    """Its own config fields, attention and experts in two sub-objects; experts [experts x inner, hidden]."""
+    """Return the architecture of a DBRX model from its checked config.
+
+    The file has its own field names, with attention and experts in two sub-objects. Experts are stored as
+    [experts x inner, hidden].
+    """
     attention, ffn = fields.mapping("attn_config"), fields.mapping("ffn_config")
     if attention is None or ffn is None:
         raise ConfigError("missing", field="attn_config" if attention is None else "ffn_config")
@@ -349,7 +373,10 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
 
 
 def jetmoe(fields: Fields, model_type: str) -> Architecture:
-    """Experts in the attention too: each token's queries go through ``num_experts_per_tok`` of them."""
+    """Return the architecture of a JetMoE model, which has experts in the attention too.
+
+    Each token's queries go through ``num_experts_per_tok`` of them.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     layers, vocab = _layers(fields), _vocab(fields)
     kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
@@ -386,19 +413,25 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
 
 
 def _layers(fields: Fields) -> int:
+    """Return the number of layers."""
     return fields.integer("num_hidden_layers", limit="layers")
 
 
 def _vocab(fields: Fields) -> int:
+    """Return the size of the vocabulary."""
     return fields.integer("vocab_size", limit="vocab")
 
 
 def _four(dims: Heads) -> tuple[int, int, int, int]:
+    """Return (hidden size, heads, KV heads, head size)."""
     return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
-    """A list of one integer per layer."""
+    """Return a list of one positive integer per layer, None when the field is missing.
+
+    ``zero`` allows 0 as well.
+    """
     value = fields.raw(name)
     if value is None:
         return None
@@ -413,7 +446,10 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
 
 
 def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
-    """partial_rotary_factor of each layer kind: in ``rope_parameters`` by kind, else one for all."""
+    """Return the rotated share of each head by kind of layer.
+
+    ``rope_parameters`` states it by kind, ``partial_rotary_factor`` for all kinds.
+    """
     parameters = fields.raw("rope_parameters")
     base = fields.number("partial_rotary_factor", default)
     out = {}

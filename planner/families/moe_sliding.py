@@ -1,5 +1,7 @@
-"""Mixtures of experts with windows on most layers and a norm on each head of Q and K: Kolibri 1, Flint, Beam.
-Shapes after transformers 5.23, models/<family>/."""
+"""Mixtures of experts with sliding windows in most layers: Kolibri 1, Flint and Beam.
+
+Each head of Q and K has a norm. Shapes after transformers 5.23, models/<family>/.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,19 @@ from tonnage.planner.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How they differ. ``shared``: module and default size of the shared expert. ``norms``: those of a layer.
-    ``sinks``: a learned score beside each head's. ``gated``: a matrix and a bias of each head weigh the output
-    of attention. ``corrected``: a bias for each expert, in fp32. ``wide_router``: kept in fp32 (both are named
-    in _keep_in_fp32_modules_strict). ``by_kind``: rotary tables of each kind of layer."""
+    """How these families differ.
+
+    Attributes:
+        class_name: the causal language model's class in transformers.
+        window: sliding window in tokens when the file does not say.
+        norms: norms of a layer.
+        shared: module and default inner size of the shared expert; None: there is none.
+        sinks: every head has a learned sink score.
+        gated: a matrix and a bias per head weigh the attention output.
+        corrected: the router has a correction bias per expert, in fp32.
+        wide_router: the router is kept in fp32 (_keep_in_fp32_modules_strict, as the correction bias).
+        by_kind: full and sliding layers have rotary tables of their own.
+    """
 
     class_name: str
     window: int
@@ -31,10 +42,12 @@ class Variant:
     by_kind: bool = False
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of such a model by its variant."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -45,11 +58,11 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     sparse = _sparse(fields, model_type, layers)
     dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
     fields.ignore("intermediate_size")
-    # Kolibri's attention has no biases and reads no field of them
+    # Kolibri's attention has no biases and does not read the field
     bias = model_type != "kolibri1" and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds = fields.layer_types(layers) or _KINDS[model_type](layers)
-    # absent, the config class's own; null is refused where a layer slides
+    # a missing field means the config class's window; null is refused when a layer slides
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
     gate = "float32" if v.wide_router else None
@@ -86,7 +99,10 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _sparse(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Kolibri routes everywhere, Flint as Qwen says, Beam behind three dense layers or as listed."""
+    """Return for each layer whether it routes to experts.
+
+    Kolibri routes in every layer, Flint by Qwen's fields, Beam as listed or behind three dense layers.
+    """
     if model_type == "beam":
         listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
         return listed or tuple(i >= 3 for i in range(layers))
@@ -94,8 +110,10 @@ def _sparse(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
 
 
 def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Prefixes of the rotary tables, one for each kind among ``kinds`` that has parameters of its own;
-    ``unrotated``: kinds that have none where the file names no parameters at all."""
+    """Return the prefixes of the rotary tables, one per kind of layer with rotary parameters.
+
+    Kinds in ``unrotated`` have no rotary positions when the file has no rotary parameters for them.
+    """
     parameters = fields.raw("rope_parameters")
     out = []
     for kind in sorted(set(kinds)):
@@ -108,7 +126,7 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
         if own is None and kind in unrotated:
             continue
         where = f"rope_parameters.{kind}"
-        # proportional: a table of the whole head (modeling_rope_utils.py)
+        # the proportional type has a table over the whole head (modeling_rope_utils.py)
         if isinstance(own, dict) and own.get("rope_type") == "proportional":
             out.append(f"{kind}_")
             continue
@@ -119,21 +137,24 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
 
 
 def _kolibri(layers: int) -> tuple[str, ...]:
+    """Return Kolibri's default layer kinds: every fifth layer is full."""
     return tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
 
 
 def _flint(layers: int) -> tuple[str, ...]:
+    """Return Flint's default layer kinds: the first two, the last and every fourth layer are full."""
     full = {0, 1, layers - 1}
     return tuple("full_attention" if i in full or i % 4 == 1 else "sliding_attention" for i in range(layers))
 
 
 def _beam(layers: int) -> tuple[str, ...]:
+    """Return Beam's default layer kinds: every sixth layer and the last are full."""
     return tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < layers else "full_attention" for i in range(layers)
     )
 
 
-# Where the file lists no layer_types: as the config classes make them
+# Layer kinds of the config classes when the file lists no layer_types
 _KINDS = {"kolibri1": _kolibri, "flint": _flint, "beam": _beam}
 _TWO = ("input_layernorm", "post_attention_layernorm")
 FAMILIES = {
@@ -142,7 +163,7 @@ FAMILIES = {
             "Kolibri1ForCausalLM", 513, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
             ("shared_experts", 512),
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # as transformers writes it
+        aliases={"num_experts": "num_local_experts"},  # the name that transformers writes
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),
     "flint": Family(

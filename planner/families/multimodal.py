@@ -1,4 +1,4 @@
-"""Multimodal wrappers: a text model from its own adapter, moved to where the wrapper keeps it, and a tower.
+"""Multimodal wrappers: a text model from its own adapter, renamed to its place in the wrapper, and a tower.
 
 Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector parameters are counted apart
 (``Architecture.tower_parameters``); the KV cache is the text model's.
@@ -34,16 +34,26 @@ _TOP = (
 )  # fmt: skip
 
 
-_EITHER = ("llama", "mistral", "qwen2", "minimax_m3")  # wrappers that take the text model's word too
+# Text models whose wrappers also tie the head when the text config says so
+_EITHER = ("llama", "mistral", "qwen2", "minimax_m3")
 _TIED = ("gemma", "deepseek_v3")  # text models whose wrappers (Gemma 3 and 4, Kimi K2.5) tie by default
 
 
 def text_of(
     fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True, own: bool = False
 ) -> Architecture:
-    """The language model of ``config`` by its own adapter. Whether the head is tied is the wrapper's own field
-    or its config class's default (transformers 5.19, modeling_utils.py); ``tie`` False: it has no say; ``own``:
-    the text model has none."""
+    """Return the architecture of the language model that a wrapper contains.
+
+    The wrapper's tie_word_embeddings, or its config class's default, says whether the head is tied
+    (transformers 5.19, modeling_utils.py).
+
+    Args:
+        fields: the wrapper's config.
+        text_type: model_type of the language model.
+        config: the language model's config; None is refused.
+        tie: False when the wrapper does not decide whether the head is tied.
+        own: the language model's own tie_word_embeddings is not read.
+    """
     from tonnage.planner.families.registry import build_text
 
     if config is None:
@@ -63,11 +73,12 @@ def text_of(
 
 
 def _vision(fields: Fields) -> Mapping[str, Any]:
+    """Return ``vision_config``, empty when the file has none."""
     return fields.mapping("vision_config") or {}
 
 
 def moved(specs: tuple[TensorSpec, ...], old: str, new: str) -> list[TensorSpec]:
-    """The same tensors below another prefix; names that do not start with ``old`` stay."""
+    """Return the tensors with prefix ``old`` replaced by ``new``; other names stay."""
 
     def name(at: str) -> str:
         return new + at[len(old) :] if at.startswith(old) else at
@@ -79,6 +90,7 @@ def joined(
     text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model.",
     *, vision: Vision | None = None,
 ) -> Architecture:  # fmt: skip
+    """Return a wrapper's architecture: the tower's tensors, then the text model's below prefix ``new``."""
     tensors = (*t.specs, *moved(text.tensors, "model.", new))
     return replace(
         text, model_type=model_type, class_name=class_name, tensors=tensors, recipe=None, vision=vision
@@ -86,6 +98,7 @@ def joined(
 
 
 def gemma3(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Gemma 3 from its checked config."""
     text = text_of(fields, "gemma3_text", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
@@ -102,6 +115,7 @@ def gemma3(fields: Fields, model_type: str) -> Architecture:
 
 
 def gemma3n(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Gemma 3n, which reads images and audio."""
     text = text_of(fields, "gemma3n_text", fields.mapping("text_config"))
     fields.ignore("audio_soft_tokens_per_image")
     t = Tensors()
@@ -119,6 +133,7 @@ def gemma3n(fields: Fields, model_type: str) -> Architecture:
 
 
 def gemma4(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Gemma 4, which reads images and may read audio."""
     text = text_of(fields, "gemma4_text", fields.mapping("text_config"))
     t = Tensors()
     sound, seen = fields.mapping("audio_config"), None
@@ -137,7 +152,7 @@ def gemma4(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, "Gemma4ForConditionalGeneration", t, vision=seen)
 
 
-# LlamaConfig's and LlavaConfig's own defaults (transformers 5.19), which the published files leave out
+# Defaults of LlamaConfig and LlavaConfig (transformers 5.19) for fields that published files leave out
 _LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
@@ -145,7 +160,10 @@ _LLAMA = {
 
 
 def _llava_text(fields: Fields, model_type: str) -> Architecture:
-    """The language model. The first published files are flat: Llama's fields, and the tower by name alone."""
+    """Return the language model of a LLaVA file.
+
+    The first published files are flat: they state Llama's fields, and the tower by name alone.
+    """
     config = fields.mapping("text_config")
     if config is None:
         tower = fields.raw("mm_vision_tower")
@@ -172,7 +190,10 @@ _LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 
 
 def llava(fields: Fields, model_type: str) -> Architecture:
-    """LLaVA 1.5, NeXT and OneVision (several tiles of a picture, and a learned end of line) and Pixtral."""
+    """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral.
+
+    NeXT and OneVision cut an image into several tiles and learn an embedding for the end of a line.
+    """
     t = Tensors()
     t.role = "vision"
     text = _llava_text(fields, model_type)
@@ -180,7 +201,7 @@ def llava(fields: Fields, model_type: str) -> Architecture:
     kind = vision.get("model_type", "siglip_vision_model" if model_type == _ONEVISION else "clip_vision_model")
     if kind not in _LLAVA_TOWERS[: 2 if following else 3]:
         raise UnsupportedArchitecture(f"{shown(kind)} is not known", field="vision_config.model_type")
-    # LlavaConfig's default tower is CLIP large; a stated one starts from CLIPVisionConfig's own defaults
+    # without vision_config the tower is CLIP large; a stated one has CLIPVisionConfig's defaults
     defaults = towers.CLIP if vision else towers.LLAVA_CLIP
     seen: Vision | None
     if kind == "clip_vision_model":
@@ -196,7 +217,7 @@ def llava(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
-    if seen is not None and isinstance(layers, list):  # what every layer makes is kept meanwhile
+    if seen is not None and isinstance(layers, list):  # the outputs of all layers are kept until then
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
@@ -204,7 +225,7 @@ def llava(fields: Fields, model_type: str) -> Architecture:
     unsaid = "full" if model_type == _ONEVISION else "default"
     whole = (fields.raw("vision_feature_select_strategy") or unsaid) != "default"
     if whole == (kind == "clip_vision_model") and kind != "pixtral":
-        seen = None  # the class token is an embedding too; of SigLIP, which has none, a patch is left out
+        seen = None  # CLIP's class token becomes an embedding; SigLIP, without one, loses a patch
     if following:
         name = "LlavaNextForConditionalGeneration"
         t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
@@ -217,7 +238,7 @@ def llava(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, name, t, vision=seen)
 
 
-# Ministral3Config's own defaults (transformers 5.19)
+# Defaults of Ministral3Config (transformers 5.19)
 _MINISTRAL3 = {
     "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
@@ -226,16 +247,16 @@ _MINISTRAL3 = {
 
 
 def mistral3(fields: Fields, model_type: str) -> Architecture:
-    """Mistral Small 3.1 and 3.2, and what else has a Pixtral tower whose patches are merged."""
+    """Return the architecture of Mistral Small 3.1, 3.2 or another model with a merging Pixtral tower."""
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
     if kind not in ("mistral", "ministral3"):
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not known below mistral3", field="text_config.model_type"
         )
-    if kind == "ministral3":  # the same tensors, and a window only where the file has one
+    if kind == "ministral3":  # Mistral's tensors, and a window only if the file states one
         config = {**_MINISTRAL3, **(config or {})}
-    # the published files say nothing and store a head (24.0 B parameters in Mistral-Small-3.1-24B)
+    # published files store a head without stating tie_word_embeddings (Mistral-Small-3.1: 24.0 B parameters)
     text = text_of(fields, "mistral", config, own=True)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture("only the last layer is known", field="vision_feature_layer")
@@ -257,7 +278,8 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
 
 
 def kimi_vl(fields: Fields, model_type: str) -> Architecture:
-    # remote code: the language model's own file says whether its head is tied
+    """Return the architecture of a Kimi-VL model from its checked config."""
+    # in the remote code the language model's own config says whether its head is tied
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
@@ -286,11 +308,14 @@ _QWEN = {
 }
 
 
-_QWEN_KV = {"qwen2": 8, "qwen3_moe": 16}  # where the wrappers' text classes have a default of their own
+_QWEN_KV = {"qwen2": 8, "qwen3_moe": 16}  # num_key_value_heads by default in the wrappers' text classes
 
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
-    """Qwen2-VL to Qwen3.5. The published Qwen2-VL and 2.5-VL files are flat."""
+    """Return the architecture of a Qwen2-VL to Qwen3.5 model.
+
+    The published files of Qwen2-VL and Qwen2.5-VL are flat.
+    """
     text_type, class_name = _QWEN[model_type]
     config = fields.mapping("text_config")
     if config is None:
@@ -310,6 +335,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
 
 
 def mllama(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Llama 3.2 from its checked config."""
     text = text_of(fields, "mllama_text_model", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
@@ -320,7 +346,10 @@ def mllama(fields: Fields, model_type: str) -> Architecture:
 
 
 def mllama_text(fields: Fields, model_type: str) -> Architecture:
-    """Llama with gated cross-attention layers, whose K and V come from the image once per sequence."""
+    """Return the architecture of Llama 3.2's text model, a Llama with gated cross-attention layers.
+
+    Their K and V come from the image, once per sequence.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -355,7 +384,8 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
 
 
 def llama4(fields: Fields, model_type: str) -> Architecture:
-    # the wrapper ties nothing, whatever its own tie_word_embeddings says
+    """Return the architecture of the multimodal Llama 4 from its checked config."""
+    # the wrapper's class ignores its tie_word_embeddings and ties nothing
     text = text_of(fields, "llama4_text", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
@@ -371,6 +401,7 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
 
 
 def kimi(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Kimi-K2.5 model from its checked config."""
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
@@ -395,6 +426,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
 
 
 def minimax(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal MiniMax-M3 from its checked config."""
     text = text_of(fields, "minimax_m3", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
@@ -415,8 +447,11 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 
 
 def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
-    """DeepSeek-OCR-2. The older DeepSeek-VL2 shares the model_type; its tower is timm's, whose shapes are not
-    in the file: refused."""
+    """Return the architecture of DeepSeek-OCR-2 from its checked config.
+
+    The older DeepSeek-VL2 has the same model_type. Its tower is timm's, whose shapes are not in the file, so it
+    is refused.
+    """
     names = fields.raw("architectures")
     if names != ["DeepseekOCR2ForCausalLM"]:
         raise UnsupportedArchitecture(
@@ -436,8 +471,8 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
 
 
-# Step3p7Config's text defaults (transformers 5.23, configuration_step3p7.py), which is what a file without
-# text_config means to it: the flat fields of such files are not read.
+# Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). It uses them for a file without
+# text_config and does not read the flat fields of such a file.
 _STEP = {
     "vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 65_536,
@@ -447,6 +482,7 @@ _STEP = {
 
 
 def step(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Step-3.7 from its checked config."""
     config = fields.mapping("text_config")
     if config is None:
         for name, default in _STEP.items():

@@ -1,8 +1,10 @@
-"""Qwen's Omni models: the thinker alone, which is what engines serve; talker and vocoder, which make sound of
-its answers, are models of their own and are not loaded (vLLM 0.32.0, models/qwen2_5_omni_thinker.py).
+"""Qwen's Omni models: the thinker alone, which engines serve.
 
-Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. Pictures are Qwen2.5-VL's in either
-(their processing info in vLLM is); sounds have fewer embeddings than these.
+Talker and vocoder turn its answers into sound. They are separate models and are not loaded (vLLM 0.32.0,
+models/qwen2_5_omni_thinker.py).
+
+Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. vLLM's processing info treats images as
+Qwen2.5-VL's in both; an audio clip has fewer embeddings than an image.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ _IGNORED = (
 
 
 def thinker(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an Omni model's thinker from its checked config."""
     config = fields.mapping("thinker_config")
     if config is None:
         raise ConfigError("missing", field="thinker_config")
@@ -56,7 +59,7 @@ def thinker(fields: Fields, model_type: str) -> Architecture:
 
 
 def _sizes(f: Fields) -> tuple[int, int, int, int]:
-    """Width, inner width, Mel bins, width of the output."""
+    """Return (width, MLP inner size, Mel bins, output width) of an audio encoder."""
     return (
         f.integer("d_model", 1280, limit="width"), f.integer("encoder_ffn_dim", 5120, limit="width"),
         f.integer("num_mel_bins", 128, limit="width"), f.integer("output_dim", 3584, limit="width"),
@@ -64,6 +67,7 @@ def _sizes(f: Fields) -> tuple[int, int, int, int]:
 
 
 def _layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
+    """Add the encoder's layers, positions and last norm; ``key_bias``: the k projection has a bias."""
     for i in range(f.integer("encoder_layers", 32, limit="layers")):
         here = f"{at}.layers.{i}"
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -80,12 +84,13 @@ def _layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: b
 
 
 def _conv(t: Tensors, module: str, shape: tuple[int, ...], kind: str) -> None:
+    """Add the weight and bias of a convolution; ``kind`` is its class."""
     t.add(f"{module}.weight", shape, "audio", kind)
     t.add(f"{module}.bias", shape[:1], "audio", kind)
 
 
 def _whisper(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
-    """Whisper's encoder (Qwen2_5OmniAudioEncoder)."""
+    """Add Whisper's encoder (Qwen2_5OmniAudioEncoder)."""
     f = Fields(config)
     hidden, inner, mels, out = _sizes(f)
     _conv(t, f"{at}.conv1", (hidden, mels, 3), "Conv1d")
@@ -96,7 +101,7 @@ def _whisper(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
 
 
 def _downsampled(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
-    """Three convolutions of stride two in front of Whisper's layers (Qwen3OmniMoeAudioEncoder)."""
+    """Add Whisper's layers behind three convolutions of stride two (Qwen3OmniMoeAudioEncoder)."""
     f = Fields(config)
     hidden, inner, mels, out = _sizes(f)
     wide = f.integer("downsample_hidden_size", 480, limit="width")

@@ -1,9 +1,15 @@
-"""The tower of a multimodal model as an engine runs it, and the sizes its processor allows (``Vision``).
+"""The vision tower as an engine runs it, and the image sizes that a model's processor allows (``Vision``).
 
-Sizes are those of the processor's own files beside config.json; where these are not at hand, what the family's
-published files state: preprocessor_config.json of Qwen2-VL and Qwen2.5-VL (max_pixels 12,845,056), Qwen3-VL to
-3.8 (16,777,216; video_preprocessor_config.json 25,165,824), Mistral Small 3.1 (1,540 pixels), Kimi-VL (4,096
-patches), Kimi-K2.5 (16,384) and Llama 4 (16 tiles).
+The sizes come from the processor's files beside config.json. Without these files they are what the family's
+published files state:
+
+- Qwen2-VL and Qwen2.5-VL: max_pixels 12,845,056 (preprocessor_config.json)
+- Qwen3-VL to 3.8: 16,777,216, and 25,165,824 for videos (video_preprocessor_config.json)
+- Mistral Small 3.1: 1,540 pixels on the longer side
+- Kimi-VL: 4,096 patches; Kimi-K2.5: 16,384 patches
+- Llama 4: 16 tiles
+
+Files named without a version are of vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -19,16 +25,16 @@ from tonnage.planner.model.vision import Item, Tower, Vision
 from tonnage.planner.records import replace
 
 FILES = ("preprocessor_config", "video_preprocessor_config")
-"""Under these names read_config gives a family's builder the processor's files."""
+"""Config fields under which read_config passes the processor's files to a builder."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
-# Frames of the longest video: vLLM's own limit for Qwen2-VL and 2.5 (_MAX_FRAMES_PER_VIDEO in
-# models/qwen2_vl.py); Qwen3-VL's videos of more frames have smaller ones
+# Frames of the video with most pixels per frame: vLLM limits Qwen2-VL and 2.5 (_MAX_FRAMES_PER_VIDEO in
+# models/qwen2_vl.py); Qwen3-VL shrinks the frames of a longer video
 _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 
 def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[0]) -> int:
-    """``size.longest_edge`` of a processor's file, or ``max_pixels``, which comes first."""
+    """Return the size limit that a processor's file states: ``max_pixels``, else ``size.longest_edge``."""
     size = processor.get("size")
     found = processor.get("max_pixels")
     if found is None and isinstance(size, dict):
@@ -41,7 +47,7 @@ def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[
 
 
 def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int) -> Vision:
-    """Qwen2-VL to Qwen3.5; what a file leaves out as in towers.qwen. ``width``: the language model's."""
+    """Return the image limits of Qwen2-VL to Qwen3.5; ``width`` is the language model's hidden size."""
     f = Fields(vision)
     tower: Tower = "qwen2" if model_type == "qwen2_vl" else "qwen2_5" if model_type == "qwen2_5_vl" else "qwen3"
     old, new = tower == "qwen2", tower == "qwen3"
@@ -71,9 +77,12 @@ def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int)
 
 
 def omni(fields: Fields, vision: Mapping[str, Any], tower: str, width: int) -> Vision:
-    """Qwen's Omni models: pictures and frames as Qwen2.5-VL has them, and 30 s of sound. Of a frame their
-    processors leave 768 embeddings at most (_defaults in transformers' processing_qwen2_5_omni.py and
-    processing_qwen3_omni_moe.py); vLLM counts it as large as a picture."""
+    """Return the image, video and audio limits of Qwen's Omni models.
+
+    Images and video frames are processed as in Qwen2.5-VL; audio clips have up to 30 s. The processors leave at
+    most 768 embeddings of a frame (_defaults in transformers' processing_qwen2_5_omni.py and
+    processing_qwen3_omni_moe.py), but vLLM counts a frame as large as an image.
+    """
     made = qwen(Fields({FILES[0]: fields.raw(FILES[0])}), vision, tower, width)
     image = longest_edge(fields.mapping(FILES[0]) or {}, _QWEN_PIXELS["qwen2_5"][0])
     left = 768 * (made.patch * made.merge) ** 2
@@ -86,7 +95,10 @@ def square(
     tower: Literal["siglip", "clip"], vision: Mapping[str, Any], defaults: Mapping[str, int], width: int,
     tokens: int | None = None,
 ) -> Vision:  # fmt: skip
-    """CLIP and SigLIP: pictures of one size. ``tokens``: embeddings, where they are pooled; else each patch."""
+    """Return the image limits of a CLIP or SigLIP tower, whose images have one size.
+
+    ``tokens`` is the number of embeddings when patches are pooled; by default every patch gives one.
+    """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
     side = v["image_size"] // v["patch_size"]
@@ -101,7 +113,7 @@ def square(
 
 
 def gemma3(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision | None:
-    """None with pan-and-scan, whose crops depend on the picture."""
+    """Return Gemma 3's image limits, None with pan-and-scan, whose crops depend on the image."""
     if (fields.mapping(FILES[0]) or {}).get("do_pan_and_scan"):
         return None
     tokens = fields.integer("mm_tokens_per_image", 256, limit="width")
@@ -111,8 +123,11 @@ def gemma3(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision | No
 def pixtral(
     vision: Mapping[str, Any], defaults: Mapping[str, int], width: int, merge: int, fields: Fields | None = None
 ) -> Vision:
-    """Pictures of any shape, up to so many pixels on the longer side: as the processor's file says below
-    Mistral 3 (``fields``), as the tower does below LLaVA (PixtralHFEncoderInfo, models/pixtral.py)."""
+    """Return the image limits of a Pixtral tower, which takes images of any aspect ratio.
+
+    The longer side is limited in pixels: by the processor's file for Mistral 3 (``fields`` given), by the
+    tower's image_size for LLaVA (PixtralHFEncoderInfo, models/pixtral.py).
+    """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
     edge = v["image_size"] if fields is None else longest_edge(fields.mapping(FILES[0]) or {}, 1540)
@@ -122,12 +137,12 @@ def pixtral(
     )  # fmt: skip
 
 
-# What LlavaNextConfig has where a file says nothing (transformers 5.19): height x width in pixels
+# Default grids of LlavaNextConfig (transformers 5.19): height x width in pixels
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def _checked(listed: list[Any], least: int) -> list[list[int]]:
-    """Heights and widths in pixels, each ``least`` or more."""
+    """Return the list of (height, width) in pixels; refuse entries with a side below ``least``."""
     for place in listed:
         if not (
             isinstance(place, list) and len(place) == 2
@@ -141,9 +156,11 @@ def _checked(listed: list[Any], least: int) -> list[list[int]]:
 
 
 def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """LLaVA-NeXT's largest picture: the grid of tiles, each of ``size`` pixels a side, with most embeddings,
-    one for each patch and end of line, and the whole picture as one tile more (get_num_image_tokens,
-    models/llava_next.py)."""
+    """Return the limits of LLaVA-NeXT's image with most embeddings, None if the tiles do not fill a grid.
+
+    The image is cut into a grid of tiles of ``size`` pixels a side and also scaled to one tile. Each patch and
+    each end of line is an embedding (get_num_image_tokens, models/llava_next.py).
+    """
     listed = fields.raw("image_grid_pinpoints") or _PINPOINTS
     if vision is None or not isinstance(listed, list):
         return None
@@ -152,20 +169,22 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     for place in _checked(listed, 1):
         rows, columns = place[0] // size, place[1] // size
         if place[0] % size or place[1] % size:
-            return None  # tiles that the picture does not fill
+            return None  # the image would not fill these tiles
         best = max(best, (rows * side * (columns * side + 1) + vision.image, rows * columns + 1))
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
 
-# The picture of most embeddings, height x width, and the most tiles that are not scaled down
+# The image with most embeddings, height x width in pixels, and the most tiles that are not scaled down
 # (get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py)
 _ONEVISION = (944, 1153)
 _MOST_TILES = 9
 
 
 def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """LLaVA-OneVision: a picture of one size in the tiles that fit it best, its empty rows or columns left out;
-    up to 16 frames of a video, of which each four embeddings are pooled."""
+    """Return the limits of LLaVA-OneVision: an image of one size in the tiles that fit it best.
+
+    Empty rows or columns are left out. A video has up to 16 frames, where four embeddings are pooled into one.
+    """
     listed = fields.raw("image_grid_pinpoints") or [
         [rows * size, columns * size] for rows in range(1, 7) for columns in range(1, 7)
     ]
@@ -175,7 +194,7 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Pixels of the picture that are left, and no empty ones (select_best_resolution)."""
+        """Return (image pixels after scaling, minus unused pixels) of one grid (select_best_resolution)."""
         scale = min(place[1] / width, place[0] / height)
         left = min(int(width * scale) * int(height * scale), height * width)
         return left, left - place[0] * place[1]
@@ -199,15 +218,21 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
 
 
 def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
-    """Kimi-VL profiles a picture of 1,024 x 1,024 pixels (MaxImageTokenMeta, models/kimi_vl.py)."""
+    """Return Kimi-VL's image limits.
+
+    vLLM profiles an image of 1,024 x 1,024 pixels (MaxImageTokenMeta, models/kimi_vl.py).
+    """
     limit = _patches(fields.mapping(FILES[0]) or {}, "in_token_limit", 4096)
     return _moonvit(Fields(vision), width, limit, 1024)
 
 
 def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
-    """Kimi-K2.5 profiles a picture of 3,000 x 3,000 pixels, or four frames of a video where these have more
-    embeddings: they have not where a picture may have more than a frame, whose patches are pooled over time
-    (models/kimi_k25.py, processors/kimi_k25_vision_fused.py)."""
+    """Return Kimi-K2.5's image limits; vLLM profiles an image of 3,000 x 3,000 pixels.
+
+    vLLM would profile four video frames if these had more embeddings. They have fewer whenever an image may be
+    larger than a frame, since a video's patches are pooled over time (models/kimi_k25.py,
+    processors/kimi_k25_vision_fused.py).
+    """
     told = (fields.mapping(FILES[0]) or {}).get("media_proc_cfg")
     told = told if isinstance(told, Mapping) else {}
     limit = _patches(told, "in_patch_limit", 16_384)
@@ -215,6 +240,7 @@ def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
+    """Return the limits of a MoonViT tower: ``limit`` patches, ``side`` pixels a side when profiled."""
     hidden = f.integer("hidden_size", 1152, limit="width")
     inner = f.integer("intermediate_size", 4304, limit="width")
     heads = f.integer("num_attention_heads", 16, limit="heads")
@@ -226,6 +252,7 @@ def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
 
 
 def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
+    """Return the limit on patches that field ``name`` of a processor's file states."""
     limit = told.get(name, default)
     if type(limit) is not int or limit < 4:
         raise ConfigError(f"{shown(limit)} is not a number of patches", field=f"{FILES[0]}.{name}")
@@ -233,8 +260,10 @@ def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
-    """A column of as many tiles as the processor allows, and the whole picture as one tile more
-    (get_image_size_with_most_features, models/mllama4.py)."""
+    """Return Llama 4's image limits: as many tiles as the processor allows, and one of the whole image.
+
+    The tiles form a column (get_image_size_with_most_features, models/mllama4.py).
+    """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.LLAMA4.items()}
     whole = (v["image_size"] // v["patch_size"]) ** 2
@@ -251,16 +280,19 @@ def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
-    """MiniMax-M3: as Qwen2-VL, but up to 500 frames of their own size, and each patch is projected before four
-    are merged (models/minimax_m3/common/mm_preprocess.py, vision_tower.py; defaults of
-    processors/minimax_m3.py)."""
+    """Return MiniMax-M3's image and video limits.
+
+    It works like Qwen2-VL with two differences: a video has up to 500 frames with a size limit of their own,
+    and each patch is projected before four are merged (models/minimax_m3/common/mm_preprocess.py,
+    vision_tower.py; defaults of processors/minimax_m3.py).
+    """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.MINIMAX.items()}
     head = v["hidden_size"] // v["num_attention_heads"]
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
     return Vision(
-        "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,  # of three axes
+        "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,  # rotary positions have three axes
         v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,
         "pixels", _bounded(image, 451_584, FILES[0]), frames=500, frame=_bounded(frame, 602_112, FILES[1]),
         projector=(fields.integer("projector_hidden_size", width, limit="width"), width),
@@ -268,7 +300,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
-    """Pixels; a limit on the longer side is one on the square of it."""
+    """Return the limit in pixels; a limit on the longer side counts as its square."""
     pixels = longest_edge(told, default, where)
     edge = told.get("max_long_side_pixel")
     if edge is None:
@@ -279,8 +311,12 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
 
 
 def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
-    """Pictures of ``max_soft_tokens`` embeddings, padded to as many patches; videos of 32 frames of 70, each
-    with eight more for its time (get_mm_max_tokens_per_item, models/gemma4_mm.py); 30 s of sound."""
+    """Return Gemma 4's image, video and, with ``sound``, audio limits.
+
+    An image has ``max_soft_tokens`` embeddings and is padded to their patches. A video has 32 frames of 70
+    embeddings, each with eight more for its time (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio
+    clip has up to 30 s.
+    """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.GEMMA4.items()}
     most = f.integer("default_output_length", _soft(fields), limit="width")
@@ -294,13 +330,17 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
 
 
 def _soft(fields: Fields) -> int:
+    """Return the embeddings of one image by default."""
     return fields.integer("vision_soft_tokens_per_image", 280, limit="width")
 
 
 def gemma3n(width: int) -> Vision:
-    """Pictures of 768 x 768 pixels and 30 s of sound (get_mm_max_tokens_per_item, models/gemma3n_mm.py, and the
-    processor's image_seq_length and audio_seq_length). MobileNet's stem halves the sides: a patch is here 2 x 2
-    pixels, of 64 channels behind it."""
+    """Return Gemma 3n's limits: images of 768 x 768 pixels and audio clips of 30 s.
+
+    Sources: get_mm_max_tokens_per_item in models/gemma3n_mm.py, image_seq_length and audio_seq_length of the
+    processor. MobileNet's stem halves both sides, so a patch is 2 x 2 pixels here and has 64 channels behind
+    the stem.
+    """
     side = 768 // 2
     return Vision(
         "mobilenet", 64, 64, 1, 2, 1, 3 * 2 * 2, width, "fixed", 256, patches=side * side,

@@ -1,4 +1,4 @@
-"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4, xLSTM. Shapes after transformers 5.19, models/."""
+"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4 and xLSTM. Shapes after transformers 5.19, models/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
-    """Two RG-LRU layers, then one of local attention, repeated."""
+    """Return the architecture of a RecurrentGemma model: two RG-LRU layers, then one sliding, repeated."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -69,7 +69,10 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
 
 
 def rwkv(fields: Fields, model_type: str) -> Architecture:
-    """RWKV-4: five vectors per layer and sequence, three of them fp32."""
+    """Return the architecture of an RWKV-4 model from its checked config.
+
+    Each layer keeps five vectors per sequence, three of them in fp32.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -110,7 +113,7 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
 
 
 def xlstm(fields: Fields, model_type: str) -> Architecture:
-    """mLSTM blocks: per head a matrix, a vector and a scalar."""
+    """Return the architecture of an xLSTM model of mLSTM blocks: per head a matrix, a vector and a scalar."""
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")

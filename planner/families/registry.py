@@ -1,4 +1,4 @@
-"""model_type -> Family, from the modules of this folder, and config -> Architecture."""
+"""The registry: model_type -> ``Family`` from the modules of this folder, and config -> ``Architecture``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.records import replace
 
-# Looked through first, the most asked for before the others: to import all modules takes 5 ms of CPU time, to
-# find Llama's or one whose module has its name no more than that module (Python 3.11, bytecode written).
+# Modules with the most common families, searched first: importing all modules takes 5 ms of CPU time, importing
+# llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).
 _FIRST = ("llama", "moe", "linear", "gemma", "mla", "moe_mixed", "multimodal")
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
+    """Yield the modules of this folder, first the one that ``model_type`` may name."""
     return modules_in(__package__, _FIRST, model_type)
 
 
 @lru_cache(256)
 def _found(model_type: str) -> Family:
+    """Return the row of a model type, importing modules until one has it."""
     for module in _modules(model_type):
         if found := getattr(module, "FAMILIES", {}).get(model_type):
             row: Family = found
@@ -32,21 +34,22 @@ def _found(model_type: str) -> Family:
 
 
 def family_of(model_type: object) -> Family:
-    """The family's row, or one that says nothing; modules are imported until one has it."""
+    """Return the row of a model type, or an empty row when no module has it."""
     return _found(model_type) if isinstance(model_type, str) else NO_FAMILY
 
 
 def families() -> dict[str, Family]:
-    """All of them by model_type, also those without an adapter."""
+    """Return all rows by model_type, with or without an adapter."""
     return {name: row for module in _modules() for name, row in getattr(module, "FAMILIES", {}).items()}
 
 
 def known_model_types() -> tuple[str, ...]:
-    """Those with an adapter."""
+    """Return the model types that have an adapter."""
     return tuple(name for name, row in families().items() if row.build is not None)
 
 
 def _known(model_type: str) -> str:
+    """Return a hint that names similar model types and how many are known."""
     from difflib import get_close_matches
 
     known = known_model_types()
@@ -55,13 +58,16 @@ def _known(model_type: str) -> str:
     return f"{also}{len(known)} model types are known"
 
 
-_last: tuple[str, Architecture] | None = None  # advice plans one model under a dozen flags
+_last: tuple[str, Architecture] | None = None  # advice plans one model with a dozen flags
 
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The adapter's Architecture where every field is understood. Raises UnsupportedArchitecture for an
-    unknown ``model_type`` or field, ConfigError for values that are missing, of the wrong type or contradict
-    each other."""
+    """Return the adapter's architecture of a config whose fields are all understood.
+
+    Raises:
+        UnsupportedArchitecture: the ``model_type`` or a field is unknown.
+        ConfigError: values are missing, have the wrong type or contradict each other.
+    """
     architecture = _adapted(config)
     if architecture.unread:
         raise UnsupportedArchitecture(
@@ -73,7 +79,7 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _adapted(config: Mapping[str, Any]) -> Architecture:
-    """``_build``, remembering the last answer."""
+    """Return the adapter's architecture, from the cache for the same config as last time."""
     global _last
     small = {key: value for key, value in config.items() if key != "quantization_config"}
     written = repr(small)
@@ -83,8 +89,15 @@ def _adapted(config: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The adapter's answer, also with ``unread`` switches, or, for a model_type without one, what
-    transformers' own modules hold where it is installed and knows the family (meta.py). Raises what both do."""
+    """Return the architecture of a config, even with ``unread`` switches or without an adapter.
+
+    A model_type without an adapter is planned from transformers' own modules where transformers is installed
+    and knows it (meta.py).
+
+    Raises:
+        UnsupportedArchitecture: the ``model_type`` or a field is unknown.
+        ConfigError: values are missing, have the wrong type or contradict each other.
+    """
     global _last
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or family_of(model_type).build is not None:
@@ -98,6 +111,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _unknown(model_type: str) -> UnsupportedArchitecture:
+    """Return the error for a model type without an adapter."""
     from tonnage.planner.families.without_adapter import NOT_UNDERSTOOD
 
     why = NOT_UNDERSTOOD.get(model_type)
@@ -108,6 +122,7 @@ def _unknown(model_type: str) -> UnsupportedArchitecture:
 
 
 def _build(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a config, checking its model_type and class."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ConfigError("missing", field="model_type", hint="is this the config.json of a language model?")
@@ -123,6 +138,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
 
 
 def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
+    """Return the architecture that a family's builder makes of the fields."""
     if family.build is None:
         raise _unknown(model_type)
     fields.ignore(*family.ignored)
@@ -130,13 +146,14 @@ def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
 
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
-    """The text model of a multimodal config, whatever class its own ``architectures`` names."""
+    """Return the architecture of a multimodal config's text model; its own ``architectures`` is not checked."""
     family = family_of(model_type)
     fields = Fields(config, family.aliases, family.absent)
     return _checked(fields, model_type, family, _read(fields, model_type, family))
 
 
 def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:
+    """Return the architecture with the fields that the builder did not read in ``unread``."""
     unread = fields.check_unread(model_type, family.leftovers or {})
     return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
@@ -144,8 +161,11 @@ def _checked(fields: Fields, model_type: str, family: Family, architecture: Arch
 def _check_class(
     config: Mapping[str, Any], model_type: str, family: Family, architecture: Architecture
 ) -> Architecture:
-    """``architectures`` must name the causal language model or its body (``MistralModel``: no head);
-    other classes have other tensors."""
+    """Return the architecture for the class named in ``architectures``.
+
+    It must be the causal language model or its body (``MistralModel``), which has no head; other classes have
+    other tensors.
+    """
     names = config.get("architectures")
     if names is None or family.reads_class:
         return architecture

@@ -1,6 +1,8 @@
-"""Models published with code of their own: Qwen 1, ChatGLM, EXAONE 3, MiMo, Phi-2's first release, Phi-3-small,
-Nemotron-NAS. Shapes after the published tensors' names and the checkpoint sizes in
-tests/data/configs/checkpoint_sizes.tsv; the code itself is never run."""
+"""Models published with their own code on the hub (remote code), which is never run.
+
+Qwen 1, ChatGLM, EXAONE 3, MiMo, Phi-2's first release, Phi-3-small and Nemotron-NAS. Shapes after the names of
+the published tensors and the checkpoint sizes in tests/data/configs/checkpoint_sizes.tsv.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
-    """Qwen 1 (remote code): ``intermediate_size`` counts gate and up together."""
+    """Return the architecture of a Qwen 1 model, whose ``intermediate_size`` counts gate and up together."""
     dims, layers, vocab = sizes(fields)
     size = fields.integer("kv_channels", dims.head_size, limit="width")
     dims = Heads(dims.hidden, dims.heads, dims.heads, size)
@@ -48,7 +50,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
 
 
 def chatglm(fields: Fields, model_type: str) -> Architecture:
-    """ChatGLM 2 and 3, GLM-4-9B (remote code)."""
+    """Return the architecture of ChatGLM 2, ChatGLM 3 or GLM-4-9B from its checked config."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     groups = fields.integer("multi_query_group_num", 1, limit="heads")
@@ -99,7 +101,7 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
 
 
 def exaone(fields: Fields, model_type: str) -> Architecture:
-    """EXAONE 3 (remote code): Llama's shapes under GPT-2's names."""
+    """Return the architecture of an EXAONE 3 model: Llama's shapes under GPT-2's names."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -121,8 +123,10 @@ def exaone(fields: Fields, model_type: str) -> Architecture:
 
 
 def mimo(fields: Fields, model_type: str) -> Architecture:
-    """MiMo-7B (remote code): Qwen2's shapes and ``num_nextn_predict_layers`` layers for speculation, which its
-    class always builds."""
+    """Return the architecture of a MiMo-7B model: Qwen2's shapes and layers for speculation.
+
+    The class always builds the ``num_nextn_predict_layers`` layers.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -153,7 +157,10 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
 
 
 def mixformer(fields: Fields, model_type: str) -> Architecture:
-    """Phi-1.5 and Phi-2 as first published (remote code): a list of modules, one norm per parallel block."""
+    """Return the architecture of Phi-1.5 or Phi-2 as first published.
+
+    It is a list of modules, where attention and MLP are parallel behind one norm.
+    """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     kv_heads = fields.integer("n_head_kv", dims.heads, limit="heads")
@@ -187,7 +194,10 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
 
 
 def phi3small(fields: Fields, model_type: str) -> Architecture:
-    """Phi-3-small (remote code). Block-sparse layers read fewer tokens but keep K and V of all."""
+    """Return the architecture of a Phi-3-small model from its checked config.
+
+    Block-sparse layers read fewer tokens but cache K and V of all tokens.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -197,7 +207,7 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     if fields.boolean("gegelu_pad_to_256", True):
         inner = 256 * -(-inner // 256)
     tied = fields.boolean("tie_word_embeddings", True)
-    # the module's own bias argument, not attention_bias of the file, decides: all linears have one
+    # every linear layer has a bias: the class passes it as an argument and ignores attention_bias of the file
     fields.ignore(
         "attention_bias", "blocksparse_block_size", "blocksparse_homo_head_pattern",
         "blocksparse_num_local_blocks",
@@ -224,7 +234,10 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
 
 
 def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
-    """Llama pruned block by block (DeciLM, remote code): own KV heads and MLP width per layer."""
+    """Return the architecture of a Nemotron-NAS model (DeciLM), a Llama pruned block by block.
+
+    Every layer has its own KV heads and MLP width.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")

@@ -1,5 +1,7 @@
-"""Encoder-decoder models and their parts: BART, mBART, Pegasus, Whisper, T5 / mT5 / UMT5, T5Gemma, Moonshine;
-decoders that were made to follow an encoder (MusicGen, Moshi). Shapes after transformers 5.19 / 5.23.
+"""Encoder-decoder models and parts of them.
+
+BART, mBART, Pegasus, Whisper, T5, mT5, UMT5, T5Gemma and Moonshine, and the decoders of MusicGen and Moshi,
+which were made to follow an encoder. Shapes after transformers 5.19 / 5.23.
 
 A decoder layer keeps its own K and V per generated token, and K and V of the encoder's output once per sequence
 (``cross``). Without ``architectures`` the decoder alone is planned where transformers has such a class
@@ -37,7 +39,11 @@ IGNORED = (
 
 
 def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
-    """The class of ``architectures`` among ``known``."""
+    """Return the class named in ``architectures`` and its kind; ``default`` when the file names none.
+
+    Raises:
+        UnsupportedArchitecture: the class is not among ``known``.
+    """
     names = fields.raw("architectures")
     if not names:
         return default, known[default]
@@ -49,7 +55,7 @@ def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, K
 
 
 def _self_attention(t: Tensors, at: str, dims: Heads, k_bias: bool) -> None:
-    """q, k, v and output projections with biases; Whisper's k has none."""
+    """Add q, k, v and output projections with biases; ``k_bias`` False: k has none, as in Whisper."""
     width = dims.heads * dims.head_size
     for name, bias in (("k_proj", k_bias), ("v_proj", True), ("q_proj", True)):
         t.linear(f"{at}.{name}", width, dims.hidden, bias=bias, shard="column")
@@ -61,10 +67,11 @@ _BART = {
     "mbart": ("MBart", 2, True, True),
     "pegasus": ("Pegasus", 0, False, True),
     "whisper": ("Whisper", 0, False, True),
-}  # name, position offset, norm behind the embedding, final norm
+}  # class prefix, first position's index, norm behind the embedding, final norm
 
 
 def bart(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a BART, mBART, Pegasus or Whisper model from its checked config."""
     name, offset, first_norm, last_norm = _BART[model_type]
     known: dict[str, Kind] = {
         f"{name}ForCausalLM": "decoder",
@@ -153,11 +160,15 @@ def bart(fields: Fields, model_type: str) -> Architecture:
 
 
 def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
+    """Return the cache of the encoder's keys and values; ``tokens``: its fixed length, None if it varies."""
     return CacheLayer(layer, "cross", None, heads, size, source_tokens=tokens)
 
 
 def t5(fields: Fields, model_type: str) -> Architecture:
-    """Relative positions in a table of buckets, in the first layer (UMT5: in each). No length limit."""
+    """Return the architecture of a T5, mT5 or UMT5 model, or of its encoder alone.
+
+    Relative positions are a table of buckets in the first layer, in UMT5 in each. There is no length limit.
+    """
     name = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[model_type]
     known: dict[str, Kind] = {
         f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
@@ -183,6 +194,7 @@ def t5(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("shared", vocab, hidden)
 
     def stack(side: str, count: int, cross: bool) -> None:
+        """Add the layers of one side below ``side``; ``cross``: they attend to the encoder's output."""
         t.vocabulary(f"{side}.embed_tokens", vocab, hidden, "shared.weight")
         for i in range(count):
             t.layer = i if cross else None
@@ -229,7 +241,10 @@ def t5(fields: Fields, model_type: str) -> Architecture:
 
 
 def t5gemma(fields: Fields, model_type: str) -> Architecture:
-    """Gemma 2 layers on both sides; the decoder's cross attention reads the encoder's width."""
+    """Return the architecture of a T5Gemma model: Gemma 2 layers on both sides.
+
+    The decoder's cross attention reads vectors of the encoder's width.
+    """
     known: dict[str, Kind] = {"T5GemmaForConditionalGeneration": "encoder-decoder"}
     class_name, kind = wanted(fields, known, "T5GemmaForConditionalGeneration")
     sides = {}
@@ -239,7 +254,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             raise ConfigError("missing", field=side)
         sides[side] = Fields(found)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore("vocab_size")  # the two sides state their own
+    fields.ignore("vocab_size")  # each side states its own
     t = Tensors()
     cache: list[CacheLayer] = []
     widths: dict[str, int] = {}
@@ -272,7 +287,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # the decoder's, set in the loop above
+    assert kinds is not None  # the loop above ends with the decoder
     for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)
@@ -284,6 +299,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
 
 
 def _wide_cross(t: Tensors, at: str, dims: Heads, width: int, bias: bool) -> None:
+    """Add cross attention whose keys and values are made of vectors of ``width``."""
     kv = dims.kv_heads * dims.head_size
     t.linear(f"{at}.q_proj", dims.heads * dims.head_size, dims.hidden, bias=bias, shard="column")
     for name in ("k_proj", "v_proj"):
@@ -292,7 +308,10 @@ def _wide_cross(t: Tensors, at: str, dims: Heads, width: int, bias: bool) -> Non
 
 
 def moonshine(fields: Fields, model_type: str) -> Architecture:
-    """Three convolutions over raw sound, then rotary transformers; the decoder's MLP is gated."""
+    """Return the architecture of a Moonshine speech model from its checked config.
+
+    Three convolutions over the raw audio precede the encoder; the decoder's MLP is gated.
+    """
     known: dict[str, Kind] = {
         "MoonshineModel": "encoder-decoder",
         "MoonshineForConditionalGeneration": "encoder-decoder",
@@ -315,7 +334,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
         counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
-    if encoder != decoder:  # transformers' classes then give both the encoder's
+    if encoder != decoder:  # transformers' classes would give both sides the encoder's size
         raise UnsupportedArchitecture(
             f"keys of {encoder} in the encoder and of {decoder} in the decoder are not planned",
             field="decoder_num_key_value_heads",
@@ -369,7 +388,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
 
 
 def moshi(fields: Fields, model_type: str) -> Architecture:
-    """The language model of Moshi alone (MoshiForCausalLM); a window over every layer."""
+    """Return the architecture of Moshi's language model alone (MoshiForCausalLM); every layer slides."""
     known: dict[str, Kind] = {"MoshiForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MoshiForCausalLM")
     dims = common.heads_of(fields)
@@ -379,7 +398,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("ffn_dim", limit="width")
     common.divisible(inner, 2, "ffn_dim", "gate and up")
     window = fields.optional_integer("sliding_window", 3000, limit="positions")
-    # the head has one row less than the embedding: it is never tied
+    # the head has one row less than the embedding, so the two are never tied
     fields.ignore(
         "tie_word_embeddings",
         "audio_vocab_size",
@@ -412,7 +431,10 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
 
 
 def musicgen(fields: Fields, model_type: str) -> Architecture:
-    """One embedding and one head per codebook; sinusoidal positions are computed."""
+    """Return the architecture of MusicGen's decoder, with one embedding and one head per codebook.
+
+    Its sinusoidal positions are computed, not stored.
+    """
     known: dict[str, Kind] = {"MusicgenForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MusicgenForCausalLM")
     hidden = fields.integer("hidden_size", limit="width")

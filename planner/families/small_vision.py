@@ -1,5 +1,7 @@
-"""Vision-language models with towers of their own: Molmo 2, LFM3-VL, Granite Docling, MiniCPM-OCR. Shapes after
-transformers 5.23, models/<family>/. The KV cache is the text model's."""
+"""Small vision-language models with their own towers: Molmo 2, LFM3-VL, Granite Docling and MiniCPM-OCR.
+
+Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ _TOP = (
 
 
 def _text(fields: Fields, text_type: str, tied: bool) -> Architecture:
-    """The language model of ``text_config``. The wrapper says whether its head is tied, or its config class's
-    default, ``tied``."""
+    """Return the architecture of the language model in ``text_config``.
+
+    The wrapper's tie_word_embeddings says whether the head is tied; ``tied`` is its config class's default.
+    """
     from tonnage.planner.families.registry import build_text
 
     config = fields.mapping("text_config")
@@ -41,20 +45,24 @@ def _text(fields: Fields, text_type: str, tied: bool) -> Architecture:
             f"{not own} contradicts the model around it, whose own field is missing and then {own}",
             field="text_config.tie_word_embeddings",
         )
-    default = {"num_key_value_heads": 4} if text_type == "granite" else {}  # of Granite Docling's text class
+    # the default of Granite Docling's text class
+    default = {"num_key_value_heads": 4} if text_type == "granite" else {}
     return build_text({**default, **config, "tie_word_embeddings": own}, text_type)
 
 
 def _joined(text: Architecture, model_type: str, name: str, t: Tensors, at: str) -> Architecture:
+    """Return a wrapper's architecture: the tower's tensors, then the text model's below prefix ``at``."""
     tensors = (*t.specs, *moved(text.tensors, "model.", at))
     return replace(text, model_type=model_type, class_name=name, tensors=tensors, recipe=None)
 
 
 def _of(fields: Fields, name: str) -> Mapping[str, Any]:
+    """Return the mapping in field ``name``, empty when the file has none."""
     return fields.mapping(name) or {}
 
 
 def molmo2(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Molmo 2 model from its checked config."""
     common.never_tied(fields)
     text = _text(fields, "molmo2_text", False)
     t = Tensors()
@@ -106,6 +114,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
 
 
 def _molmo_attention(t: Tensors, at: str, f: Fields, hidden: int, into: int) -> None:
+    """Add an attention that reads vectors of ``into`` values and returns vectors of ``hidden``."""
     heads = f.integer("num_attention_heads", 16, limit="heads")
     kv_heads = f.integer("num_key_value_heads", 16, limit="heads")
     size, bias = f.integer("head_dim", 72, limit="width"), f.boolean("attention_bias", True)
@@ -115,7 +124,10 @@ def _molmo_attention(t: Tensors, at: str, f: Fields, hidden: int, into: int) -> 
 
 
 def molmo2_text(fields: Fields, model_type: str) -> Architecture:
-    """Llama with norms of Q and K; the embedding has more rows than the head."""
+    """Return the architecture of Molmo 2's text model: Llama with norms of Q and K.
+
+    The embedding has more rows than the head.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -125,7 +137,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     norm = fields.raw("qk_norm_type")
     if norm not in (None, "qwen3", "olmo"):
         raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
-    if fields.boolean("use_qk_norm", True) is False:  # of the files' first code
+    if fields.boolean("use_qk_norm", True) is False:  # a switch of the remote code
         raise UnsupportedArchitecture("false is not known", field="use_qk_norm")
     common.never_tied(fields)
     fields.ignore("rope_scaling_layers", "norm_after")
@@ -145,7 +157,10 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
 
 
 def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
-    """A tower of gated convolutions over the picture and attention in every other layer."""
+    """Return the architecture of an LFM3-VL model from its checked config.
+
+    Its tower alternates between gated convolutions over the image and attention.
+    """
     text = _text(fields, "lfm3", True)
     v = Fields(_of(fields, "vision_config"))
     t = Tensors()
@@ -191,12 +206,16 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
 
 
 def _siglip(t: Tensors, at: str, vision: Mapping[str, Any], side: int) -> int:
-    """SigLIP without its pooling head; ``side``: image_size where the file has none."""
+    """Add SigLIP without its pooling head; ``side``: image_size when the file has none."""
     return towers.siglip(t, at, {**vision, "vision_use_head": False}, {**towers.SIGLIP, "image_size": side})
 
 
 def granite_docling(fields: Fields, model_type: str) -> Architecture:
-    """SigLIP, and a connector of one path or two; early layers of the tower are added to the text's too."""
+    """Return the architecture of a Granite Docling model from its checked config.
+
+    SigLIP is followed by a connector with one or two paths, which also adds early layers of the tower to the
+    text's.
+    """
     text = _text(fields, "granite", True)
     vision = _of(fields, "vision_config")
     v = Fields(vision)
@@ -242,7 +261,10 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
 
 
 def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
-    """SigLIP with a merger of windows amid its layers and mergers behind."""
+    """Return the architecture of a MiniCPM-OCR model from its checked config.
+
+    A merger of windows stands between SigLIP's layers, and more mergers follow the tower.
+    """
     text = _text(fields, "qwen3_5_text", True)
     vision = _of(fields, "vision_config")
     v = Fields(vision)
@@ -251,7 +273,8 @@ def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
     t.role = "vision"
     at = "model.vision_tower"
     hidden = _siglip(t, at, vision, 224)
-    t.specs = [spec for spec in t.specs if spec.role != "buffer"]  # places are made of each picture's size
+    # positions are computed from each image's size, not stored
+    t.specs = [spec for spec in t.specs if spec.role != "buffer"]
     inner = v.integer("intermediate_size", 3072, limit="width")
     pair = v.raw("window_kernel_size")
     pair = [2, 2] if pair is None else pair

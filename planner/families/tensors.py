@@ -1,5 +1,7 @@
-"""The tensors of a model, with the names of transformers' state dict: collected one by one (`Tensors`), or all
-of a recipe (model/recipe.py)."""
+"""The tensors of a model under the names of transformers' state dict.
+
+``Tensors`` collects them one by one; ``tensors_of`` makes all tensors of a recipe (model/recipe.py).
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,25 @@ from tonnage.planner.records import replace
 
 Shard = Literal["column", "row"] | None
 
-# Far more than any published model has: DeepSeek-V4-Pro, with 2,201, has the most, and as many in each of the
-# 1,000 layers that planner/model/fields.py allows would be 36,000. Beyond it, numbers multiply (adapters of
-# every layer in every layer); each TensorSpec is an object of 300 bytes and costs a plan 10 us.
+# An upper bound far above every published model. DeepSeek-V4-Pro has the most tensors, 2,201; with 1,000 layers
+# (the limit of planner/model/fields.py) it would have 36,000. A config beyond the bound multiplies sizes,
+# such as adapters of every layer in every layer. A TensorSpec takes 300 bytes and costs 10 us of a plan.
 MAX_TENSORS = 60_000
 
-# what the module of a norm learns (Tensors.norm)
+# Kind of a recipe's norm -> its parameters, as a kind of Tensors.norm; other kinds have a weight
 _LEARNED = {"layer": "layer", "layer-one": "layer", "layer-weight": "layer-weight",
             "layer-written": "layer-weight", "layer-none": "none"}  # fmt: skip
 
 
 class Tensors:
-    """Collects the tensors of a model in order. ``layer`` is the model layer of what is added next;
-    ``role`` replaces every role while it is set (towers and encoders); ``linear_class`` owns linear layers."""
+    """The tensors of a model in order, collected by methods that add one module each.
+
+    Attributes:
+        specs: the tensors so far.
+        layer: model layer of the tensors added next, None outside the layers.
+        role: replaces every other role while it is set (towers and encoders).
+        linear_class: class of linear layers.
+    """
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
@@ -49,7 +57,7 @@ class Tensors:
         transposed: bool = False,
         stored: str | None = None,
     ) -> None:
-        """One tensor. ``kv``: (rows of KV heads, number of KV heads) along the divided dimension."""
+        """Add one tensor; ``kv``: (rows of the KV heads, number of KV heads) along the sharded dimension."""
         if len(self.specs) >= MAX_TENSORS:
             raise UnsupportedArchitecture(
                 f"the sizes give a model of more than {MAX_TENSORS:,} tensors", field=name
@@ -87,21 +95,27 @@ class Tensors:
         dtype: str | None = None,
         stored: str | None = None,
     ) -> None:
-        """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
-        if out < 1 or into < 1:  # a quotient of two sizes, rounded down
+        """Add a weight [out, in] and, with ``bias``, a bias [out].
+
+        ``shard`` says what tensor parallelism divides: ``column`` the outputs, ``row`` the inputs.
+        """
+        if out < 1 or into < 1:  # a quotient of two sizes was rounded down to 0
             raise ConfigError(f"the sizes give it the shape [{out}, {into}]", field=f"{module}.weight")
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
         shape, across = (out, into), dim
-        if module_class == "Conv1D":  # GPT-2's: turned, which quantizers undo
+        if module_class == "Conv1D":  # GPT-2's class stores [in, out]; quantizers transpose it
             shape, across = (into, out), None if dim is None else 1 - dim
         self.add(f"{module}.weight", shape, role, module_class, shard=across, kv=kv, dtype=dtype, stored=stored)
         if bias:
             self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
 
     def norm(self, module: str, size: int, kind: str = "rms") -> None:
-        """``rms``: a weight; ``layer``: weight and bias; ``layer-weight``: a LayerNorm without bias;
-        ``none``: nothing to learn."""
+        """Add the parameters of a norm over ``size`` values.
+
+        ``rms`` and ``layer-weight`` (a LayerNorm without bias) have a weight, ``layer`` a weight and a bias,
+        ``none`` nothing.
+        """
         if kind == "none":
             return
         module_class = "RMSNorm" if kind == "rms" else "LayerNorm"
@@ -112,30 +126,32 @@ class Tensors:
     def embedding(
         self, module: str, rows: int, width: int, tied_to: str | None = None, shard: int | None = None
     ) -> None:
-        """A table; ``shard`` 0 for the vocabulary (divided by rows), None for positions."""
+        """Add a table; ``shard`` is 0 for a vocabulary, which is divided by rows, and None for positions."""
         self.add(f"{module}.weight", (rows, width), "embedding", "Embedding", tied_to=tied_to, shard=shard)
 
     def vocabulary(self, module: str, rows: int, width: int, tied_to: str | None = None) -> None:
+        """Add an embedding table whose rows tensor parallelism divides."""
         self.embedding(module, rows, width, tied_to, 0)
 
     def head(self, module: str, vocab: int, width: int, tied_to: str | None, bias: bool = False) -> None:
+        """Add the matrix [vocab, width] of the language model's head and, with ``bias``, its bias."""
         self.add(f"{module}.weight", (vocab, width), "head", "Linear", tied_to=tied_to, shard=0)
         if bias:
             self.add(f"{module}.bias", (vocab,), "head", "Linear", shard=0)
 
     def layers(self, count: int, prefix: str) -> Iterator[tuple[int, str]]:
-        """(index, ``prefix``.index) of each layer, which what is added meanwhile belongs to."""
+        """Yield (index, ``prefix``.index) of each layer; tensors added meanwhile belong to that layer."""
         for self.layer in range(count):
             yield self.layer, f"{prefix}.{self.layer}"
         self.layer = None
 
     def layer_norms(self, at: str, size: int) -> None:
-        """The two RMSNorms most layers have."""
+        """Add the two RMSNorms that most layers have."""
         self.norm(f"{at}.input_layernorm", size)
         self.norm(f"{at}.post_attention_layernorm", size)
 
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
-        """What follows the layers: the final norm, and the head, which may be tied to ``embedding``."""
+        """Add the final norm and the head, which may be tied to the table ``embedding``."""
         self.layer = None
         self.norm(norm, width)
         self.head("lm_head", vocab, width, f"{embedding}.weight" if tied else None)
@@ -143,6 +159,7 @@ class Tensors:
     def buffer(
         self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None, stored: str | None = None
     ) -> None:
+        """Add a buffer; ``stored``: its dtype in a checkpoint, None when checkpoints leave it out."""
         self.add(name, shape, "buffer", module_class, dtype=dtype, stored=stored)
 
     def attention(
@@ -156,8 +173,10 @@ class Tensors:
         qk_norm: str = "none",
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> None:
-        """Separate q, k, v and output projections under ``at``. ``qk_norm``: ``head`` (a weight of one
-        head), ``full`` (of all heads) or ``none``."""
+        """Add separate q, k, v and output projections under ``at``, and norms of q and k.
+
+        ``qk_norm`` is ``head`` (a weight for one head), ``full`` (for all heads) or ``none``.
+        """
         kv_rows, value_rows = dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size
         for name, rows, kv in (
             ("q_proj", dims.heads * dims.head_size, (0, 0)),
@@ -175,7 +194,7 @@ class Tensors:
     def fused_attention(
         self, at: str, dims: Heads, *, qkv: str, out: str, bias: bool = False, out_bias: bool = False
     ) -> None:
-        """One projection for q, k and v."""
+        """Add one projection for q, k and v and the output projection under ``at``."""
         kv_rows = dims.kv_heads * (dims.head_size + dims.value_size)
         rows = dims.heads * dims.head_size + kv_rows
         kv = (kv_rows, dims.kv_heads)
@@ -192,6 +211,7 @@ class Tensors:
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         role: Role = "mlp",
     ) -> None:
+        """Add an MLP of three matrices: gate, up and down."""
         gate, up, down = names
         self.linear(f"{at}.{gate}", inner, hidden, role, bias=bias, shard="column")
         self.linear(f"{at}.{up}", inner, hidden, role, bias=bias, shard="column")
@@ -207,7 +227,7 @@ class Tensors:
         names: tuple[str, str] = ("up_proj", "down_proj"),
         fused_gate: bool = False,
     ) -> None:
-        """Up and down; ``fused_gate``: the first matrix holds gate and up."""
+        """Add an MLP of two matrices, up and down; ``fused_gate``: the first one holds gate and up."""
         up, down = names
         self.linear(f"{at}.{up}", inner * (2 if fused_gate else 1), hidden, "mlp", bias=bias, shard="column")
         self.linear(f"{at}.{down}", hidden, inner, "mlp", bias=bias, shard="row")
@@ -225,7 +245,10 @@ class Tensors:
         names: tuple[str, str] = ("gate_up_proj", "down_proj"),
         module_class: str = "Experts",
     ) -> None:
-        """All routed experts of a layer as two tensors [experts, out, in] (or [experts, in, out])."""
+        """Add all routed experts of a layer as two tensors [experts, out, in].
+
+        ``transposed``: they are [experts, in, out].
+        """
         up, down = names
         matrices = 2 if gated else 1
         rows = matrices * inner
@@ -258,26 +281,29 @@ class Tensors:
         dtype: str | None = None,
         stored: str | None = None,
     ) -> None:
-        """The routing weights [experts, hidden]; ``linear``: an nn.Linear, which bitsandbytes replaces."""
+        """Add the routing weights [experts, hidden]; ``linear``: an nn.Linear, which bitsandbytes replaces."""
         kind = "Linear" if linear else "Router"
         self.linear(module, count, hidden, "router", bias=bias, module_class=kind, dtype=dtype, stored=stored)
 
     def correction_bias(self, name: str, shape: tuple[int, ...], dtype: str | None = "float32") -> None:
-        """e_score_correction_bias, a buffer of the models' own classes. Published in fp32 (DeepSeek-V3's and
-        MiniMax-M2's headers); transformers 5.19 keeps it so where a family's _keep_in_fp32_modules_strict or
-        its constructor says so, else it is loaded in the model's dtype (``dtype`` None)."""
+        """Add e_score_correction_bias, a buffer of the models' own classes.
+
+        Files publish it in fp32 (headers of DeepSeek-V3 and MiniMax-M2). transformers 5.19 keeps fp32 where
+        _keep_in_fp32_modules_strict or the constructor says so; else it loads the buffer in the model's dtype
+        (``dtype`` None).
+        """
         self.buffer(name, shape, "Router", dtype, "float32")
 
     def corrected_experts(
         self, at: str, count: int, hidden: int, inner: int, dtype: str | None = "float32"
     ) -> None:
-        """Router, its correction bias (in ``dtype``) and experts, below ``at``."""
+        """Add router, its correction bias (in ``dtype``) and experts below ``at``."""
         self.router(f"{at}.gate", count, hidden)
         self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
         self.experts(f"{at}.experts", count, hidden, inner)
 
     def short_conv(self, at: str, hidden: int, kernel: int, bias: bool) -> None:
-        """LFM's gated convolution along the sequence."""
+        """Add LFM's gated convolution along the sequence."""
         self.add(f"{at}.conv.weight", (hidden, 1, kernel), "mixer", "Conv1d", shard=0)
         if bias:
             self.add(f"{at}.conv.bias", (hidden,), "mixer", "Conv1d", shard=0)
@@ -285,20 +311,21 @@ class Tensors:
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
+        """Add the frequencies of a rotary table over ``dim`` values, once per prefix."""
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
 
 
 def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:
-    """``inv_freq`` and its copy ``original_inv_freq``, fp32 (transformers 5.19, *RotaryEmbedding)."""
+    """Yield ``inv_freq`` and its copy ``original_inv_freq`` in fp32 (transformers 5.19, *RotaryEmbedding)."""
     for prefix in prefixes:
         for name in ("inv_freq", "original_inv_freq"):
-            # ceil: arange(0, dim, 2)
+            # arange(0, dim, 2) has dim / 2 entries, rounded up
             shape = ((rotary.dim + 1) // 2,)
             yield TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
 
 
 def tensors_of(recipe: Recipe) -> Tensors:
-    """Embedding, layers, final norm, head, rotary frequencies."""
+    """Return the tensors of a recipe: embedding, layers, final norm, head and rotary frequencies."""
     t = Tensors()
     t.linear_class = recipe.linear_class
     first = recipe.embedding
@@ -339,7 +366,7 @@ def tensors_of(recipe: Recipe) -> Tensors:
 
 
 def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
-    """``kv_heads``: those a rank has rows of, where the norm has a row for each."""
+    """Add a norm; ``kv_heads``: KV heads of a norm with one row per KV head, for tensor parallelism."""
     if norm is None:
         return
     if norm.own:
@@ -353,10 +380,12 @@ def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
 
 
 def _extra(t: Tensors, layer: str, extra: tuple[TensorSpec, ...]) -> None:
+    """Add the tensors ``extra`` below the layer."""
     t.specs += [replace(spec, name=f"{layer}.{spec.name}", layer=t.layer) for spec in extra]
 
 
 def _attention(t: Tensors, layer: str, a: Attention) -> None:
+    """Add the attention of a recipe below the layer."""
     at = f"{layer}.{a.name}"
     if a.qkv is not None:
         t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
@@ -369,7 +398,10 @@ def _attention(t: Tensors, layer: str, a: Attention) -> None:
 
 
 def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
-    """The latent and rotary projections are the same on every rank; heads are divided."""
+    """Add latent attention below ``layer``.
+
+    Every rank holds the latent and rotary projections in full; the heads are divided.
+    """
     at, q = f"{layer}.{a.name}", a.heads * a.head_size
     if a.q_rank is None:
         t.linear(f"{at}.q_proj", q, a.hidden, shard="column")
@@ -385,6 +417,7 @@ def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:
+    """Add the MLP of a recipe below ``at``."""
     at = f"{at}.{m.name}" if m.name else at
     if len(m.names) == 3:
         gate, up, down = m.names
@@ -396,6 +429,7 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 
 
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
+    """Add router, experts and shared expert of a recipe below the layer."""
     at, router = f"{layer}.{e.name}", e.router
     if e.first:
         t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)

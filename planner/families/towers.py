@@ -1,5 +1,8 @@
-"""Vision towers and projectors, counted apart (roles ``vision`` and ``projector``). Each function adds the
-tensors of one kind below the prefix it is given; shapes after transformers 5.19 / 5.23, models/<family>/."""
+"""Vision towers and projectors, counted apart from the text model (roles ``vision`` and ``projector``).
+
+Each function adds the tensors of one kind of tower below a prefix. Shapes after transformers 5.19 / 5.23,
+models/<family>/.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
+    """Add a 2D convolution, or a 3D one when the weight's ``shape`` has five dimensions."""
     name = "Conv3d" if len(shape) == 5 else "Conv2d"
     t.add(f"{module}.weight", shape, "vision", name)
     if bias:
@@ -22,12 +26,13 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes named in ``defaults``, from the config where it states them."""
     limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 
 
 def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[str, str]) -> None:
-    """CLIP's layer: biased q, k, v, out_proj, fc1, fc2 and two LayerNorms."""
+    """Add CLIP's layer: q, k, v, out_proj, fc1 and fc2 with biases and two LayerNorms."""
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
     for name in norms:
@@ -46,7 +51,7 @@ LLAVA_CLIP = {
 
 
 def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = SIGLIP) -> int:
-    """Returns the hidden size."""
+    """Add a SigLIP tower and return its hidden size."""
     v = _sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
     conv(
@@ -62,7 +67,7 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
             t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
         )
     t.norm(f"{at}.post_layernorm", hidden, "layer")
-    if Fields(config).boolean("vision_use_head", True):  # attention pooling by one learned query
+    if Fields(config).boolean("vision_use_head", True):  # one learned query pools the patches
         head = f"{at}.head"
         t.add(f"{head}.probe", (1, 1, hidden), "vision", "MultiheadAttentionPoolingHead")
         t.add(f"{head}.attention.in_proj_weight", (3 * hidden, hidden), "vision", "MultiheadAttention")
@@ -74,7 +79,10 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
 
 
 def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = CLIP) -> int:
-    """SigLIP with a class token, a norm in front and no bias at the patches. Returns the hidden size."""
+    """Add a CLIP tower and return its hidden size.
+
+    It is SigLIP with a class token, a norm in front of the layers and no bias at the patches.
+    """
     v = _sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
     t.add(f"{at}.embeddings.class_embedding", (hidden,), "vision", "CLIPVisionEmbeddings")
@@ -102,7 +110,7 @@ PIXTRAL = {
 
 
 def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
-    """A Llama of patches, without a bias anywhere. Returns the hidden size."""
+    """Add a Pixtral tower, a Llama over patches without biases, and return its hidden size."""
     v = _sizes(Fields(config), defaults)
     hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
@@ -120,8 +128,10 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
 
 
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> None:
-    """Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv, a merger in front of the text. What a
-    file leaves out is the vision config class's own default."""
+    """Add the tower of Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv and a merger.
+
+    Missing sizes are the defaults of the vision config class.
+    """
     f = Fields(config)
     old = model_type == "qwen2_vl"
     gated = model_type == "qwen2_5_vl"
@@ -178,8 +188,11 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> Non
 
 
 def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
-    """DeepSeek-OCR-2 (remote code, deepencoderv2): SAM ViT-B, three convolutions, then a Qwen2-0.5B whose 256
-    (or 144) learned queries read the image. Sizes are fixed in that code. Returns the output width."""
+    """Add the tower of DeepSeek-OCR-2 (remote code, deepencoderv2) and return its output width.
+
+    It is SAM ViT-B, three convolutions and a Qwen2-0.5B whose 256 (or 144) learned queries read the image. That
+    code fixes all sizes.
+    """
     if config.get("model_name") != "deepencoderv2":
         raise UnsupportedArchitecture("only deepencoderv2 is known", field="vision_config.model_name")
     at, hidden, layers, size = "model.sam_model", 768, 12, 64
@@ -191,7 +204,7 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
         t.norm(f"{here}.norm2", hidden, "layer")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
-        places = 64 if i in (2, 5, 8, 11) else 14  # global or windowed
+        places = 64 if i in (2, 5, 8, 11) else 14  # patches a side in a full or a windowed layer
         for side in "hw":
             t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")
         t.plain_mlp(f"{here}.mlp", hidden, 4 * hidden, bias=True, names=("lin1", "lin2"))
@@ -221,6 +234,7 @@ GEMMA4 = {
 
 
 def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """Add Gemma 4's vision tower and return its hidden size."""
     f = Fields(config)
     v = _sizes(f, GEMMA4)
     hidden, heads = v["hidden_size"], v["num_attention_heads"]
@@ -251,7 +265,10 @@ def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Tiles with their own position tables, then a second, gated transformer. Returns the output width."""
+    """Add Llama 3.2's vision tower and return its output width.
+
+    Tiles have their own position tables; a second, gated transformer follows the first.
+    """
     f = Fields(config)
     v = _sizes(
         f, {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_global_layers": 8,
@@ -298,7 +315,7 @@ LLAMA4 = {
 
 
 def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Returns the width the projector reads."""
+    """Add Llama 4's vision tower and return the width that the projector reads."""
     f = Fields(config)
     v = _sizes(f, LLAMA4)
     hidden, patch = v["hidden_size"], v["patch_size"]
@@ -331,7 +348,7 @@ MOONVIT = {
 
 
 def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Kimi's vision tower, by the published names or transformers' own. Returns the hidden size."""
+    """Add Kimi-K2.5's MoonViT tower, by published or transformers' field names, and return its hidden size."""
     f = Fields(config, MOONVIT)
     hidden = f.integer("hidden_size", 1152, limit="width")
     inner = f.integer("intermediate_size", 4304, limit="width")
@@ -359,8 +376,10 @@ def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Kimi-VL's tower (remote code modeling_kimi_vl.py; vLLM 0.32.0, models/moonvit.py). Returns its hidden
-    size."""
+    """Add Kimi-VL's MoonViT tower and return its hidden size.
+
+    Sources: remote code modeling_kimi_vl.py; vLLM 0.32.0, models/moonvit.py.
+    """
     f = Fields(config)
     v = _sizes(
         f, {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
@@ -388,7 +407,10 @@ MINIMAX = {
 
 
 def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """CLIP layers on patches of two frames, rotary positions. Returns the hidden size."""
+    """Add MiniMax-M3's vision tower and return its hidden size.
+
+    It has CLIP layers on patches of two frames, with rotary positions.
+    """
     f = Fields(config)
     v = _sizes(f, MINIMAX)
     hidden, patch = v["hidden_size"], v["patch_size"]
@@ -396,19 +418,24 @@ def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     t.norm(f"{at}.pre_layrnorm", hidden, "layer")
     for i in range(v["num_hidden_layers"]):
         _encoder_layer(t, f"{at}.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2"))
-    t.rotary(2 * (hidden // v["num_attention_heads"] // 2 // 3), f"{at}.rotary_emb.")  # three axes
+    t.rotary(
+        2 * (hidden // v["num_attention_heads"] // 2 // 3), f"{at}.rotary_emb."
+    )  # positions have three axes
     return hidden
 
 
 def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Layers with learned scales and two strided convolutions behind. Returns the output width."""
+    """Add Step-3.7's vision tower and return its output width.
+
+    Its layers have learned scales, and two strided convolutions follow them.
+    """
     f = Fields(config)
     v = _sizes(
         f, {"hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16,
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
-    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # intermediate_size is not read
+    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # the class does not read intermediate_size
     places = (v["image_size"] // patch) ** 2
     conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
     t.embedding(f"{at}.embeddings.position_embedding", places, hidden)

@@ -1,11 +1,13 @@
-"""Model types without an adapter of which something is known beside: their plans come from transformers' own
-modules (planner/families/meta.py)."""
+"""Model types without an adapter about which something else is known, such as their attention class.
+
+Their plans come from transformers' own modules (planner/families/meta.py).
+"""
 
 from __future__ import annotations
 
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family, Paged
 
-# Why the Hugging Face engine does not serve them, or that it does
+# Whether the Hugging Face engine serves these types, or the reason why not
 _PAGED: dict[Paged, str] = {
     "served": "biogpt ctrl cwm ministral ministral3 modernbert-decoder nanochat",
     "encoder-decoder": (
@@ -29,8 +31,8 @@ FAMILIES = {name: Family(None, hf=hf) for hf, names in _PAGED.items() for name i
 _TOWERS = "its towers and connectors are not written down here"
 _NO_TEXT = "it generates no text"
 _ENCODER = "its encoder's layers and heads are not written down here"
-# Of transformers 5.23 (models/<family>/), what is not understood of the types that the environment's version
-# does not have; where that version is installed, modules that generate text are planned as above.
+# Types that came with transformers 5.23 (models/<family>/), and why no adapter plans them. With that version
+# installed, types that generate text are planned from its modules, as above.
 NOT_UNDERSTOOD = {
     **dict.fromkeys(
         ("dots3_note", "dots3_note_text"),

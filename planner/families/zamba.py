@@ -1,5 +1,7 @@
-"""Zamba 1 and 2: Mamba layers, and attention blocks whose weights several places share. Shapes after
-transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py."""
+"""Zamba 1 and 2: Mamba layers, and attention blocks whose weights several layers share.
+
+Shapes after transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from tonnage.planner.records import replace
 
 
 def zamba(fields: Fields, model_type: str) -> Architecture:
-    """Mamba-1 heads everywhere; one attention block of twice the width whose weights all its places share."""
+    """Return the architecture of a Zamba model from its checked config.
+
+    Every layer has a Mamba-1 mixer with heads. One attention block of twice the width is shared by all hybrid
+    layers.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -87,6 +93,7 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Return the kind of each layer, mamba or hybrid, from ``layers_block_type``."""
     listed = fields.raw("layers_block_type")
     if listed is None:
         raise ConfigError("missing", field="layers_block_type", hint="which layers are hybrid")
@@ -98,7 +105,10 @@ def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
-    """Tie what was added since ``begin`` below ``here`` to the same tensors below ``first``."""
+    """Tie the tensors added since ``begin`` below ``here`` to the same tensors below ``first``.
+
+    Returns the owner of the weights: ``first``, or ``here`` when no earlier layer has them.
+    """
     if first is None:
         return here
     for k in range(begin, len(t.specs)):
@@ -108,7 +118,10 @@ def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
 
 
 def zamba2(fields: Fields, model_type: str) -> Architecture:
-    """Mamba-2 and ``num_mem_blocks`` shared attention blocks; each place has its own low-rank adapters."""
+    """Return the architecture of a Zamba 2 model from its checked config.
+
+    ``num_mem_blocks`` attention blocks are shared; each layer that uses one has its own low-rank adapters.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
