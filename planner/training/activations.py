@@ -1,7 +1,7 @@
-"""Activations a training step keeps for its backward pass, layer by layer.
+"""Activations that a training step keeps for its backward pass, layer by layer.
 
-Where a family is written as a recipe (planner/model/recipe.py), its layers are run on a ``Tape``; other
-decoders are estimated from the shapes of their tensors.
+A family that is described by a recipe (planner/model/recipe.py) has its layers run on a `Tape`. Other decoders
+are estimated from the shapes of their tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ PLAIN_KERNELS = Kernels()
 
 
 class LayerKind(NamedTuple):
-    """Layers that keep the same: ``masked`` (given an explicit mask), whether their input needs a gradient,
-    whether they are trained."""
+    """Properties of a layer that decide what it keeps; layers of one kind keep the same bytes.
+
+    Attributes:
+        masked: whether the layer receives an explicit mask.
+        input_grad: whether its input needs a gradient.
+        trainable: whether its weights are trained.
+    """
 
     masked: bool
     input_grad: bool
@@ -42,28 +47,45 @@ class LayerKind(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes one layer (or the embedding, the head) keeps. ``split``: the part tensor parallelism divides;
-    ``scores``: the part that is attention scores (recomputed by selective checkpointing). ``casts``: bytes
-    of 16-bit copies of its weights the backward pass reads (of trained weights, of frozen ones)."""
+    """Bytes that one layer, the embedding or the head keeps for the backward pass.
+
+    Attributes:
+        total: bytes of all kept tensors.
+        split: the part that tensor parallelism divides.
+        scores: the part that is attention scores, which selective checkpointing recomputes.
+        casts: 16-bit copies of trained weights that the backward pass reads.
+        frozen_casts: 16-bit copies of frozen weights that the backward pass reads.
+        pieces: bytes of each tensor, for the allocator's rounding.
+    """
 
     total: Size
     split: Size
     scores: Size
     casts: int
     frozen_casts: int
-    pieces: tuple[Size, ...] = ()  # bytes of each tensor, for the allocator's rounding
+    pieces: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: it is the key of a cache
 class Activations:
-    """``layers``: (kind, how many of the model's layers, what each keeps) and the parts around them.
+    """Kept activations of a model as functions of batch and sequence length.
 
-    ``stream``: bytes per token of the residual stream, what full checkpointing keeps of a layer. ``hidden``:
-    width of what the head reads. ``loss``: what the loss keeps.
+    Instances are compared by identity, since they are keys of a cache.
+
+    Attributes:
+        layers: (kind, number of layers of that kind, what each keeps).
+        shared: bytes that all layers share, such as rotary tables.
+        embedding: what the embedding keeps.
+        head: what the head keeps.
+        loss: what the loss keeps.
+        stream: bytes per token of the residual stream, which full checkpointing keeps of each layer.
+        logit_width: bytes of one logit.
+        vocab: rows of the vocabulary.
+        hidden: width of the head's input.
     """
 
     layers: tuple[tuple[LayerKind, int, Kept], ...]
-    shared: Size  # rotary tables, ids
+    shared: Size
     embedding: Kept
     head: Kept
     loss: Size
@@ -74,9 +96,17 @@ class Activations:
 
 
 class ShapeSum(NamedTuple):
-    """``layers`` equal layers of ``heads`` query heads: elements per token of all linear layers' inputs and
-    outputs, of the routed experts' one token goes through, of the norms, and the weights of the matrices that
-    autocast casts (not the experts': torch's grouped_mm runs in their own type)."""
+    """Sums of tensor shapes over a group of equal layers, from which activations are estimated.
+
+    Attributes:
+        layers: number of equal layers.
+        heads: query heads of a layer.
+        linear: elements per token of all linear layers' inputs and outputs.
+        routed: the same for the routed experts of one token.
+        norms: elements per token of the norms.
+        weights: elements of the matrices that autocast casts. Experts are excluded: torch's grouped_mm runs in
+            their own dtype.
+    """
 
     layers: int
     heads: int
@@ -86,22 +116,23 @@ class ShapeSum(NamedTuple):
     weights: int
 
 
-# The exact figure over the estimate, full training in fp32, bf16 and under autocast
-# (tests/planner/test_training_activations.py). Families whose recipe the tape knows, at published sizes: 0.435
-# (OPT, bf16, whose ReLU keeps what the next matrix reads) to 2.234 (Apertus under autocast, whose xIELU keeps
-# five tensors, two of them in fp32); without those two 0.504 (StarCoder2) to 1.915 (CodeGen, whose GELU is
-# written out). Tiny models of the others: 0.74 (Doge) to 1.585 (DiffLlama, which attends twice), both eager.
+# Bounds of exact / estimated bytes for full training in fp32, bf16 and under autocast
+# (tests/planner/test_training_activations.py). Families with a taped recipe, at published sizes: from 0.435
+# (OPT, bf16: its ReLU keeps the next matrix's input) to 2.234 (Apertus under autocast: its xIELU keeps five
+# tensors, two in fp32). Without these two the range is 0.504 (StarCoder2) to 1.915 (CodeGen, whose GELU is
+# composed of single operations). Tiny models of other families: 0.74 (Doge) to 1.585 (DiffLlama, which has two
+# attentions per layer), both eager.
 ESTIMATE_LOW, ESTIMATE_HIGH = 0.4, 2.25
 
 
 def _experts_run(architecture: Architecture) -> int:
-    """Routed experts a token goes through."""
+    """Return the number of routed experts that one token passes through."""
     every = family_of(architecture.model_type).every_expert
     return architecture.experts if every else max(1, architecture.experts_per_token)
 
 
 def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
-    """What a decoder's layers would keep if each linear layer kept its input and its output."""
+    """Return the shape sums of a decoder whose linear layers keep their inputs and outputs."""
     sums: dict[int, list[int]] = {}
     for tensor in architecture.tensors:
         if tensor.layer is None or tensor.role in ("vision", "audio", "projector", "buffer"):
@@ -122,7 +153,7 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
 
 
 def taped(recipe: Recipe | None) -> bool:
-    """Whether the tape knows every operation of the recipe."""
+    """Return whether the tape supports every operation of the recipe."""
     if recipe is None or not recipe.taped:
         return False
     modules = {branch.module for layer in set(recipe.layers) for branch in layer.branches}
@@ -134,7 +165,7 @@ def taped(recipe: Recipe | None) -> bool:
 
 
 def bare_recipe(architecture: Architecture) -> Recipe:
-    """What an estimate needs beside ``ShapeSum``: the parts around the layers."""
+    """Return a recipe without layers, for an estimate: embedding, final norm and head."""
     hidden, rotary = architecture.hidden_size, architecture.rotary
     norm = Norm("", hidden, family_of(architecture.model_type).final_norm)
     return Recipe(
@@ -156,10 +187,20 @@ def activations_of(
     estimated: tuple[ShapeSum, ...] = (),
     kernels: Kernels = PLAIN_KERNELS,
 ) -> Activations:
-    """Symbolic activations of a model. ``masked``: per layer, whether a mask is passed. ``key``: attention
-    implementation, method, adapter rank, target modules, trained layers (freeze), fp8.
-    ``single``: micro-batches of one sequence. ``estimated``: instead of the recipe's layers. ``kernels``:
-    of the stack whose modules run."""
+    """Return the activations of a model as functions of batch and sequence length.
+
+    Args:
+        recipe: the model's layers.
+        masked: for each layer, whether it receives a mask.
+        convention: bytes of weights and matrix products.
+        frozen: bytes of a frozen weight.
+        key: attention implementation, method, adapter rank, target modules, trained layers (freeze), fp8.
+        cuda: whether the step runs on a GPU.
+        explicit_mask: whether every layer receives a mask.
+        single: whether a micro-batch is one sequence.
+        estimated: shape sums used in place of the recipe's layers.
+        kernels: kernels of the training stack.
+    """
     attention, method, rank, targets, trained_layers, fp8 = key
     hidden, vocab = recipe.hidden, recipe.embedding.rows
     width = convention.weights if method == "full" else frozen
@@ -170,6 +211,7 @@ def activations_of(
     ends = kernels._replace(compiled="") if kernels.layers_only else kernels
 
     def tape(trainable: bool, masked: bool, kernels: Kernels = ends) -> Tape:
+        """Return an empty tape for one layer."""
         return Tape(
             compute=convention.compute, autocast=convention.autocast,
             weight=convention.weights if convention.autocast else stream,
@@ -230,6 +272,7 @@ def activations_of(
 
 
 def _kept(t: Tape) -> Kept:
+    """Return what a tape has recorded."""
     scores = Size(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,
@@ -240,7 +283,7 @@ def _kept(t: Tape) -> Kept:
 
 
 def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
-    """Token ids are kept (8 bytes each); learned positions keep theirs, dropout its mask."""
+    """Return what the embedding keeps: 8-byte token ids, learned positions, and dropout's mask."""
     first, full = recipe.embedding, t.method == "full"
     if full:
         t.save(Value(Size(token=1), 8, False))
@@ -256,7 +299,7 @@ def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
 
 
 def _head(t: Tape, recipe: Recipe, stream: int) -> Kept:
-    """Final norm, head and the soft cap of the logits."""
+    """Return what final norm, head and the soft cap of the logits keep."""
     width, vocab = recipe.embedding.width, recipe.embedding.rows
     x = Value(Size(token=recipe.hidden), stream, True)
     if recipe.final is not None:

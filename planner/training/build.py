@@ -1,4 +1,4 @@
-"""Planner: a model and a TrainingSetup -> TrainingPlan."""
+"""Planner of training: a model and a `TrainingSetup` become a `TrainingPlan`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tonnage.planner.training.values import Kernels
 from tonnage.planner.training.verdict import judge, notes_of
 from tonnage.planner.units import ceil_div
 
-DEFAULT_LENGTH = 2048  # when the flag is absent, or the model's own length if shorter
+DEFAULT_LENGTH = 2048  # tokens without --sequence-length, or the model's limit if shorter
 
 
 _METHOD = attrgetter(
@@ -56,17 +56,18 @@ _ACTIVATIONS = attrgetter(
 
 
 # torchao's 8-bit AdamW computes with parameter, gradient and both states in fp32 (optim/adam.py
-# single_param_adam), always compiled: the gradient's copy is fused into what reads it, the others live until
-# all is written. bitsandbytes' has none: the lower end; four, where nothing is fused: the upper.
+# single_param_adam), always compiled. The compiler fuses the gradient's copy, so three copies remain. The lower
+# bound is 0 copies (bitsandbytes), the upper bound 4 (nothing fused).
 _FP32_COPIES = 3
 
 
 def _copies_operands(setup: TrainingSetup) -> bool:
+    """Return whether the optimizer computes in fp32 copies of a whole tensor."""
     return stack_of(setup).states_in_fp32 and setup.optimizer == "adamw-8bit"
 
 
 class Planner:
-    """Plans many setups of one model: what only depends on part of the setup is computed once."""
+    """Plans for many setups of one model; results that depend on part of a setup are computed once."""
 
     def __init__(self, model: TrainingModel) -> None:
         self.model = model
@@ -75,12 +76,14 @@ class Planner:
         self._activations: dict[object, Activations] = {}
 
     def trained(self, setup: TrainingSetup) -> Trained:
+        """Return the model's tensors under the setup's method, trainable or frozen."""
         key = _METHOD(setup)
         if key not in self._trained:
             self._trained[key] = train_under(self.model.architecture, setup)
         return self._trained[key]
 
     def states(self, setup: TrainingSetup, stage: int) -> States:
+        """Return the model states of one rank of a pipeline stage, in bytes."""
         key = (_METHOD(setup), _STATES(setup), stage)
         found = self._states.get(key)
         if found is None:
@@ -90,10 +93,14 @@ class Planner:
         return found
 
     def length(self, setup: TrainingSetup) -> int:
+        """Return the sequence length in tokens: the flag, else 2,048 or the model's limit if shorter."""
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
-        """``kernels``: instead of the stack's own."""
+        """Return the activations of the setup, None for a model whose activations are not planned.
+
+        `kernels` replaces the kernels of the setup's stack.
+        """
         recipe = self.model.recipe
         if recipe is None:
             return None
@@ -127,7 +134,11 @@ class Planner:
         self, setup: TrainingSetup, stage: int, states: States, kernels: Kernels | None = None,
         copies: int | None = None,
     ) -> Peak | None:  # fmt: skip
-        """``copies``: in fp32 that the optimizer makes of the largest tensor's operands; None: the stack's."""
+        """Return the worst moment of a step on one pipeline stage, None if activations are not planned.
+
+        `copies` is the number of fp32 copies that the optimizer makes of the largest tensor; None takes the
+        stack's.
+        """
         acts = self.activations(setup, kernels)
         if acts is None:
             return None
@@ -135,7 +146,7 @@ class Planner:
         architecture = self.model.architecture
         flight = 1
         if stages > 1:
-            # one forward, one backward in turn: a stage keeps as many micro-batches as stages follow it
+            # 1F1B schedule: a stage keeps the activations of one micro-batch for itself and each later stage
             flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
         shape = StageShape(
             len(stage_of(architecture, setup, stage)),
@@ -161,12 +172,15 @@ class Planner:
         )  # fmt: skip
 
     def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
-        """Bytes by which the peak may be lower and higher: by what a compiler chooses to keep, which of
-        torchtune's two RMSNorms runs, how an 8-bit optimizer computes; fp8 is bounded by what 16 bits keep,
-        tensor parallelism by what is left where the residual stream is divided too."""
+        """Return by how many bytes the peak may be lower and higher than planned.
+
+        The bounds cover what a compiler chooses to keep, which of torchtune's two RMSNorms runs, and how an
+        8-bit optimizer computes. fp8 is bounded by what 16 bits keep. Tensor parallelism is bounded by the same
+        setup with sequence parallelism, which also divides the residual stream.
+        """
         kernels = kernels_of(setup)
         low = high = kernels
-        if kernels.compiled == "least":  # a stack's own kernels
+        if kernels.compiled == "least":  # the stack's own kernels keep least
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")
@@ -187,15 +201,19 @@ class Planner:
         return max(0, here - min(totals)), max(peak.more, max(totals) - here)
 
     def _fp8_modules(self, setup: TrainingSetup) -> int:
-        """Linear modules of a rank that multiply in fp8."""
+        """Return the number of linear modules on a rank that multiply in fp8."""
         if not setup.fp8_kept:
             return 0
         found = {t.module for t in self.model.architecture.tensors if t.module_class in LINEARS}
         return ceil_div(len(found), setup.pipeline_parallel)
 
     def plan(self, setup: TrainingSetup, *, brief: bool = False) -> TrainingPlan:
-        """The whole answer for one setup; ``brief`` leaves communication and notes out, for sweeps. Raises
-        DeploymentError or UnsupportedArchitecture."""
+        """Plan one setup; with `brief`, leave out communication and notes, as a sweep does.
+
+        Raises:
+            DeploymentError: for a setup that contradicts itself, the model or the device.
+            UnsupportedArchitecture: for a model that cannot be trained so.
+        """
         check_setup(setup)
         check_device(setup)
         check_stack(setup, self.model.architecture.model_type)
@@ -205,6 +223,7 @@ class Planner:
         return max(plans, key=TrainingPlan.total)
 
     def _stage(self, setup: TrainingSetup, stage: int, brief: bool) -> TrainingPlan:
+        """Return the plan of one pipeline stage."""
         model, trained = self.model, self.trained(setup)
         states = self.states(setup, stage)
         convention = convention_of(setup)

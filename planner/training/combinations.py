@@ -1,4 +1,4 @@
-"""Several tricks at once: which fit together, ranked, and which of them changes least."""
+"""Combinations of memory-saving tricks: which fit together, by speed, and the smallest change that fits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of
 from tonnage.planner.training.tricks import Trick, tried_with
 
-MOST_TRIED = 400  # plans, each a millisecond or two: all pairs of 20 tricks, and the most promising threes
+MOST_TRIED = 400  # plans of 1 to 2 ms each: all pairs of 20 tricks, and the threes that save most
 _MOST_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Combinations:
-    """``rows``: combinations that fit though none of their parts does, the quickest first. ``smallest``: the
-    fewest tricks that fit, among these and single ones, of several the quickest. ``complete``: all of that
-    number were tried."""
+    """Combinations of tricks that fit although no single one of them does.
+
+    Attributes:
+        rows: these combinations, fastest first.
+        smallest: the fastest change with the fewest tricks, single tricks included; None if nothing fits.
+        tried: number of combinations planned.
+        complete: whether every combination of that many tricks was planned.
+    """
 
     rows: tuple[Trick, ...]
     smallest: Trick | None
@@ -30,9 +35,11 @@ class Combinations:
 def combinations(
     planner: Planner, setup: TrainingSetup, singles: tuple[Trick, ...], most: int = MOST_TRIED
 ) -> Combinations:
-    """Of the tricks ``singles`` (``tricks.tricks``) those that save memory, but not enough alone: by twos,
-    and, where neither one trick nor two are enough, by threes and fours, what saves most first. At most
-    ``most`` are planned; sets that say two values of a flag are none."""
+    """Plan combinations of the tricks in `singles` that save memory but do not fit alone.
+
+    Pairs are planned first. Only where neither a single trick nor a pair fits, threes and fours follow, largest
+    saving first. At most `most` combinations are planned. Combinations that set one flag twice are skipped.
+    """
     base = planner.plan(setup)
     alone = [t for t in singles if t.changes and t.fits and not t.name.startswith("together: ")]
     parts = [t for t in singles if t.changes and not t.fits and t.saved > 0]
@@ -57,11 +64,12 @@ def combinations(
 
 
 def _quickest(trick: Trick) -> tuple[float, int]:
+    """Return the sort key of a trick: relative step time, then GPU bytes."""
     return round(trick.relative_time, 3), trick.gpu_bytes
 
 
 def _together(chosen: tuple[Trick, ...]) -> dict[str, Any] | None:
-    """Changes of all; None where two say the same flag."""
+    """Return the changes of all tricks, None if two of them set the same flag."""
     changes: dict[str, Any] = {}
     for trick in chosen:
         if any(field in changes for field, _ in trick.changes):

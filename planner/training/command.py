@@ -1,4 +1,4 @@
-"""``tonnage train``: the training planner's command line."""
+"""Command line of the training planner, `tonnage train`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ examples:
 
 
 def parser() -> Parser:
+    """Return the argument parser of `tonnage train`."""
     p = Parser(
         "tonnage train",
         "Say what training a model needs on GPU, CPU and NVMe, and what would make it fit.",
@@ -65,7 +66,11 @@ def parser() -> Parser:
 
 
 def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
-    """Flags, and ``changes`` of them, -> TrainingSetup. Raises DeploymentError naming the flag."""
+    """Return the `TrainingSetup` of the parsed flags with `changes` applied.
+
+    Raises:
+        DeploymentError: naming the flag that is wrong.
+    """
     values = {**given(args, TrainingSetup), **changes}
     if args.gpu is not None:
         if "device_memory" in values:
@@ -84,7 +89,7 @@ def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
 
 
 def run(argv: list[str]) -> int:
-    """Run ``tonnage train`` with ``argv`` (without the sub-command's name). Returns the exit code."""
+    """Run `tonnage train` with `argv` (without the sub-command's name) and return the exit code."""
     try:
         args = parser().parse_args(argv)
     except SystemExit as stop:  # --help
@@ -98,7 +103,8 @@ def run(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # imported here: --help needs none of it
+    """Plan, search or sweep as the parsed flags say, print the result, and return the exit code."""
+    # imported here to keep --help fast
     from tonnage.planner.training.build import Planner
     from tonnage.planner.training.model import load_training_model
 
@@ -168,7 +174,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise DeploymentError for an answer that another one leaves out."""
+    """Raise DeploymentError for two output flags that exclude each other."""
     many = "--sweep", "is about one setting, --sweep about many", ("find", "tricks", "emit", "explain")
     alone = (
         "--emit",
@@ -182,12 +188,14 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _trick(trick: Any) -> dict[str, Any]:
+    """Return a trick as a JSON object."""
     from tonnage.planner.records import asdict
 
     return {**asdict(trick), "changes": dict(trick.changes)}
 
 
 def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
+    """Print the sweep as a table, JSON or an HTML file, and return the exit code."""
     from tonnage.planner.training.sweep import parse_axis, sweep
 
     axes = [parse_axis(text) for text in args.sweep]

@@ -1,8 +1,8 @@
-"""Bytes a step sends, by collective, and the time they take on a given network.
+"""Bytes that a training step sends, by collective, and the time they take on a given network.
 
-Volumes are per rank and optimizer step, in the ZeRO paper's convention (section 7): an all-reduce of n
-elements moves 2n, an all-gather or reduce-scatter n. Worked figures: DDP 2 P elements, ZeRO-1 and ZeRO-2
-2 P, stage 3 3 P, ZeRO++ 0.75 P (arXiv 2306.10209, section 3).
+Volumes are per rank and optimizer step, in the convention of the ZeRO paper (section 7): an all-reduce of n
+elements moves 2n, an all-gather or reduce-scatter n. With P parameters, DDP moves 2 P elements, ZeRO-1 and
+ZeRO-2 2 P, stage 3 3 P, ZeRO++ 0.75 P (arXiv 2306.10209, section 3).
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from tonnage.planner.units import ceil_div
 
 
 class Collective(NamedTuple):
-    """One kind of traffic of a rank. ``elements``: of one round in the paper's convention (16-bit values: int8
-    counts half, int4 a quarter); ``bytes``: over one optimizer step; ``inter_node_bytes``: the part of one
-    node's ranks together that crosses its network port."""
+    """One kind of traffic of a rank.
+
+    Attributes:
+        name: the collective operation.
+        what: what it sends.
+        elements: 16-bit values of one round in the ZeRO paper's convention; int8 counts half, int4 a quarter.
+        bytes: bytes over one optimizer step.
+        inter_node_bytes: bytes of one node's ranks together that cross the node's network port.
+        per: how often it runs, `step` or `micro-batch`.
+        seconds: time over one optimizer step, None without a known speed.
+    """
 
     name: str
     what: str
@@ -29,12 +37,18 @@ class Collective(NamedTuple):
 
 
 class Communication(NamedTuple):
+    """All traffic of a rank over one optimizer step.
+
+    Attributes:
+        high_bytes: upper bound, where stages 2 and 3 of DeepSpeed reduce after every micro-batch.
+    """
+
     collectives: tuple[Collective, ...]
     elements: int
     bytes: int
     inter_node_bytes: int
     seconds: float | None
-    high_bytes: int  # when stages 2 and 3 of DeepSpeed reduce after every micro-batch
+    high_bytes: int
     note: str
 
 
@@ -42,14 +56,20 @@ NO_COMMUNICATION = Communication((), 0, 0, 0, None, 0, "")
 
 
 def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
-    """Bytes of a collective over ``ranks`` that cross one node's port: with r nodes in it, each node sends
-    its 1/r part to the others (r = 2: half)."""
+    """Return the bytes of a collective over `ranks` that cross one node's port.
+
+    With r nodes in the collective, each node sends its 1/r part to the others.
+    """
     nodes = setup.nodes if ranks > setup.gpus // setup.tensor_parallel else 1
     return 0 if nodes == 1 else size // nodes
 
 
 def communication_of(setup: TrainingSetup, states: States, activation_bytes: int) -> Communication:
-    """``activation_bytes``: one micro-batch's residual stream of one layer, which TP and PP exchange."""
+    """Return the traffic of one rank over an optimizer step.
+
+    `activation_bytes` is the residual stream of one layer and micro-batch, which tensor and pipeline
+    parallelism exchange.
+    """
     ranks = setup.shard_ranks
     p, trained = states.parameters, states.trainable
     weight = 2 if setup.precision != "fp32" else 4
@@ -62,6 +82,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
     def add(
         name: str, what: str, elements: int, size: int, group: int, times: int = 1, per: str = "step"
     ) -> None:
+        """Add a collective over `group` ranks that sends `size` bytes `times` per step, if there are any."""
         if not size or group == 1:
             return
         total = size * times
@@ -82,7 +103,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         hpz = setup.hpz_partition_size
         each = 1 if setup.quantized_weights else weight
         add("all-gather", "weights, forward", each * p // weight, each * p, ranks, steps, "micro-batch")
-        if hpz > 1:  # a second copy inside the node: counted as no volume between nodes
+        if hpz > 1:  # the node holds a second copy, so no bytes are sent between nodes
             add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, steps, "micro-batch")
         else:
             add("all-gather", "weights, backward", each * p // weight, each * p, ranks, steps, "micro-batch")
@@ -129,8 +150,10 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
 
 
 def _seconds(setup: TrainingSetup, size: int, crossing: int) -> float | None:
-    """At ``network_share`` of the specification: what stays inside a node and what crosses, one after the
-    other; None where a needed speed was not given."""
+    """Return the time of a collective at `network_share` of the specified speeds, None without a needed speed.
+
+    It is the larger of the time inside the node and the time between nodes.
+    """
     total = 0.0
     if size:
         if setup.intra_node is None:

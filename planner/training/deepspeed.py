@@ -1,9 +1,9 @@
-"""DeepSpeed's own estimators of model states, answer for answer: what ``--emit deepspeed-estimate`` prints.
+"""DeepSpeed's own estimators of model states, reproduced exactly for `--emit deepspeed-estimate`.
 
-They cover stages 2 and 3 with fp16 and Adam; activations, buffers and the gathered module are left out, so the
-plan is the larger figure. Sources: ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` of 0.19.8
-(``estimate_zero2_model_states_mem_needs``, ``estimate_zero3_...`` and their ``_all_live``), and
-docs/code-docs/source/memory.rst, which still has an older ZeRO-2 formula.
+They cover stages 2 and 3 with fp16 and Adam. They leave out activations, buffers and gathered modules, so a
+plan is larger. Sources, DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` and `stage3.py`
+(`estimate_zero2_model_states_mem_needs`, `estimate_zero3_...` and their `_all_live`), and
+docs/code-docs/source/memory.rst, which has an older ZeRO-2 formula.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ BUFFER_FACTOR = 1.5  # additional_buffer_factor
 
 
 class Estimate(NamedTuple):
-    """Bytes per GPU, and of CPU memory per node."""
+    """Estimated bytes per GPU and of CPU memory per node."""
 
     gpu: int
     cpu: int
 
 
 def zero2(parameters: int, gpus: int, nodes: int = 1, *, offload: bool, documented: bool = False) -> Estimate:
-    """``documented``: the old 4 P + 16 P / N without offload, else the current 2 P + 18 P / N."""
+    """Return DeepSpeed's estimate for ZeRO-2.
+
+    With P parameters on N GPUs, the current formula without offload is 2 P + 18 P / N bytes per GPU.
+    `documented` takes the older 4 P + 16 P / N.
+    """
     total = gpus * nodes
     if offload:
         return Estimate(2 * parameters, int(parameters * max(4 * total, 16) * BUFFER_FACTOR))
@@ -37,7 +41,7 @@ def zero3(
     parameters: int, largest_layer: int, gpus: int, nodes: int = 1, *,
     offload_optimizer: bool, offload_param: bool, zero_init: bool,
 ) -> Estimate:  # fmt: skip
-    """``largest_layer``: parameters of the largest leaf module."""
+    """Return DeepSpeed's estimate for ZeRO-3; `largest_layer` is the parameters of the largest leaf module."""
     total = gpus * nodes
     gpu, each_node = 4 * largest_layer, 1 / nodes
     if not offload_optimizer:
@@ -51,7 +55,7 @@ def zero3(
 
 
 def counts(architecture: Architecture) -> tuple[int, int]:
-    """``model_to_params``: (parameters, shared ones once; those of the module that has most of its own)."""
+    """Return the parameters of the model, tied ones once, and of its largest module (`model_to_params`)."""
     total, modules = 0, dict[str, int]()
     for tensor in architecture.tensors:
         if tensor.is_parameter:
@@ -61,12 +65,12 @@ def counts(architecture: Architecture) -> tuple[int, int]:
 
 
 def tables(architecture: Architecture, gpus: int, nodes: int) -> str:
-    """What ``estimate_zero2_model_states_mem_needs_all_live`` and ``estimate_zero3_...`` print (GB: GiB)."""
+    """Return the text of DeepSpeed's ZeRO-2 and ZeRO-3 estimators for a model (`..._all_live`; GB is GiB)."""
     return tables_of(*counts(architecture), gpus, nodes)
 
 
 def tables_of(parameters: int, largest: int, gpus: int, nodes: int) -> str:
-    """The same for a model of ``counts``: their ``_all_cold``."""
+    """Return the text of DeepSpeed's estimators for given parameter counts (`..._all_cold`)."""
     head = (
         "Estimated memory needed for params, optim states and gradients for a:\n"
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node.\n"
@@ -89,8 +93,10 @@ def tables_of(parameters: int, largest: int, gpus: int, nodes: int) -> str:
 
 
 def _at(offload: bool) -> str:
+    """Return the place of offloaded or kept data as DeepSpeed prints it."""
     return "cpu " if offload else "none"
 
 
 def _row(found: Estimate, options: str) -> str:
+    """Return one row of the table."""
     return f" {found.cpu / GiB:7.2f}GB | {found.gpu / GiB:6.2f}GB | {options}"

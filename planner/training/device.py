@@ -1,4 +1,4 @@
-"""What the GPU's compute capability decides: which attention and which precision run."""
+"""Rules of the GPU's compute capability: which attention and which precision it can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLASH, FP8, BF16 = (8, 0), (8, 9), (8, 0)
 
 
 def capability_of(setup: TrainingSetup) -> tuple[int, int] | None:
-    """(major, minor), None where the GPU is not known."""
+    """Return the compute capability as (major, minor), None for an unknown GPU."""
     if setup.compute_capability is None:
         return None
     major, _, minor = setup.compute_capability.partition(".")
@@ -19,7 +19,7 @@ def capability_of(setup: TrainingSetup) -> tuple[int, int] | None:
 
 
 def attention_of(setup: TrainingSetup) -> str:
-    """The attention asked for, else FlashAttention where it runs and SDPA elsewhere."""
+    """Return the requested attention, by default FlashAttention where it runs and SDPA elsewhere."""
     if setup.attention is not None:
         return setup.attention
     capability = capability_of(setup)
@@ -27,7 +27,11 @@ def attention_of(setup: TrainingSetup) -> str:
 
 
 def check_device(setup: TrainingSetup) -> None:
-    """Refuse what the GPU has no kernel for. Raises DeploymentError naming the flag."""
+    """Refuse an attention or precision for which the GPU has no kernel.
+
+    Raises:
+        DeploymentError: naming the flag.
+    """
     capability = capability_of(setup)
     if setup.attention == "flash" and setup.precision == "fp32":
         raise DeploymentError(
@@ -49,6 +53,7 @@ def check_device(setup: TrainingSetup) -> None:
 
 
 def device_notes(setup: TrainingSetup) -> list[str]:
+    """Return a note where the GPU emulates bf16."""
     capability = capability_of(setup)
     if capability is None or capability >= BF16 or not setup.precision.startswith("bf16"):
         return []

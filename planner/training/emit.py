@@ -1,6 +1,8 @@
-"""Ready configuration for the tools that train: DeepSpeed JSON, Accelerate YAML (DDP, FSDP, DeepSpeed), the
-arguments of transformers' Trainer and PEFT's config; and what DeepSpeed's own estimators say. Key
-names are those of DeepSpeed 0.19, Accelerate 1.15, transformers 5.19 and PEFT 0.21."""
+"""Configuration files for training tools: DeepSpeed JSON, Accelerate YAML, arguments for Trainer and PEFT.
+
+It also prints DeepSpeed's own estimates. Key names are of DeepSpeed 0.19, Accelerate 1.15, transformers 5.19
+and PEFT 0.21.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ _OPTIM = {
 
 
 def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
-    """The configuration as text. Raises DeploymentError where the setup has none of that kind."""
+    """Return the configuration of `kind` as text.
+
+    Raises:
+        DeploymentError: if the setup has no configuration of that kind.
+    """
     if kind == "deepspeed":
         return json.dumps(deepspeed(plan.setup), indent=2)
     if kind == "accelerate":
@@ -43,7 +49,7 @@ def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
 
 
 def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
-    """Accepted by ``deepspeed.initialize`` and ``TrainingArguments(deepspeed=...)``."""
+    """Return a configuration for `deepspeed.initialize` and `TrainingArguments(deepspeed=...)`."""
     if not setup.strategy.startswith("zero"):
         raise DeploymentError(
             f"{setup.strategy} is not DeepSpeed's", field="--emit", hint="--strategy zero1, zero2 or zero3"
@@ -89,7 +95,7 @@ def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def accelerate(setup: TrainingSetup) -> dict[str, Any]:
-    """``accelerate launch --config_file``."""
+    """Return a configuration for `accelerate launch --config_file`."""
     precision = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8"}.get(setup.precision, "no")
     out: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -118,6 +124,7 @@ def accelerate(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the object `fsdp_config` of an Accelerate configuration."""
     out: dict[str, Any] = {
         "fsdp_version": setup.fsdp_version,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -139,7 +146,7 @@ def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def trainer(setup: TrainingSetup) -> dict[str, Any]:
-    """Keyword arguments of ``transformers.TrainingArguments``."""
+    """Return keyword arguments of `transformers.TrainingArguments`."""
     if setup.stack == "torchtune":
         raise DeploymentError(
             "torchtune's recipes are not TrainingArguments", field="--emit", hint="tune run with its YAML files"
@@ -183,7 +190,7 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
-    """``peft.LoraConfig`` or ``peft.IA3Config``, and for QLoRA transformers' BitsAndBytesConfig."""
+    """Return a `peft.LoraConfig` or `peft.IA3Config`, for QLoRA with transformers' BitsAndBytesConfig."""
     if setup.method not in ("lora", "qlora", "ia3"):
         raise DeploymentError(f"--method {setup.method} has no adapters", field="--emit", hint="--method lora")
     targets = list(setup.target_modules or default_targets(setup, model_type) or ())
@@ -208,7 +215,7 @@ def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
 
 
 def _yaml(value: dict[str, Any], indent: int = 0) -> str:
-    """Flat enough for no YAML library: strings, numbers, booleans and one level of nesting."""
+    """Return `value` as YAML: strings, numbers, booleans and one level of nesting."""
     lines = []
     for key, item in value.items():
         if isinstance(item, dict):

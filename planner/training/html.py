@@ -1,4 +1,4 @@
-"""Training plans and sweeps as HTML pages."""
+"""HTML pages of training plans and sweeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _HEADS = ("component", "size", "bounds", "bytes", "formula", "share")
 
 
 def facts_of(setup: TrainingSetup, model: str, gpu: str | None, swept: Sequence[str] = ()) -> Facts:
-    """What a page says that it is about; ``gpu``: as --gpu names it; ``swept``: fields that differ by row."""
+    """Return the facts at the top of a page: model, engine and device.
+
+    `gpu` is the name given to --gpu; `swept` are the fields whose values differ between rows.
+    """
     many = {"gpus", "nodes"} & {*swept}
     count = "" if many else f"{setup.nodes * setup.gpus:,} x "
     known = setup.device_memory is not None and "device_memory" not in swept
@@ -30,8 +33,10 @@ def facts_of(setup: TrainingSetup, model: str, gpu: str | None, swept: Sequence[
 def plan_page(
     plan: TrainingPlan, rows: tuple[Trick, ...] = (), words: Sequence[str] = (), gpu: str | None = None
 ) -> str:
-    """A complete document: verdict, components with bars and formulas, traffic, tricks. ``words``: the command
-    line."""
+    """Return the HTML document of a plan: verdict, components with bars and formulas, traffic, tricks.
+
+    `words` are the words of the command line.
+    """
     first, *served = headline(plan)
     low, high = plan.bounds()
     shown = [("GPU, per rank", gib(plan.total()), "" if low == high else f"{gib(low)} to {gib(high)}")]
@@ -61,6 +66,7 @@ def plan_page(
 
 
 def _tricks(rows: tuple[Trick, ...]) -> str:
+    """Return the table of tricks."""
     cells = []
     for t in rows:
         fits = {True: "yes", False: "no", None: ""}[t.fits]
@@ -73,7 +79,7 @@ def _tricks(rows: tuple[Trick, ...]) -> str:
 
 
 def sweep_page(names: Sequence[str], rows: Sequence[Row], words: Sequence[str], facts: Facts) -> str:
-    """``names``: of the fields that are swept."""
+    """Return the HTML document of a sweep over the fields `names`, one row per setting."""
     cells = []
     for row in rows:
         values = ("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row.values)

@@ -1,10 +1,10 @@
-"""Speeds of links between GPUs and between nodes, as people write them."""
+"""Speeds of links between GPUs and between nodes, and the reader of their names and units."""
 
 from __future__ import annotations
 
 from tonnage.planner.errors import DeploymentError
 
-# Bytes per second and direction and GPU unless said. NVIDIA's data sheets state both directions of NVLink.
+# Bytes per second, per direction and GPU. NVIDIA's data sheets state the sum of both directions of NVLink.
 NETWORKS = {
     "nvlink3": 300 * 10**9,  # A100 data sheet: 600 GB/s both directions
     "nvlink4": 450 * 10**9,  # H100 data sheet: 900 GB/s both directions
@@ -13,16 +13,20 @@ NETWORKS = {
     "pcie4": 32 * 10**9,
     "pcie5": 64 * 10**9,
 }
-"""Inside a node."""
+"""Links inside a node."""
 
 LINKS = {
     "10gbe": 10, "25gbe": 25, "100gbe": 100, "hdr": 200, "ndr": 400, "xdr": 800, "efa": 400,
 }  # fmt: skip
-"""Between nodes, Gbit/s per port (IEEE 802.3, InfiniBand trade association's roadmap, AWS EFA)."""
+"""Links between nodes in Gbit/s per port (IEEE 802.3, InfiniBand Trade Association's roadmap, AWS EFA)."""
 
 
 def parse_speed(text: str, field: str) -> int:
-    """``ndr``, ``nvlink4``, ``400Gbps``, ``50GB/s`` -> bytes per second. Raises DeploymentError."""
+    """Return bytes per second for a link's name (`ndr`, `nvlink4`) or a speed (`400Gbps`, `50GB/s`).
+
+    Raises:
+        DeploymentError: for other text.
+    """
     low = text.strip().lower()
     if low in NETWORKS:
         return NETWORKS[low]
