@@ -61,7 +61,7 @@ def against_index(
         One term and no note when the totals agree, otherwise no term and one note with the difference.
     """
     if index.total_bytes is None:
-        return (), (f"{INDEX} has no total_size: the bytes are those that config.json gives",)
+        return (), (f"{INDEX} has no total_size: config.json gives the bytes",)
     total, copies = index.total_bytes, copies_by_index(architecture, index)
     size = checkpoint_size(architecture, read_quantization(config, None), config, dtype, copies)
     if size.low <= total <= size.high:

@@ -1,1 +1,1 @@
-"""Memory of training: model states, sharding, activations, communication, and what makes a model fit."""
+"""Memory planner of training: model states, sharding, activations, communication, memory-saving tricks."""

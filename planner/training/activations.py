@@ -66,7 +66,7 @@ class Kept(NamedTuple):
     pieces: tuple[Size, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: it is the key of a cache
+@dataclass(frozen=True, slots=True, eq=False)
 class Activations:
     """Kept activations of a model as functions of batch and sequence length.
 
@@ -262,7 +262,7 @@ def activations_of(
         shared=shared,
         embedding=_embedding(tape(method == "full", False), recipe, stream),
         head=_head(tape(method == "full", False), recipe, stream),
-        # log_softmax keeps its fp32 result, the loss the shifted labels
+        # log_softmax keeps its fp32 result, and the loss keeps the shifted labels
         loss=Size(token=4 * vocab + 8, fixed=4),
         stream=hidden * stream,
         logit_width=convention.compute if convention.autocast else stream,

@@ -1,6 +1,8 @@
-"""The training interpreter of a recipe (planner/model/recipe.py): a layer as operations on a ``Tape``,
-in the order in which its module runs them (transformers 5.19, models/*/modeling_*.py; experts as its default,
-``grouped_mm``, runs them: integrations/moe.py)."""
+"""Training interpreter of a recipe (planner/model/recipe.py): a layer as operations on a `Tape`.
+
+The operations come in the order in which the layer's module runs them (transformers 5.19,
+models/*/modeling_*.py). Experts run as their default, `grouped_mm` (integrations/moe.py).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from tonnage.planner.training.values import Size, Value
 
 MASK = "mask"
 Tables = Mapping[str, tuple[Value, Value]]
-"""What all layers read: cos and sin of each table of rotary frequencies; under MASK, a boolean mask."""
+"""Name of a rotary table -> its cos and sin, which all layers share; the key MASK has a boolean mask."""
 
 
 def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
-    """The layer's output; ``at``: the layer's name with * for its index."""
+    """Run one decoder layer on the tape and return its output; `at` is the layer's name with `*` as index."""
     given = h = x
     for branch in recipe.branches:
         source = given if recipe.parallel else x
@@ -42,6 +44,7 @@ def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
 
 
 def norm(t: Tape, n: Norm, x: Value) -> Value:
+    """Run a norm on the tape and return its output."""
     weights = n.size * n.groups if n.own else n.size
     if n.kind.startswith("rms"):
         return t.rms_norm(x, weights, n.groups, n.kind)
@@ -49,11 +52,12 @@ def norm(t: Tape, n: Norm, x: Value) -> Value:
 
 
 def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Value:
+    """Run an attention module on the tape and return its output, after the output projection."""
     at = f"{layer}.{a.name}"
     q, k, v = _projected(t, a, h, at)
     if not a.normed_last:
         q, k = _normed(t, a, q, k)
-    if a.clipped:  # clamp_ keeps a copy of what it overwrites
+    if a.clipped:  # clamp_ keeps a copy of the overwritten values
         for part in (q, k, v):
             if part.grad:
                 t.save(t.like(part))
@@ -79,6 +83,7 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
 
 
 def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, Value]:
+    """Return Q, K and V, from three projections or from a fused one."""
     dims = a.heads
     sizes = [dims.heads * dims.head_size, dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size]
     if a.qkv is None:
@@ -97,23 +102,29 @@ def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, 
 
 
 def _normed(t: Tape, a: Attention, q: Value, k: Value) -> tuple[Value, Value]:
+    """Return Q and K after their norms, if the attention has any."""
     return (q if a.q_norm is None else norm(t, a.q_norm, q), k if a.k_norm is None else norm(t, a.k_norm, k))
 
 
 def _softmax(t: Tape, a: Attention, h: Value) -> int:
-    """Bytes of an eager score. Autocast computes softmax in fp32 on the GPU; on the CPU it leaves the type of
-    the mask that was added, the model's."""
+    """Return the bytes of one softmax result under eager attention.
+
+    Autocast computes softmax in fp32 on a GPU. On a CPU it keeps the dtype of the added mask, which is the
+    model's.
+    """
     if t.autocast and (a.narrow or a.upcast):
         return 4 if t.cuda else h.width
     return h.width if a.narrow or a.sinks else 4
 
 
 def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
+    """Return cos and sin tables that one tensor computes for itself."""
     width = 4 if rope.apart == "wide" else x.width
     return Value(Size(position=rope.dim), width, False), Value(Size(position=rope.dim), width, False)
 
 
 def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Value:
+    """Return `x` after rotary embedding, in the dtype and layout that the model continues with."""
     out = t.rotate(x, tables)
     if rope.restored:
         out = t.cast(out, x.width)
@@ -121,7 +132,7 @@ def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Valu
 
 
 def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, layer: str) -> Value:
-    """K and V are expanded to all heads before attention reads them."""
+    """Run latent attention (MLA) on the tape; K and V are expanded to all heads before attention reads them."""
     at, size = f"{layer}.{a.name}", a.heads * a.head_size
     if a.q_rank is None:
         q = t.linear(h, f"{at}.q_proj", a.hidden, size)
@@ -146,6 +157,7 @@ def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, laye
 
 
 def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
+    """Run an MLP on the tape, gated (separate or fused) or plain, and return its output."""
     at = f"{layer}.{m.name}" if m.name else layer
     if len(m.names) == 3:
         gate, up = (t.linear(h, f"{at}.{name}", m.hidden, m.inner) for name in m.names[:2])
@@ -162,7 +174,7 @@ def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
 
 
 def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
-    """Each token is copied once for every expert it goes through; the copies are sorted by expert."""
+    """Run routed and shared experts on the tape; a token is copied once for each expert, sorted by expert."""
     at = f"{layer}.{e.name}"
     shared = None if e.shared is None else mlp(t, e.shared, h, layer)
     weights = _routed(t, e, h, f"{at}.{e.router.name}")
@@ -176,7 +188,7 @@ def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
 
 
 def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
-    """The weights of the chosen experts, ``chosen`` per token."""
+    """Run the router on the tape and return the weights of the chosen experts, `e.chosen` per token."""
     router, given = e.router, h.width
     if router.noisy and h.grad:
         t.save(t.like(h))
@@ -205,11 +217,12 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     groups, taken = router.groups
     if grouped and groups:
         best = 2 if router.kind == "sigmoid-groups" else 1
-        t.save(t.new(best * groups, 8, False))  # the best experts of each group, the groups, the others' mask
+        # kept: indices of each group's best experts, indices of the chosen groups, mask of the other groups
+        t.save(t.new(best * groups, 8, False))
         t.save(t.new(taken, 8, False))
         t.save(t.new(e.count, 1, False))
     if router.normed:
-        t.save(t.like(chosen))  # divided in place: what was there is copied
+        t.save(t.like(chosen))  # the division in place keeps a copy of its input
         t.save(t.new(1, width, True))
     if clamped:
         t.save(t.new(1, width, True))
@@ -218,8 +231,11 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
 
 
 def _mixed(t: Tape, e: Experts, logits: Value) -> Value:
-    """Phi-3.5-MoE's sparsemixer, once for each chosen expert: the mask, its softmax, the sampled and the
-    largest expert, the multiplier of the gradient."""
+    """Run Phi-3.5-MoE's sparsemixer on the tape, once for each chosen expert.
+
+    Each run keeps the mask, its softmax, the sampled and the largest expert, and the multiplier of the
+    gradient.
+    """
     for _ in range(e.chosen):
         t.save(t.new(e.count, 1, False))
         t.save(t.new(e.count, logits.width, True))

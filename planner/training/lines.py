@@ -1,4 +1,4 @@
-"""The lines of a training plan: what each component takes on one rank, from what formula and source."""
+"""Lines of a training plan: the bytes of each component on one rank, with formula and source."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ LOSS = {
 
 
 def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
-    """bitsandbytes' paged states lie in managed memory (functional.py get_paged: cudaMallocManaged): what does
-    not fit beside the rest leaves the GPU. torchtune publishes an 8B, in full, on a 4090."""
+    """Return the lines with paged optimizer states reduced to the GPU memory that the other lines leave.
+
+    bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
+    excess leaves the GPU. For example, torchtune publishes full training of an 8B model on an RTX 4090.
+    """
     if not setup.optimizer.startswith("paged") or setup.device_memory is None:
         return lines
     room = setup.device_memory - sum(
@@ -46,13 +49,14 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
+    """Return a line whose bytes are exact."""
     return Line(name, place, size, size, size, formula, source)
 
 
 def state_lines(
     setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained, there: int
 ) -> list[Line]:
-    """``there``: bytes of the gradients at the peak."""
+    """Return the lines of the model states; `there` is the bytes of gradients at the peak."""
     ranks = f" over {setup.shard_ranks} ranks" if setup.zero_stage else ""
     master = states.master if c.master_with_weights else 0
     per = f"{c.weights} + {c.master}" if c.master_with_weights and c.master else str(c.weights)
@@ -76,7 +80,7 @@ def state_lines(
         shared = ranks if setup.zero_stage >= 2 else ""
         formula = f"{c.gradients} bytes x {states.trainable:,}{shared}{adapters}"
         if there != states.gradients:
-            formula = f"of {gib(states.gradients)} what is there at the peak: {formula}"
+            formula = f"the part of {gib(states.gradients)} that exists at the peak: {formula}"
         out.append(_exact("gradients", there, formula, "--gradient-dtype"))
     if not placed.optimizer_off:
         inner = states.optimizer + (0 if c.master_with_weights else states.master)
@@ -89,6 +93,7 @@ def state_lines(
 
 
 def _frozen(setup: TrainingSetup) -> str:
+    """Return the dtype of frozen weights as text."""
     if setup.method == "qlora":
         return f"linear weights in {setup.base_quantization}, the rest {frozen_bytes(setup)} bytes"
     return f"{frozen_bytes(setup)} bytes each"
@@ -97,6 +102,10 @@ def _frozen(setup: TrainingSetup) -> str:
 def peak_lines(
     setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool, bounds: tuple[int, int]
 ) -> list[Line]:
+    """Return the lines of the worst moment: activations, logits, weight casts, temporary tensors, rounding.
+
+    `bounds` are the bytes by which the activations may be lower and higher.
+    """
     if peak is None:
         return []
     at = f"b = {setup.micro_batch}, s = {length:,}, {attention_of(setup)}, checkpointing {setup.checkpointing}"
@@ -109,7 +118,7 @@ def peak_lines(
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
-        low = peak.logits  # 12 of the 14 bytes where the caller does not keep the logits
+        low = peak.logits  # lower bound: 12 of 14 bytes, for a caller that drops the logits
         formula = LOSS[setup.loss if setup.stack is None or setup.loss != "full" else "dropped"]
         out.append(
             Line(
@@ -150,6 +159,7 @@ def peak_lines(
 
 
 def host_lines(setup: TrainingSetup, placed: HostBytes, peak: Peak | None, states: States) -> list[Line]:
+    """Return the lines of CPU memory: offloaded states and activations, step counters."""
     node = setup.gpus
     out = list(placed.lines)
     if peak is not None and peak.cpu:

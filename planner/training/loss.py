@@ -1,7 +1,7 @@
-"""Bytes of logits and loss on one rank, by how the loss is computed and by what its caller keeps.
+"""Bytes of logits and loss on one rank, by how the loss is computed and what its caller keeps.
 
-Per logit: ``width`` as the head returns them, 4 of their fp32 copy, 4 of log_softmax's result, which the
-backward pass reads, and there 4 + 4 of two fp32 gradients.
+One logit takes `width` bytes as the head returns it, 4 in its fp32 copy and 4 in log_softmax's result, which
+the backward pass reads. The backward pass adds 4 + 4 bytes for two fp32 gradients.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.units import GiB, ceil_div
 
-# unsloth_zoo 2026.10.9 fused_losses/cross_entropy_loss.py: _CE_BYTES_PER_LOGIT, _CE_TARGET_GB_CAP; the budget
-# is half of the memory that is free, so the loss takes what is left and never decides whether a step fits.
+# unsloth_zoo 2026.10.9 fused_losses/cross_entropy_loss.py: _CE_BYTES_PER_LOGIT, _CE_TARGET_GB_CAP. The budget
+# is half of the free memory, so the loss never decides whether a step fits.
 UNSLOTH_LOGIT, UNSLOTH_MOST = 16, 4 * GiB
 
 
 class Loss(NamedTuple):
-    """Bytes at the end of the loss's ``forward`` pass, in its ``backward`` pass, while the ``head``'s gradient
-    is computed, and ``alive`` after it. ``matrices``: gradients of the head's weight alive at once. ``most``:
-    what the larger pass may have at most. ``pieces``: single tensors."""
+    """Bytes of the logits and the loss at each moment of a step.
+
+    Attributes:
+        forward: at the end of the loss's forward pass.
+        backward: in the loss's backward pass.
+        head: while the head's gradient is computed.
+        alive: after that.
+        matrices: number of gradients of the head's weight that are alive at once.
+        most: upper bound of the larger pass.
+        pieces: bytes of single tensors, for the allocator's rounding.
+    """
 
     forward: int
     backward: int
@@ -33,7 +41,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_trained: bool) -> Loss:
-    """Of ``tokens`` tokens of one micro-batch; tensor parallelism divides the vocabulary."""
+    """Return the bytes of logits and loss for `tokens` tokens; tensor parallelism divides the vocabulary."""
     stack = stack_of(setup)
     elements = tokens * ceil_div(acts.vocab, tp)
     width, labels = acts.logit_width, 8 * tokens
@@ -51,16 +59,18 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
     forward = whole + elements * (4 if width == 4 else 8) + labels
     alive = whole if stack.keeps_logits else 0
     backward = alive + 12 * elements + labels
-    # a caller that keeps the outputs, which accelerate's convert_outputs_to_fp32 made fp32
+    # upper bound: a caller that keeps the outputs in fp32 (accelerate's convert_outputs_to_fp32)
     most = backward if stack.keeps_logits else 16 * elements + labels
     return Loss(forward, backward, alive + whole, alive, 1, most, pieces)
 
 
 def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Loss:
-    """torchtune's CEWithChunkedOutputLoss: the head in chunks, all kept; the cast to fp32 and cross-entropy
-    chunk by chunk. All chunks' losses go backward before the first chunk of the head does, whose weight
-    gradients are summed two at a time (autograd's InputBuffer). Compiled, a chunk keeps its 16-bit logits and
-    nothing in fp32."""
+    """Return the bytes of torchtune's CEWithChunkedOutputLoss.
+
+    The head runs in chunks, and all are kept. Cast to fp32 and cross-entropy run chunk by chunk. The backward
+    pass of all chunk losses precedes that of the head, whose weight gradients are summed two at a time
+    (autograd's InputBuffer). Compiled, a chunk keeps 16-bit logits and no fp32 tensor.
+    """
     whole, chunk = elements * width, ceil_div(elements, setup.loss_chunks)
     if setup.compile:
         backward = whole + chunk * width + labels
@@ -70,9 +80,12 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
 
 
 def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:
-    """Liger's fused linear cross-entropy: logits of one chunk of rows (16-bit and fp32), the gradient of the
-    hidden states, and of the head (liger_kernel/ops/fused_linear_cross_entropy.py: rows per chunk =
-    next power of two of tokens / ceil(vocabulary / hidden))."""
+    """Return the bytes of Liger's fused linear cross-entropy.
+
+    It keeps the logits of one chunk of rows (16-bit and fp32) and the gradients of hidden states and head. A
+    chunk has the next power of two of tokens / ceil(vocabulary / hidden) rows. Source:
+    liger_kernel/ops/fused_linear_cross_entropy.py.
+    """
     rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))
     rows = 1 << max(0, rows - 1).bit_length()
     head = acts.vocab * acts.hidden * acts.logit_width if head_trained else 0

@@ -1,7 +1,7 @@
-"""What a method trains: every tensor of the model with its adapters, trainable or frozen.
+"""Training methods: every tensor of the model and its adapters, each trainable or frozen.
 
-LoRA and IA3 shapes as PEFT 0.21 builds them; default target modules are PEFT's own for each family
-(``Family.lora``, ``Family.ia3``).
+LoRA and IA3 shapes are as PEFT 0.21 builds them. Default target modules are PEFT's own for each family
+(`Family.lora`, `Family.ia3`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,18 @@ LINEARS = ("Linear", "KeptLinear", "FalconLinear", "Conv1D")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """``count`` equal tensors. ``layers``: the layer of each (None outside the layers). ``frozen_bytes``:
-    what one of them takes where it is not trained; ``adapter``: added by PEFT."""
+    """A group of equal tensors of the model or its adapters.
+
+    Attributes:
+        name: the tensors' name with `*` for the layer.
+        layers: layer of each tensor, None outside the layers.
+        trainable: whether they are trained.
+        adapter: whether PEFT adds them.
+        frozen_bytes: bytes of one tensor where it is not trained.
+        shard_dim: the dimension that tensor parallelism divides.
+        kv_rows: rows of K and V in a fused matrix.
+        kv_units: number of KV heads in these rows.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,22 +50,24 @@ class Held:
     trainable: bool
     adapter: bool = False
     frozen_bytes: int = 0
-    shard_dim: int | None = None  # the side tensor parallelism divides
+    shard_dim: int | None = None
     kv_rows: int = 0
     kv_units: int = 0
 
     @property
     def elements(self) -> int:
+        """Return the elements of one tensor."""
         return prod(self.shape)
 
     @property
     def count(self) -> int:
+        """Return the number of tensors in the group."""
         return len(self.layers)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model under a method. ``targets``: the module names adapters sit on, empty without adapters."""
+    """A model's tensors under a training method; `targets` are the modules with adapters."""
 
     held: tuple[Held, ...]
     targets: frozenset[str]
@@ -63,25 +75,32 @@ class Trained:
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of the base model, tied ones once."""
+        """Return the parameters of the base model, tied ones once."""
         return sum(h.elements * h.count for h in self.held if not h.adapter)
 
     @cached_property
     def trainable(self) -> int:
+        """Return the number of trained parameters, adapters included."""
         return sum(h.elements * h.count for h in self.held if h.trainable)
 
     @cached_property
     def adapters(self) -> int:
+        """Return the number of adapter parameters."""
         return sum(h.elements * h.count for h in self.held if h.adapter)
 
 
 def pattern(name: str) -> str:
-    """``model.layers.3.self_attn.q_proj.weight`` -> ``model.layers.*.self_attn.q_proj.weight``."""
+    """Return a tensor's name with `*` for indices, such as `model.layers.*.self_attn.q_proj.weight`."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
-    """Apply the method. Raises DeploymentError for target modules the model does not have."""
+    """Return the model's tensors under the setup's method.
+
+    Raises:
+        DeploymentError: for target modules the model does not have.
+        UnsupportedArchitecture: for QLoRA of a model without an nn.Linear.
+    """
     own = [t for t in architecture.tensors if t.is_parameter and t.tied_to is None]
     buffers = sum(
         t.elements * ELEMENT_BYTES[t.dtype or "bfloat16"] for t in architecture.tensors if t.role == "buffer"
@@ -98,6 +117,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
     stack = stack_of(setup)
 
     def frozen(tensor: TensorSpec) -> int:
+        """Return the bytes of a tensor that is not trained."""
         quantized = setup.method == "qlora" and quantization.converts(tensor)
         if quantized and stack.nf4 == "torchao":
             return nf4_torchao_bytes(tensor.elements)
@@ -131,13 +151,13 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
 
 
 def target_names(architecture: Architecture) -> tuple[str, ...]:
-    """Names PEFT could match: the last part of every linear module, in the model's order."""
+    """Return the module names PEFT could match: the last component of each linear module, in model order."""
     names = (t.module.rpartition(".")[2] for t in architecture.tensors if t.module_class in LINEARS)
     return tuple(dict.fromkeys(names))
 
 
 def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | None:
-    """PEFT's own target modules for the family, None where it has none."""
+    """Return PEFT's default target modules for a family, None where it has none."""
     family = family_of(model_type)
     return family.ia3 if setup.method == "ia3" else family.lora
 
@@ -145,6 +165,7 @@ def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | 
 def _adapters(
     architecture: Architecture, own: list[TensorSpec], setup: TrainingSetup
 ) -> tuple[list[Held], frozenset[str]]:
+    """Return the adapter tensors, and the patterns of the modules that have them."""
     wanted = setup.target_modules
     if wanted is None:
         wanted = default_targets(setup, architecture.model_type)
@@ -184,7 +205,7 @@ def _adapters(
             out.setdefault((f"{pattern(tensor.module)}.{suffix}", shape), []).append(tensor)
     held = []
     for (name, shape), tensors in out.items():
-        # the factor beside the divided side is divided with it, the other one replicated
+        # tensor parallelism divides the factor on the divided side and replicates the other one
         side = tensors[0].shard_dim if name.endswith(("lora_B.weight", "lora_A.weight")) else None
         dim = side if side == (0 if name.endswith("lora_B.weight") else 1) else None
         layers = tuple(t.layer for t in tensors)
@@ -193,8 +214,11 @@ def _adapters(
 
 
 def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str, tuple[int, ...]]]:
-    """LoRA: A [rank, in], B [out, rank]. IA3: one scale per input of a feed-forward module, per output of
-    the others (peft/tuners/ia3/layer.py)."""
+    """Return suffix and shape of each adapter tensor of a module.
+
+    LoRA has A [rank, in] and B [out, rank]. IA3 has one scale per input of a feed-forward module, and one per
+    output of other modules (peft/tuners/ia3/layer.py).
+    """
     out, into = tensor.shape if tensor.module_class != "Conv1D" else tensor.shape[::-1]
     if setup.method == "ia3":
         feed_forward = tensor.module.endswith(IA3_FEED_FORWARD)

@@ -1,4 +1,4 @@
-"""The model as the training planner reads it: the serving planner's Architecture and the config's switches."""
+"""The model as the training planner reads it: the serving planner's architecture and its layers as a recipe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_su
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """``recipe``: None where activations are not planned (encoder-decoder models). ``estimated``: sums of
-    shapes, for a decoder whose layers are not written down operation by operation."""
+    """A model to be trained.
+
+    Attributes:
+        id: name of the model.
+        architecture: its tensors, as the serving planner has them.
+        recipe: its layers as operations; None where activations are not planned (encoder-decoder models).
+        estimated: sums of shapes for a decoder without a recipe, empty otherwise.
+    """
 
     id: str
     architecture: Architecture
@@ -25,11 +31,12 @@ class TrainingModel:
 
     @cached_property
     def tied(self) -> bool:
+        """Return whether the model has tied tensors."""
         return any(t.tied_to is not None for t in self.architecture.tensors)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Per layer the window of sliding attention, 0 for full."""
+        """Return the sliding window of each layer in tokens, 0 for full attention."""
         out = [0] * self.architecture.layers
         for layer in self.architecture.cache_layers:
             if layer.window:
@@ -37,15 +44,16 @@ class TrainingModel:
         return tuple(out)
 
     def attention(self, asked: str) -> str:
-        """The attention that runs where ``asked`` is asked for: eager where the class does not have it."""
+        """Return the attention that runs where `asked` is requested: eager if the model class lacks it."""
         return asked if asked in family_of(self.architecture.model_type).attentions else "eager"
 
     def masked(self, length: int) -> tuple[bool, ...]:
-        """Layers that are given an explicit mask at this length: windows shorter than the sequence."""
+        """Return for each layer whether its window is shorter than `length` tokens, which needs a mask."""
         return tuple(0 < window < length for window in self.windows)
 
 
 def model_from(id: str, architecture: Architecture) -> TrainingModel:
+    """Return the training model of an architecture, with its recipe or with sums of shapes."""
     recipe = architecture.recipe
     if taped(recipe):
         return TrainingModel(id, architecture, recipe)
@@ -55,8 +63,12 @@ def model_from(id: str, architecture: Architecture) -> TrainingModel:
 
 
 def load_training_model(name: str) -> TrainingModel:
-    """A name as ``tonnage plan`` takes it. Raises the planner's errors; a checkpoint that is quantized already
-    cannot be trained in place and is refused."""
+    """Load a model by a name that `tonnage plan` takes.
+
+    Raises:
+        UnsupportedArchitecture: for a quantized checkpoint, which cannot be trained in place.
+        TonnageError: for a model that is not found or not understood.
+    """
     source = resolve_model(name)
     if source.kind == "gguf":
         raise UnsupportedArchitecture(

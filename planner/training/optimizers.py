@@ -1,6 +1,6 @@
 """Optimizer states of one tensor in bytes, as the optimizers allocate them.
 
-Measured against torch 2.13 and bitsandbytes 0.50 by tests/planner/test_training_real.py (difference 0).
+Tests compare them with torch 2.13 and bitsandbytes 0.50, difference 0 (tests/planner/test_training_real.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from tonnage.planner.units import ceil_div
 
-# bitsandbytes 0.50, optim/optimizer.py: min_8bit_size, block size of the block-wise states, and the two
-# dynamic maps of 256 fp32 values shared by all tensors of a device.
+# bitsandbytes 0.50, optim/optimizer.py: min_8bit_size, the block size of block-wise states, and two dynamic
+# maps of 256 fp32 values that all tensors of a device share.
 BNB_MIN_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MAPS_BYTES = 2 * 256 * 4
@@ -20,7 +20,13 @@ STEP_BYTES = 4  # torch.optim: one fp32 counter per tensor, on the host unless f
 
 
 class Optimizer(NamedTuple):
-    """``states``: full-size states per parameter; ``counter``: keeps a step counter per tensor."""
+    """An optimizer's states.
+
+    Attributes:
+        states: number of full-size states per parameter.
+        counter: whether it keeps a step counter per tensor.
+        formula: the states as text.
+    """
 
     name: str
     states: int
@@ -45,19 +51,28 @@ OPTIMIZER = {
 
 
 def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
-    """GaLore projects the layers' matrices, whichever module they are of: embedding, head and norms are not
-    (llamafactory 0.9.5 train/trainer_utils.py; GaLore's torchrun_main.py: attention and MLP)."""
+    """Return whether GaLore projects the tensor: matrices of attention and MLP, no embedding, head or norm.
+
+    Sources: llamafactory 0.9.5 train/trainer_utils.py, GaLore's torchrun_main.py.
+    """
     return name.startswith("galore") and len(shape) == 2 and role in ("attention", "mlp")
 
 
 @lru_cache(maxsize=4096)
 def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: int = 0) -> int:
-    """Bytes of the states of one tensor of ``shape``; ``state`` is the size of one state value. ``rank``: of
-    GaLore's projection, [rank, short side], and of its states, [rank, long side] (galore-torch 1.0).
+    """Return the bytes of the optimizer states of one tensor.
 
-    8-bit AdamW keeps its block-wise states whatever ``state`` says; Adafactor (torch.optim) keeps
-    ``shape[:-1] + (1,)`` and ``shape[:-2] + (1, last)``; Muon (torch.optim) takes matrices only, and by its
-    authors' advice not the embedding and the head, which AdamW trains.
+    * 8-bit AdamW keeps block-wise states of one byte, whatever `state` is.
+    * Adafactor (torch.optim) keeps states of the shapes `shape[:-1] + (1,)` and `shape[:-2] + (1, last)`.
+    * Muon (torch.optim) trains matrices only. By its authors' advice AdamW trains embedding and head.
+    * GaLore (galore-torch 1.0) keeps a projection [rank, short side] and states [rank, long side].
+
+    Args:
+        name: the optimizer.
+        shape: the tensor's shape.
+        role: the tensor's role in the model.
+        state: bytes of one state value.
+        rank: rank of GaLore's projection.
     """
     n = prod(shape)
     if is_projected(name, shape, role):
@@ -77,18 +92,27 @@ def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: 
 
 
 def shared_bytes(name: str) -> int:
-    """Bytes kept once per device."""
+    """Return the bytes an optimizer keeps once per device."""
     return BNB_MAPS_BYTES if "8bit" in name else 0
 
 
 def step_workspace(name: str, kernel: str, trainable: int, largest: int, state: int, projected: int = 0) -> int:
-    """Temporary bytes of one step over ``trainable`` elements on the rank, ``largest`` in one tensor.
+    """Return the temporary bytes of one optimizer step on a rank.
 
-    AdamW's denominator is a list of copies of the second state (torch/optim/adamw.py, 2.13,
-    ``_multi_tensor_adamw``: ``_foreach_sqrt``); fused kernels keep none. Adafactor, Lion and Muon go tensor
-    by tensor with two temporaries; SGD and bitsandbytes update in place. GaLore (galore-torch 1.0) takes two
-    for each tensor, or, where its largest ``projected`` matrix gets a new projection, that matrix, U and V of
-    its singular value decomposition in fp32.
+    * AdamW's denominator is a list of copies of the second state (torch/optim/adamw.py, 2.13,
+      `_multi_tensor_adamw`: `_foreach_sqrt`). Fused kernels keep none.
+    * Adafactor, Lion and Muon update tensor by tensor with two temporaries. SGD and bitsandbytes update in
+      place.
+    * GaLore (galore-torch 1.0) has two temporaries per tensor. A new projection takes more: the matrix, and U
+      and V of its singular value decomposition, in fp32.
+
+    Args:
+        name: the optimizer.
+        kernel: `fused` or `foreach`.
+        trainable: trained elements on the rank.
+        largest: elements of the largest tensor.
+        state: bytes of one state value.
+        projected: elements of the largest matrix that GaLore projects.
     """
     if name.startswith("galore"):
         return max(2 * state * min(largest, trainable), 3 * 4 * projected)

@@ -1,5 +1,7 @@
-"""What is neither state nor activation: communication buckets, library workspaces, the CUDA context. Each with
-an interval and a source; none is folded into another."""
+"""Training memory that is neither state nor activation: buckets, library workspaces, the CUDA context.
+
+Each overhead has its own interval and source; none is added to another.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import States
 from tonnage.planner.units import GiB, MiB
 
-# ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp (2.13): ":4096:2:16:8" before Hopper, ":4096:8" on it; one
-# workspace for the forward thread, one for autograd's.
+# ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp (2.13): ":4096:2:16:8" before Hopper, ":4096:8" on Hopper. The
+# forward thread and autograd's thread have one workspace each.
 CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_WORKSPACE_HOPPER = 8 * 4096 * 1024
 
@@ -25,6 +27,8 @@ FP8_HISTORY, FP8_QUANTIZERS = 1024, 5
 
 
 class Overhead(NamedTuple):
+    """Bytes of one overhead, within [low, high], with formula and source."""
+
     name: str
     bytes: int
     low: int
@@ -34,7 +38,14 @@ class Overhead(NamedTuple):
 
 
 def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: bool = True) -> list[Overhead]:
-    """``modules``: of the rank, that multiply in fp8. ``in_layer``: the peak is in a layer's backward pass."""
+    """Return the overheads of one rank.
+
+    Args:
+        setup: the flags of the training.
+        states: the rank's model states.
+        modules: linear modules of the rank that multiply in fp8.
+        in_layer: whether the peak is in a layer's backward pass.
+    """
     out = [
         Overhead(
             "cuBLAS workspaces", 2 * CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 2 * CUBLAS_WORKSPACE_HOPPER,

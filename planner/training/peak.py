@@ -1,21 +1,23 @@
-"""What one micro-batch adds to the model states at the worst moment of a step.
+"""The worst moment of a training step: what one micro-batch adds to the model states, in bytes.
 
-The moments, each with what is alive then (derived from PyTorch's autograd, checkpoint and cross-entropy
-code; benchmarks/training_accuracy.py holds the sums against published A6000 runs without any fitted term):
+The moments and what is alive at each, from PyTorch's autograd, checkpoint and cross-entropy code. A benchmark
+compares the sums with published A6000 runs, without any fitted term (benchmarks/training_accuracy.py).
 
-- ``loss forward``: everything kept by the layers, all weight casts of the autocast region, 16-bit logits,
-  their fp32 copy and log_softmax's result
-- ``loss backward``: the same kept tensors, the casts the graph still reads, 16-bit logits, log_softmax's
-  result and two fp32 gradients of it (14 bytes a logit, 16 in fp32)
-- ``layer backward``: kept tensors, logits, one layer's (or segment's) recomputed tensors and gradients
-- ``head gradient``: kept tensors, logits and their gradient, the head's weight gradient before it is added
-- ``embedding gradient``: the tied embedding's two gradients before they are summed
-- ``optimizer step``: copies of the gradients and the temporaries of the multi-tensor kernels (step.py), no
-  activations
-- ``first layer backward``: where gradients come and go with each step, one layer's tensors and all gradients
+- `loss forward`: everything kept by the layers, all weight casts of the autocast region, 16-bit logits, their
+  fp32 copy and log_softmax's result.
+- `loss backward`: the same kept tensors, the casts the graph still reads, 16-bit logits, log_softmax's result
+  and two fp32 gradients of it (14 bytes per logit, 16 in fp32).
+- `layer backward`: kept tensors, logits, one layer's (or segment's) recomputed tensors and gradients.
+- `head gradient`: kept tensors, logits and their gradient, and the gradient of the head's weight before it is
+  added.
+- `embedding gradient`: the two gradients of a tied embedding before they are summed.
+- `optimizer step`: copies of the gradients and the temporaries of the multi-tensor kernels (step.py), no
+  activations.
+- `first layer backward`: one layer's tensors and all gradients, for stacks that free the gradients in each
+  step.
 
-A stack that drops the model's output, or sets gradients to None, has less of both (stacks.py); what the loss
-keeps is in loss.py.
+A stack that drops the model's output, or sets gradients to None, has less of both (stacks.py). loss.py has the
+tensors of the loss.
 """
 
 from __future__ import annotations
@@ -35,15 +37,22 @@ MOMENTS = (
     "first layer backward",
 )  # fmt: skip
 
-# c10/cuda/CUDACachingAllocator.cpp (2.13): requests from 10 MiB on get segments rounded to 2 MiB, and a
+# c10/cuda/CUDACachingAllocator.cpp (2.13): requests of at least 10 MiB get segments rounded up to 2 MiB, and a
 # remainder of up to 1 MiB is not split off.
 _LARGE, _ROUND, _UNSPLIT = 10 * MiB, 2 * MiB, 1 * MiB
 
 
 class Peak(NamedTuple):
-    """Bytes beside the model states at the worst moment, by kind; ``cpu``: activations kept on the host.
-    ``gradients``: of the model's gradients, what is there at that moment. ``more``: what may come on top;
-    ``rough``: the part of ``temporary`` that is estimated."""
+    """Bytes besides the model states at the worst moment of a step, by kind.
+
+    Attributes:
+        moment: one of MOMENTS.
+        cpu: activations kept on the host.
+        gradients: the part of the model's gradients that exists at that moment.
+        more: bytes by which the peak may be higher.
+        rough: the estimated part of `temporary`.
+        copies: the gradient copies of an optimizer step, as text.
+    """
 
     moment: str
     activations: int
@@ -55,15 +64,24 @@ class Peak(NamedTuple):
     gradients: int
     more: int
     rough: int
-    copies: str = ""  # what an optimizer step copies of the gradients, in words
+    copies: str = ""
 
     @property
     def total(self) -> int:
+        """Return the bytes on the GPU besides the model states."""
         return self.activations + self.logits + self.casts + self.temporary + self.rounding
 
 
 class StageShape(NamedTuple):
-    """One pipeline stage: its share of the layers, its end pieces, micro-batches kept at once."""
+    """One pipeline stage for the peak.
+
+    Attributes:
+        layers: layers of the stage.
+        of_layers: layers of the model.
+        embedding: whether the stage has the embedding.
+        head: whether the stage has the head.
+        in_flight: micro-batches whose activations it keeps at once.
+    """
 
     layers: int
     of_layers: int
@@ -73,7 +91,7 @@ class StageShape(NamedTuple):
 
 
 def _rounded(piece: int) -> int:
-    """Bytes the allocator adds to one tensor."""
+    """Return the bytes that the allocator adds to one tensor."""
     if piece < _LARGE:
         return 0
     rest = -piece % _ROUND
@@ -81,8 +99,15 @@ def _rounded(piece: int) -> int:
 
 
 class Gradients(NamedTuple):
-    """Of a rank: ``full`` bytes of all, ``head`` of the head's (or tied embedding's) and ``embedding`` of an
-    untied embedding's. ``held``: there from one step to the next. ``dropped``: used and dropped one by one."""
+    """Gradients of one rank.
+
+    Attributes:
+        full: bytes of all gradients.
+        head: bytes of the head's or tied embedding's gradient.
+        embedding: bytes of an untied embedding's gradient.
+        held: whether gradients persist from one step to the next.
+        dropped: whether each gradient is freed as soon as the optimizer has used it.
+    """
 
     full: int
     head: int
@@ -92,7 +117,7 @@ class Gradients(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Micro-batch as one rank sees it."""
+    """The part of a micro-batch that one rank computes."""
 
     batch: int
     length: int
@@ -100,6 +125,7 @@ class _Cut(NamedTuple):
     sequence_parallel: bool
 
     def kept(self, kept: Kept) -> int:
+        """Return the kept bytes on this rank after tensor and sequence parallelism."""
         whole, split = kept.total.at(self.batch, self.length), kept.split.at(self.batch, self.length)
         if self.sequence_parallel:
             return ceil_div(whole, self.tp)
@@ -108,8 +134,12 @@ class _Cut(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, int, int, int, int, int]:
-    """(all layers' bytes, the largest layer's, scores, casts of trained, casts of frozen weights, rounding)
-    of the stage."""
+    """Return sums over the layers of a stage, in bytes.
+
+    Returns:
+        All layers' kept tensors, the largest layer's, attention scores, casts of trained weights, casts of
+            frozen weights, and the allocator's rounding.
+    """
     total = scores = casts = frozen = largest = rounding = 0
     for _, count, kept in acts.layers:
         here = ceil_div(count * stage.layers, stage.of_layers)
@@ -124,9 +154,17 @@ def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, i
 
 
 class _Waiting(NamedTuple):
-    """Bytes that the layers of a stage leave until the backward pass: ``saved`` on the GPU, ``cpu`` beside it;
-    ``recompute``: what is made again at a time; ``forward_casts``, ``casts``: of weights, as the forward
-    pass ends and after it; ``rounding``: the allocator's; ``first``: what is saved of one layer."""
+    """Bytes that a stage's layers keep until the backward pass.
+
+    Attributes:
+        saved: activations on the GPU.
+        cpu: activations on the host.
+        recompute: what is recomputed at once.
+        forward_casts: casts of weights as the forward pass ends.
+        casts: casts of weights after it.
+        rounding: the allocator's rounding.
+        first: activations of one layer.
+    """
 
     saved: int
     cpu: int
@@ -138,6 +176,7 @@ class _Waiting(NamedTuple):
 
 
 def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageShape) -> _Waiting:
+    """Return what a stage's layers keep until the backward pass, by the setup's checkpointing and offload."""
     kept, largest, scores, casts, frozen, rounding = _layer_sums(acts, cut, stage)
     if setup.checkpointing == "full":
         stream = cut.batch * cut.length * acts.stream
@@ -161,7 +200,7 @@ def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageSha
 
 
 class _Moment(NamedTuple):
-    """Bytes at one of MOMENTS."""
+    """Bytes at one moment of a step; `place` is its index in MOMENTS."""
 
     place: int
     activations: int
@@ -172,6 +211,7 @@ class _Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Return the sum of all kinds."""
         return sum(self[1:])
 
 
@@ -179,8 +219,20 @@ def peak_of(
     setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: Step,
     head_trained: bool, tied: bool, gradients: Gradients, packed: int = 0,
 ) -> Peak:  # fmt: skip
-    """The worst moment of one micro-batch of ``setup.micro_batch`` x ``length`` tokens on one rank. ``packed``:
-    elements of the largest quantized matrix."""
+    """Return the worst moment of one micro-batch on one rank.
+
+    Args:
+        setup: the flags of the training.
+        acts: the model's activations.
+        stage: the pipeline stage.
+        length: sequence length in tokens.
+        inner: width of the MLP.
+        step: bytes of the optimizer step.
+        head_trained: whether the head is trained.
+        tied: whether head and embedding are one tensor.
+        gradients: the rank's gradients.
+        packed: elements of the largest quantized matrix.
+    """
     stack = stack_of(setup)
     local = ceil_div(length, setup.context_parallel)
     tp = setup.tensor_parallel
@@ -198,7 +250,7 @@ def peak_of(
     own = matrix if head_trained else 0
     both = tied and head_trained and stage.embedding and stage.head
     there = gradients.full if gradients.held else 0
-    waiting = own if both and not gradients.held else 0  # the head's part, until the embedding's comes
+    waiting = own if both and not gradients.held else 0  # the head's part, until the embedding's is added
     head_cast = head_kept = alive = 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width
@@ -235,7 +287,7 @@ def peak_of(
             moments.append(_Moment(6, first + ends, alive, live_casts // max(1, stage.layers), work, rest))
     worst = max(sorted(moments), key=lambda found: found.bytes)
     place = worst.place
-    more = own if setup.loss == "chunked" and place == 3 else 0  # a third gradient of the head
+    more = own if setup.loss == "chunked" and place == 3 else 0  # a third gradient of the head may be alive
     if place <= 1 and stage.head:
         more = max(0, loss.most - max(loss.forward, loss.backward))
     return Peak(

@@ -1,4 +1,4 @@
-"""Where states live under offload: GPU, CPU memory of the node, NVMe; and what stage 3 and FSDP gather."""
+"""Placement of model states under offload (GPU, CPU, NVMe), and the weights that stage 3 and FSDP gather."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # additional_buffer_facto
 
 
 class HostBytes(NamedTuple):
-    """What is not on the GPU. ``lines``: per node; ``gathered``: the GPU line of gathered weights; ``init``:
-    CPU bytes of a node while every rank builds the model."""
+    """States that are not on the GPU.
+
+    Attributes:
+        weights_off: whether weights are offloaded.
+        gradients_off: whether gradients are offloaded.
+        optimizer_off: whether optimizer states are offloaded.
+        lines: the lines of CPU and NVMe memory, per node.
+        gathered: the GPU line of gathered weights.
+        init: CPU bytes of a node while every rank builds the model.
+    """
 
     weights_off: bool
     gradients_off: bool
@@ -32,14 +40,19 @@ class HostBytes(NamedTuple):
 
 
 def init_bytes(parameters: int, gpus: int) -> int:
-    """CPU bytes of a node when each of its ranks builds the whole model in fp32 first: parameters x 4 x ranks
-    x 1.5 (DeepSpeed's additional_buffer_factor)."""
+    """Return the CPU bytes of a node whose ranks each build the whole model in fp32 first.
+
+    The formula is parameters x 4 x ranks x 1.5 (DeepSpeed's additional_buffer_factor).
+    """
     return parameters * 4 * gpus * INIT_FACTOR_NUMERATOR // INIT_FACTOR_DENOMINATOR
 
 
 def place(setup: TrainingSetup, states: States, convention: Convention, trained: Trained) -> HostBytes:
-    """Offload moves optimizer states with their master weights and gradients (ZeRO-Offload), and with
-    ``offload_param`` the weights too (ZeRO-Infinity)."""
+    """Return where the model states are under the setup's offload flags.
+
+    Offload moves optimizer states with their master weights and gradients (ZeRO-Offload). With `offload_param`
+    it moves the weights as well (ZeRO-Infinity).
+    """
     node = setup.gpus
     weights_off = setup.offload_param != "none"
     optimizer_off = setup.offload_optimizer != "none"
@@ -47,6 +60,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
     lines: list[Line] = []
 
     def line(name: str, place: str, size: int, formula: str, source: str) -> None:
+        """Add a line whose bytes are exact."""
         lines.append(Line(name, place, size, size, size, formula, source))  # type: ignore[arg-type]
 
     if optimizer_off:
@@ -83,9 +97,12 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
 
 
 def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> Line:
-    """Whole weights that are alive at once. DeepSpeed: the module at work and the prefetch bucket, at most
-    max_live_parameters. FSDP: the unit at work, the next one prefetched, and the root's embedding and head,
-    which stay gathered through the forward pass, or units of their own."""
+    """Return the GPU line of full weights that are alive at once.
+
+    * DeepSpeed: the current module and the prefetch bucket, at most max_live_parameters.
+    * FSDP: the current unit, the next one prefetched, and the root unit with embedding and head. The root stays
+      gathered through the forward pass unless embedding and head are units of their own.
+    """
     each = convention.compute
     if setup.method in ("lora", "qlora", "ia3") and states.parameters:
         each = max(1, -(-states.full_frozen // states.parameters))
@@ -96,7 +113,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
         if stack_of(setup).shards_ends and setup.method == "full":
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
-        elif stack_of(setup).shards_ends:  # a line of its configs that is commented out
+        elif stack_of(setup).shards_ends:  # custom_sharded_layers is commented out in the stack's configs
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
         high = size
@@ -111,6 +128,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
 
 
 def _init(setup: TrainingSetup, trained: Trained) -> int:
+    """Return the CPU bytes of a node while its ranks build the model, 0 where each builds its own part."""
     if setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init):
         return init_bytes(trained.parameters, setup.gpus)
     return 0

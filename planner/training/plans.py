@@ -1,5 +1,7 @@
-"""TrainingPlan: the bytes of one rank on GPU, CPU and NVMe, whether they fit, and what a step sends. Made by
-``tonnage.planner.training.build.Planner``."""
+"""`TrainingPlan`: the bytes of one rank on GPU, CPU and NVMe, whether they fit, and what a step sends.
+
+`tonnage.planner.training.build.Planner` makes them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Place = Literal["gpu", "cpu", "nvme"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One component: ``bytes`` on one rank (cpu and nvme: on one node), within [low, high]."""
+    """One component of a plan: `bytes` per rank (CPU and NVMe: per node), within [low, high]."""
 
     name: str
     place: Place
@@ -30,8 +32,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """The answer. ``lines`` belong to the fullest rank (pipeline stage ``stage``); ``moment``: when its peak
-    is reached. Sums are over ``lines``; node totals count all ranks of a node."""
+    """The memory plan of one training setup, for its fullest rank.
+
+    Attributes:
+        lines: the components; every sum is over them. Node totals count all ranks of a node.
+        moment: when the peak is reached.
+        stage: pipeline stage of the fullest rank.
+    """
 
     model: str
     architecture: str
@@ -51,12 +58,14 @@ class TrainingPlan:
     cpu_init_bytes: int
 
     def total(self, place: Place = "gpu") -> int:
+        """Return the bytes in one place."""
         return sum(line.bytes for line in self.lines if line.place == place)
 
     def bounds(self, place: Place = "gpu") -> tuple[int, int]:
+        """Return the least and the most bytes in one place."""
         lines = [line for line in self.lines if line.place == place]
         return sum(line.low for line in lines), sum(line.high for line in lines)
 
     def line(self, name: str, place: Place = "gpu") -> int:
-        """Bytes of a component by name; 0 when it does not occur."""
+        """Return the bytes of a component by name, 0 if the plan has none."""
         return sum(line.bytes for line in self.lines if line.name == name and line.place == place)

@@ -1,9 +1,9 @@
 """Bytes per parameter of weights, master weights and gradients, under each named convention.
 
-The conventions differ in where the fp32 copy is counted and in the gradients' type; which framework does
-which is part of the answer. Worked totals for AdamW: 16 (zero, master-with-weights), 18 (huggingface),
-16 and up to 2 more (autocast), 16 (fp32), 8 (bf16, fp16). fp8 is a precision of matrix products: what is kept
-of weights, gradients and states is one of the mixed conventions.
+The conventions differ in where the fp32 copy is counted and in the gradients' dtype. Each names the framework
+that uses it. Totals for AdamW: 16 (zero, master-with-weights), 18 (huggingface), 16 and up to 2 more
+(autocast), 16 (fp32), 8 (bf16, fp16). fp8 is a precision of matrix products: weights, gradients and states
+follow one of the mixed conventions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,20 @@ from tonnage.planner.training.setup import DTYPE_BYTES, TrainingSetup
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """Bytes per trainable parameter. ``weights`` is what the forward pass reads, ``master`` an fp32 copy
-    (``master_with_weights``: printed with the weights, else with the optimizer states), ``cast`` the 16-bit
-    casts a forward pass may keep. ``compute`` is the element size of matrix products, ``stream`` of the
-    residual stream; ``state`` of one optimizer state."""
+    """Bytes per trainable parameter under a named convention.
+
+    Attributes:
+        weights: bytes that the forward pass reads.
+        master: bytes of an fp32 copy.
+        gradients: bytes of a gradient.
+        state: bytes of one optimizer state.
+        compute: bytes of an element in matrix products.
+        stream: bytes of an element of the residual stream.
+        autocast: whether torch.autocast casts the weights.
+        master_with_weights: whether the master copy is printed with the weights, else with the optimizer
+            states.
+        used_by: the frameworks that use it.
+    """
 
     name: str
     weights: int
@@ -32,7 +42,7 @@ class Convention:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Weights, master, gradients and two optimizer states: the usual headline of AdamW."""
+        """Return the total of weights, master, gradients and two optimizer states: AdamW's usual headline."""
         return self.weights + self.master + self.gradients + 2 * self.state
 
 
@@ -62,7 +72,7 @@ _PURE = {
 
 
 def convention_of(setup: TrainingSetup) -> Convention:
-    """The convention asked for, else the one the strategy's framework uses."""
+    """Return the requested convention, by default the one of the strategy's framework."""
     if not setup.mixed:
         chosen = _PURE[setup.precision]
     else:
@@ -82,7 +92,7 @@ def convention_of(setup: TrainingSetup) -> Convention:
 
 
 def frozen_bytes(setup: TrainingSetup) -> int:
-    """Bytes per weight that is not trained: 16-bit unless asked otherwise or everything is fp32."""
+    """Return the bytes of a weight that is not trained: 16 bits unless requested otherwise or in fp32."""
     if setup.base_dtype is not None:
         return DTYPE_BYTES[setup.base_dtype]
     return 4 if setup.precision == "fp32" else 2

@@ -1,4 +1,4 @@
-"""A TrainingPlan as JSON, as plain lines and, in a terminal, as a table with bars."""
+"""Output of a `TrainingPlan`: JSON, plain lines, and a table with bars in a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, p
 
 
 def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
-    """The JSON object; keys are only ever added. Bytes are ints. ``ranks`` figures are of the fullest rank."""
+    """Return the plan as a JSON object; bytes are ints, of the fullest rank. Keys are only ever added."""
     setup, convention, traffic = plan.setup, plan.convention, plan.communication
     lines = []
     for line in plan.lines:
@@ -59,6 +59,7 @@ def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
 
 
 def _stack(plan: TrainingPlan, explain: bool) -> dict[str, Any] | None:
+    """Return the training stack as a JSON object, None without one."""
     stack = stack_of(plan.setup)
     if not stack.name:
         return None
@@ -67,6 +68,7 @@ def _stack(plan: TrainingPlan, explain: bool) -> dict[str, Any] | None:
 
 
 def _setup(plan: TrainingPlan) -> dict[str, Any]:
+    """Return the flags as a JSON object, with the planner's choices filled in."""
     out = asdict(plan.setup)
     out["sequence_length"] = plan.length
     out["convention"] = plan.convention.name
@@ -76,6 +78,7 @@ def _setup(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def headline(plan: TrainingPlan) -> list[str]:
+    """Return the first lines of a plan: model, method and GPUs, convention, batch."""
     setup, c = plan.setup, plan.convention
     share = 100 * plan.trainable / (plan.parameters + plan.adapters) if plan.parameters else 0
     adapters = f", {plan.adapters:,} of them in adapters" if plan.adapters else ""
@@ -105,10 +108,12 @@ def headline(plan: TrainingPlan) -> list[str]:
 
 
 def bounds(line: Line) -> str:
+    """Return the interval of a line as text."""
     return "exact" if line.low == line.high else f"{gib(line.low)} to {gib(line.high)}"
 
 
 def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
+    """Return (title, lines) for GPU, CPU and NVMe, as far as the plan has any."""
     out = []
     for place, title in _PLACES:
         lines = [line for line in plan.lines if line.place == place]
@@ -118,7 +123,7 @@ def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
 
 
 def tail(plan: TrainingPlan) -> list[str]:
-    """Communication, CPU at the start, notes and the verdict."""
+    """Return the last lines of a plan: communication, CPU memory at initialization, notes."""
     out = []
     traffic = plan.communication
     for c in traffic.collectives:
@@ -137,6 +142,7 @@ def tail(plan: TrainingPlan) -> list[str]:
 
 
 def verdict(plan: TrainingPlan) -> list[str]:
+    """Return the lines that say whether the plan fits."""
     if plan.fits is None:
         return ["No device was named: --gpu or --device-memory answers whether it fits."]
     if not plan.fits:
@@ -148,11 +154,13 @@ def verdict(plan: TrainingPlan) -> list[str]:
 
 
 def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
+    """Return the table of tricks as lines."""
     return ["", "What would help (time relative to this setup at an A100's 40 %, transfers not hidden):",
             *_trick_rows(rows)]  # fmt: skip
 
 
 def _trick_rows(rows: tuple[Trick, ...]) -> list[str]:
+    """Return one or two lines per trick."""
     out = []
     for t in rows:
         fits = {True: "fits", False: "does not fit", None: ""}[t.fits]
@@ -169,15 +177,15 @@ _SHOWN = 6  # combinations in a terminal
 
 
 def combination_lines(found: Combinations) -> list[str]:
-    """Combinations that fit, and the smallest change that does."""
+    """Return the combinations of tricks that fit, and the smallest change that fits, as lines."""
     out = []
     if found.rows:
         out += ["", "Together they fit, the quickest first:", *_trick_rows(found.rows[:_SHOWN])]
         if len(found.rows) > _SHOWN:
             out.append(f"  ... and {len(found.rows) - _SHOWN} more (--json lists all)")
     if found.tried:
-        all_of = "all there are" if found.complete else "those that save most"
-        out.append(f"{found.tried} combinations were planned, {all_of}.")
+        extent = "all that exist" if found.complete else "largest savings first"
+        out.append(f"{found.tried} combinations were planned, {extent}.")
     if found.smallest is not None:
         out.append(f"The smallest change that fits: {found.smallest.name} ({found.smallest.flags})")
     elif found.tried:
@@ -186,6 +194,7 @@ def combination_lines(found: Combinations) -> list[str]:
 
 
 def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
+    """Return the plan as plain lines, with `explain` each with formula and source."""
     lines = headline(plan)
     for title, rows in place_rows(plan):
         lines += ["", title]
@@ -204,7 +213,7 @@ def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
 
 
 def print_plan(plan: TrainingPlan, explain: bool, file: TextIO) -> None:
-    """A table with bars in a terminal, plain lines when ``file`` is none."""
+    """Print the plan: a table with bars in a terminal, plain lines into any other file."""
     if not file.isatty():
         for line in plain_lines(plan, explain):
             print(line, file=file)

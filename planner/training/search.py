@@ -1,4 +1,4 @@
-"""The other direction: the largest micro-batch or sequence that fits."""
+"""Search for the largest micro-batch or sequence length that fits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ _CEILING = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """``value``: the largest that fits; ``aligned``: rounded down to a multiple of ``multiple`` (tensor cores
-    work on tiles of 8, on A100 of 64: NVIDIA's matrix multiplication guide), None when below it."""
+    """The largest value of a field that fits.
+
+    Attributes:
+        field: the searched field.
+        value: the largest value that fits.
+        aligned: `value` rounded down to a multiple of `multiple`, None if that is 0. Tensor cores work on tiles
+            of 8, on A100 of 64 (NVIDIA's matrix multiplication guide).
+        multiple: the divisor.
+        plan: the plan with `value`.
+    """
 
     field: str
     value: int
@@ -25,15 +33,18 @@ class Largest:
 
 
 def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 8) -> Largest:
-    """The largest ``micro_batch`` or ``sequence_length`` that fits into the memory given.
+    """Return the largest `micro_batch` or `sequence_length` that fits into the device's memory.
 
-    Raises DeploymentError when no memory was given, DoesNotFit with the numbers when not even 1 fits.
+    Raises:
+        DeploymentError: if no device memory was given.
+        DoesNotFit: with the figures, if not even 1 fits.
     """
     if setup.device_memory is None:
         raise DeploymentError("a device is needed to search", field="--device-memory", hint="or --gpu NAME")
     ceiling = planner.model.architecture.max_model_len if field == "sequence_length" else _CEILING
 
     def fits(value: int) -> TrainingPlan | None:
+        """Return the plan with this value if it fits, else None."""
         plan = planner.plan(replace(setup, **{field: value}))  # type: ignore[arg-type]
         return plan if plan.fits else None
 

@@ -1,4 +1,4 @@
-"""TrainingSetup: how a model is to be trained. Checked against itself here, against a model in ``plan``."""
+"""`TrainingSetup`: the flags of `tonnage train`, checked against each other; build.py checks them by model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from tonnage.planner.records import dataclass
 from tonnage.planner.training.links import parse_speed
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ADAPTERS = ("lora", "qlora", "ia3")  # methods that train modules beside the model's own
+ADAPTERS = ("lora", "qlora", "ia3")  # methods that add trained modules to the model
 _PLACES = ("none", "cpu", "nvme")
-_MOST = 1 << 24  # far above any cluster, batch or rank; beyond it the number is a typing error
+_MOST = 1 << 24  # upper bound of counts, far above any cluster, batch or adapter rank
 
 _METHOD, _BATCH, _RANKS = "method", "batch and activations", "GPUs and how the model is spread over them"
 _MEMORY = "memory and network"
 
 
 def _capability(text: str, field: str) -> str:
+    """Return `text` if it is a compute capability such as 8.0; raise DeploymentError otherwise."""
     major, _, minor = text.partition(".")
     if not (major.isdecimal() and minor.isdecimal()):
         raise DeploymentError(f"{text[:40]!r} is no compute capability", field=field, hint="for example 8.0")
@@ -25,9 +26,11 @@ def _capability(text: str, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """All flags of ``tonnage train``. Sizes are bytes, bandwidths bytes per second and direction; None: the
-    planner chooses (and says what). Options and checks are made from these lines
-    (``tonnage.planner.flags``)."""
+    """All flags of `tonnage train`; options and their checks are generated from these fields.
+
+    Sizes are in bytes, bandwidths in bytes per second and direction. For a flag left at None the planner
+    chooses a value and reports it. planner/flags.py generates the options.
+    """
 
     stack: str | None = flag(
         None, "whose modules, loss and loop, and its defaults (default: a plain loop that keeps its gradients)",
@@ -166,56 +169,67 @@ class TrainingSetup:
 
     @property
     def world(self) -> int:
+        """Return the number of GPUs over all nodes."""
         return self.gpus * self.nodes
 
     @property
     def model_ranks(self) -> int:
-        """Ranks one copy of the model is spread over before any data parallelism."""
+        """Return the ranks that share one copy of the model, before any data parallelism."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def data_parallel(self) -> int:
+        """Return the number of data-parallel ranks."""
         return self.world // (self.model_ranks * self.context_parallel)
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that hold equal weights and may share them out (data x context parallel)."""
+        """Return the ranks with equal weights, which may shard them (data x context parallel)."""
         return self.world // self.model_ranks
 
     @property
     def effective_batch(self) -> int:
-        """Sequences of one optimizer step over all ranks."""
+        """Return the sequences of one optimizer step over all ranks."""
         return self.micro_batch * self.gradient_accumulation * self.data_parallel
 
     @property
     def zero_stage(self) -> int:
-        """What is shared out: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+        """Return the ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
         return {
             "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "fsdp-hybrid": 3, "fsdp-grad-op": 2,
         }.get(self.strategy, 0)  # fmt: skip
 
     @property
     def is_fsdp(self) -> bool:
+        """Return whether the strategy is one of FSDP's."""
         return self.strategy.startswith("fsdp")
 
     @property
     def pure_16_bit(self) -> bool:
-        """Weights, gradients and states in 16 bits, no fp32 copy."""
+        """Return whether weights, gradients and states are in 16 bits, without an fp32 copy."""
         return self.precision in ("bf16", "fp16")
 
     @property
     def fp8_kept(self) -> bool:
-        """Transformer Engine keeps inputs and matrices in fp8 from forward to backward. torchao's float8, made
-        for FSDP, keeps them in 16 bits and casts inside each product (torchao/float8/float8_linear.py)."""
+        """Return whether inputs and matrices stay in fp8 from the forward to the backward pass.
+
+        Transformer Engine does so. torchao's float8, made for FSDP, keeps them in 16 bits and casts inside each
+        product (torchao/float8/float8_linear.py).
+        """
         return self.precision == "fp8" and not self.is_fsdp
 
     @property
     def mixed(self) -> bool:
+        """Return whether the precision is mixed."""
         return self.precision in ("bf16-mixed", "fp16-mixed", "fp8")
 
 
 def check_setup(setup: TrainingSetup) -> None:
-    """What contradicts itself whatever the model. Raises DeploymentError naming the flag."""
+    """Refuse flags that contradict each other for every model.
+
+    Raises:
+        DeploymentError: naming the flag.
+    """
     check_values(setup)
     if setup.target_modules is not None and setup.method not in ADAPTERS:
         raise DeploymentError(
@@ -229,6 +243,7 @@ def check_setup(setup: TrainingSetup) -> None:
 
 
 def _check_precision(setup: TrainingSetup) -> None:
+    """Refuse flags that contradict the precision."""
     if setup.convention is not None and not setup.mixed:
         raise DeploymentError(
             f"{setup.precision} keeps no master weights, so there is no convention to choose",
@@ -248,6 +263,7 @@ def _check_precision(setup: TrainingSetup) -> None:
 
 
 def _check_ranks(setup: TrainingSetup) -> None:
+    """Refuse parallel sizes that do not divide the GPUs, and flags that need other parallel sizes."""
     per_copy = setup.model_ranks * setup.context_parallel
     if setup.world % per_copy:
         raise DeploymentError(
@@ -296,6 +312,7 @@ def _check_ranks(setup: TrainingSetup) -> None:
 
 
 def _check_offload(setup: TrainingSetup) -> None:
+    """Refuse offload and ZeRO++ flags that the strategy does not support."""
     for field in ("offload_param", "offload_optimizer"):
         if getattr(setup, field) == "nvme" and setup.strategy != "zero3":
             raise DeploymentError(
@@ -345,5 +362,5 @@ def _check_offload(setup: TrainingSetup) -> None:
 
 
 def hybrid_group(setup: TrainingSetup) -> int:
-    """Ranks of one hybrid shard group: as asked, or the data-parallel ranks of one node."""
+    """Return the ranks of one hybrid shard group: --shard-size, or the data-parallel ranks of one node."""
     return setup.shard_size or max(1, min(setup.gpus // setup.tensor_parallel, setup.shard_ranks))

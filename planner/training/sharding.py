@@ -1,5 +1,8 @@
-"""Which part of each tensor one rank holds: tensor and pipeline parallel split the model, ZeRO and FSDP
-share out what is left among ranks that would hold the same."""
+"""The part of each tensor that one rank holds.
+
+Tensor and pipeline parallelism divide the model. ZeRO and FSDP then shard what several ranks would otherwise
+replicate.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from tonnage.planner.training.methods import Held
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 from tonnage.planner.units import ceil_div
 
-# DeepSpeed 0.19, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters stay whole.
+# DeepSpeed 0.19, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters are not sharded.
 PERSISTENT_ELEMENTS = 100_000
 
 _FIRST_STAGE = ("vision", "audio", "projector", "encoder")
 
 
 class Shards(NamedTuple):
-    """Ranks among which weights, gradients and optimizer states are shared out (1: replicated)."""
+    """Number of ranks among which weights, gradients and optimizer states are sharded; 1 means replicated."""
 
     weights: int
     gradients: int
@@ -27,6 +30,7 @@ class Shards(NamedTuple):
 
 
 def shards(setup: TrainingSetup) -> Shards:
+    """Return the sharding of the setup's strategy."""
     ranks = setup.shard_ranks
     if setup.strategy == "fsdp-hybrid":
         group = hybrid_group(setup)
@@ -36,7 +40,11 @@ def shards(setup: TrainingSetup) -> Shards:
 
 
 def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
-    """What the model must divide into. Raises DeploymentError naming the flag and the config's figure."""
+    """Refuse parallel sizes that do not divide the model.
+
+    Raises:
+        DeploymentError: naming the flag and the model's dimension.
+    """
     tp, pp = setup.tensor_parallel, setup.pipeline_parallel
     if architecture.heads % tp:
         raise DeploymentError(
@@ -61,7 +69,7 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
 
 
 def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
-    """A segment is at least a layer. Raises DeploymentError."""
+    """Refuse more checkpoint segments than the model has layers; raise DeploymentError."""
     if (setup.checkpoint_segments or 0) > architecture.layers:
         raise DeploymentError(
             f"{setup.checkpoint_segments} is more than the model's {architecture.layers} layers",
@@ -71,7 +79,7 @@ def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
 
 
 def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> range:
-    """Layers of one pipeline stage: as equal as can be, the first ones longer."""
+    """Return the layers of one pipeline stage; stages are as equal as possible, the first ones longer."""
     layers, stages = architecture.layers, setup.pipeline_parallel
     base, more = divmod(layers, stages)
     start = stage * base + min(stage, more)
@@ -79,8 +87,10 @@ def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> ra
 
 
 def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> int:
-    """How many of these tensors the stage holds. Embedding on the first stage, final norm and head on the
-    last; a tied embedding on both."""
+    """Return how many of these tensors the pipeline stage holds.
+
+    The embedding is on the first stage, final norm and head on the last, a tied embedding on both.
+    """
     if stages == 1:
         return held.count
     if held.role in _FIRST_STAGE:
@@ -93,8 +103,11 @@ def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> 
 
 
 def split(held: Held, setup: TrainingSetup) -> tuple[int, ...]:
-    """Shape one tensor-parallel rank holds: the side the architecture names is divided, rounded up; rows of
-    K and V are repeated where there are fewer KV heads than ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
+    """Return the shape that one tensor-parallel rank holds.
+
+    The dimension `shard_dim` is divided and rounded up. Rows of K and V are repeated where there are fewer KV
+    heads than ranks (Megatron-LM, arXiv 1909.08053 section 3).
+    """
     tp, dim = setup.tensor_parallel, held.shard_dim
     if tp == 1 or dim is None:
         return held.shape
@@ -108,8 +121,11 @@ def split(held: Held, setup: TrainingSetup) -> tuple[int, ...]:
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:
-    """Elements of the largest shard of one tensor: whole rows for FSDP2 (torch.chunk along dim 0), equal
-    runs with padding for the flat buffers of DeepSpeed and FSDP1."""
+    """Return the elements of the largest shard of one tensor.
+
+    FSDP2 shards whole rows (torch.chunk along dim 0). The flat buffers of DeepSpeed and FSDP1 are cut into
+    equal padded parts.
+    """
     if ranks == 1:
         return prod(shape)
     if by_row and shape:

@@ -1,5 +1,7 @@
-"""Work of one step in FLOPs and transfers, to rank tricks by what they cost. Not a prediction of seconds:
-every figure is relative to the same setup without the trick."""
+"""Work of one training step in FLOPs and transfers, from which tricks are ranked by cost.
+
+The figures are relative to the same setup without the trick. They do not predict seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,22 @@ from tonnage.planner.units import ceil_div
 
 REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # A100 data sheet: 312 TFLOP/s bf16; 40 % of it is usual in training
 PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction
-NVME = (
-    6 * 10**9
-)  # ZeRO-Infinity (arXiv 2104.07857): about 25 GB/s read per DGX-2 node of 16 GPUs; one fast drive
-QLORA_SLOWDOWN = 1.3  # QLoRA against LoRA, about 30 % (reference text; each use dequantizes the matrix)
+# One fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per DGX-2 node of 16 GPUs.
+NVME = 6 * 10**9
+QLORA_SLOWDOWN = 1.3  # QLoRA / LoRA: about 30 % slower, since each use dequantizes the matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One optimizer step on one rank: ``flops``, bytes over PCIe and NVMe, seconds of communication (None:
-    no network given); ``extra``: a factor on the compute that is quoted, not computed (QLoRA)."""
+    """Work of one optimizer step on one rank.
+
+    Attributes:
+        flops: floating-point operations.
+        pcie: bytes over PCIe.
+        nvme: bytes from and to NVMe.
+        network: seconds of communication, None without a given network.
+        extra: factor on the compute time that is quoted from a source (QLoRA).
+    """
 
     flops: int
     pcie: int
@@ -31,14 +39,17 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """At the reference speed, transfers not hidden behind compute."""
+        """Return the seconds at the reference speed; transfers are not hidden behind compute."""
         compute = self.flops * self.extra / REFERENCE_FLOPS
         return compute + self.pcie / PCIE + self.nvme / NVME + (self.network or 0.0)
 
 
 def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) -> tuple[int, int, int]:
-    """(matrices of the layers, head, attention scores) of one forward pass: 2 FLOPs a weight and token, and
-    2 x 2 x heads x head size x length / 2 a token for causal scores and their product with V."""
+    """Return the FLOPs of one forward pass: matrices of the layers, head, attention scores.
+
+    A weight takes 2 FLOPs per token. Causal scores and their product with V take 2 x 2 x heads x head size x
+    length / 2 FLOPs per token.
+    """
     architecture = planner.model.architecture
     layers = sum(h.elements * h.count for h in trained.held if h.layers[0] is not None and len(h.shape) > 1)
     head = architecture.vocab_size * architecture.hidden_size
@@ -47,6 +58,7 @@ def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) 
 
 
 def work_of(planner: Planner, plan: TrainingPlan) -> Work:
+    """Return the work of one optimizer step of a plan."""
     setup, trained = plan.setup, planner.trained(plan.setup)
     tokens = setup.micro_batch * plan.length
     layers, head, scores = forward_flops(planner, trained, tokens, plan.length)
@@ -66,8 +78,11 @@ def work_of(planner: Planner, plan: TrainingPlan) -> Work:
 
 
 def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
-    """Bytes over one GPU's PCIe: gradients down and weights up once a step; offloaded weights up twice and
-    activations both ways for every micro-batch."""
+    """Return the bytes over one GPU's PCIe link in a step.
+
+    Gradients go down and weights come up once per step. Offloaded weights come up twice, and offloaded
+    activations go both ways, for every micro-batch.
+    """
     steps = setup.gradient_accumulation
     size = 0
     if setup.offload_optimizer != "none":
@@ -78,5 +93,6 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
+    """Return the bytes from and to NVMe in a step."""
     size = 2 * plan.line("optimizer states", "nvme")  # read and written once a step
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

@@ -1,7 +1,7 @@
-"""Training stacks: what each keeps where a plain loop over transformers' modules does otherwise.
+"""Training stacks (torchtune, unsloth, ...): how each differs in memory from a plain loop over transformers.
 
-A ``Stack`` holds decisions, each with the file it was read from; no figure of it is fitted.
-benchmarks/training_accuracy.py --stacks holds the plans against the totals the stacks publish.
+A `Stack` holds decisions, each with the file it was read from; no figure is fitted. A benchmark compares the
+plans with the totals the stacks publish (benchmarks/training_accuracy.py --stacks).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.training.values import Kernels
 
 
 class Default(NamedTuple):
-    """A flag the stack sets where the user did not. ``methods``: for which of them, empty for all."""
+    """A flag that the stack sets where the user did not; `methods` restricts it, empty means all methods."""
 
     flag: str
     value: Any
@@ -25,16 +25,28 @@ class Default(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """``adapter``: bytes of an adapter's weight, gradient and state value (0: as the model's).
-    ``keeps_logits``: the loop holds the model's output until the backward pass is over. ``frees_gradients``:
-    zero_grad sets them to None, so a forward pass finds none (without gradient accumulation).
-    ``head_in_fp32``: the logits are cast to fp32 before the loss sees them, and nobody else keeps them.
-    ``shards_ends``: embedding and head are units of their own under FSDP, in full training; else they may be.
-    ``offloads_ends``: offloaded activations include what is outside the layers. ``upcasts``: what is not
-    quantized of a quantized model becomes fp32. ``nf4``: whose packing of NF4; ``dequantized``: bytes a weight
-    while its matrix is unpacked (compiled: the matrix in 16 bits). ``states_in_fp32``: its 8-bit optimizers
-    may compute in fp32 copies of a whole tensor. ``model_types``: whose modules are its own, all if empty.
-    ``sources``: (decision, file)."""
+    """A training stack's decisions about memory.
+
+    Attributes:
+        name: name of the stack.
+        version: its version.
+        sources: (decision, file) pairs.
+        kernels: the kernels that its modules run.
+        adapter: bytes of an adapter's weight, gradient and state value; 0 for the model's own.
+        keeps_logits: whether the loop holds the model's output until the backward pass ends.
+        frees_gradients: whether zero_grad sets gradients to None, so that a forward pass without gradient
+            accumulation finds none.
+        head_in_fp32: whether the logits are cast to fp32 before the loss, without keeping the 16-bit ones.
+        shards_ends: whether embedding and head are FSDP units of their own in full training. With adapters they
+            may be.
+        offloads_ends: whether offloaded activations include tensors outside the layers.
+        upcasts: whether the unquantized parts of a quantized model become fp32.
+        nf4: the package whose NF4 packing it uses.
+        dequantized: bytes per weight while its matrix is unpacked; compiled, the matrix in 16 bits.
+        states_in_fp32: whether its 8-bit optimizers may compute in fp32 copies of a whole tensor.
+        model_types: model types for which it has modules of its own; empty means it uses transformers'.
+        defaults: flags that it sets.
+    """
 
     name: str
     version: str
@@ -55,6 +67,7 @@ class Stack:
 
     @property
     def shown(self) -> str:
+        """Return name and version as text."""
         return f"{self.name} {self.version}".strip()
 
 
@@ -65,7 +78,7 @@ PLAIN = Stack(
     "", "", (("gradients", "kept between steps, as with zero_grad(set_to_none=False)"),),
     keeps_logits=True, frees_gradients=False, dequantized=0,
 )  # fmt: skip
-"""Without --stack: a loop over transformers' modules and PEFT that keeps gradients and logits."""
+"""The stack without --stack: a loop over transformers' modules and PEFT that keeps gradients and logits."""
 
 STACKS = {
     "transformers": Stack(
@@ -163,22 +176,27 @@ STACKS = {
 
 
 def stack_of(setup: TrainingSetup) -> Stack:
+    """Return the setup's training stack, `PLAIN` without --stack."""
     return PLAIN if setup.stack is None else STACKS[setup.stack]
 
 
 def adapter_bytes(setup: TrainingSetup) -> int:
-    """Bytes of one value of an adapter, its gradient and its states."""
+    """Return the bytes of one value of an adapter, its gradient and its states."""
     return stack_of(setup).adapter or (4 if setup.precision == "fp32" else 2)
 
 
 def gradients_held(setup: TrainingSetup) -> bool:
-    """Whether a forward pass finds gradients: of an earlier micro-batch, in DeepSpeed's flat buffers and FSDP's
-    shards, or because nobody freed them."""
+    """Return whether gradients exist during a forward pass.
+
+    They exist after an earlier micro-batch, in DeepSpeed's flat buffers and FSDP's shards, and where the loop
+    does not free them.
+    """
     kept = setup.gradient_accumulation > 1 or setup.zero_stage > 0
     return kept or not (stack_of(setup).frees_gradients or setup.optimizer_in_backward)
 
 
 def kernels_of(setup: TrainingSetup) -> Kernels:
+    """Return the kernels of the setup's stack under its packing, method and compiler."""
     stack = stack_of(setup)
     kernels = stack.kernels._replace(
         tables="taken" if stack.kernels.tables == "buffer" and setup.packing else stack.kernels.tables,
@@ -188,7 +206,7 @@ def kernels_of(setup: TrainingSetup) -> Kernels:
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags given, and those their ``stack`` sets."""
+    """Return the given flags and the defaults of their `stack`."""
     stack = STACKS.get(given.get("stack") or "")
     if stack is None:
         return given
@@ -205,7 +223,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def stack_notes(setup: TrainingSetup) -> list[str]:
-    """What the stack's own defaults are, as far as the setup has them, and what dropping gradients means."""
+    """Return notes on the stack's defaults that the setup has, and on gradients that are freed."""
     out = []
     stack = stack_of(setup)
     if stack.name:
@@ -223,11 +241,16 @@ def stack_notes(setup: TrainingSetup) -> list[str]:
 
 
 def _shown(value: object) -> str:
+    """Return a flag's value as text."""
     return "+".join(value) if isinstance(value, tuple) else "on" if value is True else str(value)
 
 
 def check_stack(setup: TrainingSetup, model_type: str) -> None:
-    """What the stack does not have. Raises DeploymentError naming the flag."""
+    """Refuse flags that the stack does not have.
+
+    Raises:
+        DeploymentError: naming the flag.
+    """
     stack = stack_of(setup)
     if stack.model_types and model_type not in stack.model_types:
         raise DeploymentError(
@@ -266,6 +289,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
 
 
 def _check_in_backward(setup: TrainingSetup) -> None:
+    """Refuse --optimizer-in-backward with adapters, gradient accumulation or several ranks."""
     field = "--optimizer-in-backward"
     if setup.method != "full":
         raise DeploymentError(f"needs --method full, it is {setup.method}", field=field)
@@ -282,6 +306,9 @@ def _check_in_backward(setup: TrainingSetup) -> None:
 
 
 def nf4_torchao_bytes(elements: int) -> int:
-    """One matrix as torchao's NF4Tensor holds it, in bf16: half a byte a value, an int8 scaler for 64 of them,
-    a 16-bit factor for 256 scalers, their mean and the table of 16 values."""
+    """Return the bytes of one matrix as torchao's NF4Tensor in bf16.
+
+    It has half a byte per value, an int8 scaler per 64 values, a 16-bit factor per 256 scalers, their mean and
+    the table of 16 values.
+    """
     return elements // 2 + elements // 64 + 2 * (elements // (64 * 256)) + 2 + 2 * 16

@@ -1,5 +1,7 @@
-"""Model states of one rank: weights, master weights, gradients, optimizer states; and what the sharing-out
-strategies gather and buffer beside them."""
+"""Model states of one rank: weights, master weights, gradients, optimizer states.
+
+Also counted are the buffers of sharding strategies and the weights they gather.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,26 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes one rank keeps, wherever they are placed, and the elements behind them.
+    """Bytes that one rank keeps, wherever they are placed, and the elements behind them.
 
-    ``frozen``: weights that are not trained; ``casts``: 16-bit copies autocast may keep; ``counters``:
-    step counters on the host. ``full_weights``: the rank's weights before sharing out (what is gathered);
-    ``layer``: elements of the largest decoder layer.
-    ``persistent``: bytes of small parameters ZeRO-3 keeps whole.
+    Attributes:
+        frozen: weights that are not trained.
+        counters: step counters on the host.
+        casts: 16-bit copies that autocast may keep.
+        persistent: small parameters that ZeRO-3 keeps in full.
+        parameters: parameters of the rank's part of the model, before sharding.
+        trainable: the trained ones of these.
+        layer: elements of the largest decoder layer.
+        largest: elements of the largest tensor.
+        full_gradients: bytes of the gradients before sharding.
+        full_frozen: bytes of the frozen weights before sharding.
+        projected: elements of the largest matrix that GaLore projects.
+        packed: elements of the largest quantized matrix.
+        layer_trained: trained elements of the largest decoder layer.
+        outer_trained: trained elements outside the layers.
+        layer_gathered: bytes of one decoder layer, gathered.
+        outer_gathered: bytes of all tensors outside the layers, gathered.
+        end_gathered: bytes of the largest tensor outside the layers, gathered.
     """
 
     weights: int
@@ -48,27 +64,28 @@ class States:
     counters: int
     casts: int
     persistent: int
-    parameters: int  # of the rank's part of the model, before sharing out
+    parameters: int
     trainable: int
     layer: int
     largest: int
     full_gradients: int
     full_frozen: int
-    projected: int  # elements of the largest matrix GaLore projects
-    packed: int  # of the largest quantized matrix
-    layer_trained: int  # trained elements of the largest decoder layer
+    projected: int
+    packed: int
+    layer_trained: int
     outer_trained: int
-    layer_gathered: int  # bytes of a decoder layer, of what is outside, of the largest tensor outside, gathered
+    layer_gathered: int
     outer_gathered: int
     end_gathered: int
 
     @property
     def total(self) -> int:
+        """Return the bytes of weights, master weights, gradients and optimizer states."""
         return self.weights + self.frozen + self.master + self.gradients + self.optimizer
 
 
 class _Piece(NamedTuple):
-    """One group on one rank: ``elements`` before, ``shard_*`` after sharing out, for ``tensors`` of them."""
+    """One group of equal tensors on one rank: shape before sharding, number of tensors, number of shards."""
 
     held: Held
     shape: tuple[int, ...]
@@ -77,6 +94,7 @@ class _Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
+        """Return the elements of one tensor."""
         n = 1
         for side in self.shape:
             n *= side
@@ -84,6 +102,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int) -> list[_Piece]:
+    """Return the groups of tensors on one rank of a pipeline stage, after tensor and expert parallelism."""
     layers = stage_of(architecture, setup, stage)
     tied = any(t.tied_to for t in architecture.tensors)
     everywhere = shards(setup)
@@ -105,18 +124,18 @@ def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, 
 
 
 def _sharded(piece: _Piece, ranks: int, setup: TrainingSetup) -> int:
-    """Elements of one tensor of the group after sharing out among ``ranks``."""
+    """Return the elements of one tensor of the group after sharding among `ranks`."""
     return shard_elements(piece.shape, ranks, setup.is_fsdp and setup.fsdp_version == 2)
 
 
 def states_on_rank(
     trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int = 0
 ) -> States:
-    """Bytes of the states of the fullest rank of a pipeline stage (0 without a pipeline).
+    """Return the bytes of the states on the fullest rank of a pipeline stage.
 
-    DeepSpeed's stages 1 and 2 share out one flat buffer of all gradients and states; stage 3 and FSDP share
-    out each tensor, padded to equal shards (FSDP2: whole rows). Measured against torch's FSDP by
-    tests/planner/test_training_fsdp.py.
+    DeepSpeed's stages 1 and 2 shard one flat buffer of all gradients and states. Stage 3 and FSDP shard each
+    tensor, padded to equal shards (FSDP2: whole rows). Tests compare the bytes with torch's FSDP
+    (tests/planner/test_training_fsdp.py).
     """
     convention = convention_of(setup)
     pieces = _pieces(trained, architecture, setup, stage)
@@ -142,7 +161,7 @@ def states_on_rank(
         if not held.trainable and held.frozen_bytes < n:  # quantized
             packed = max(packed, n)
         if not held.trainable:
-            # packed bytes of a quantized tensor are shared out with it
+            # the packed bytes of a quantized tensor are sharded like its elements
             bytes_whole = ceil_div(held.frozen_bytes * n, held.elements)
             frozen += ceil_div(bytes_whole * w, n) if w != total else bytes_whole * count
             full_frozen += bytes_whole * count
@@ -165,7 +184,7 @@ def states_on_rank(
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
         casts += _cast(held, total, convention)
     if setup.is_fsdp and setup.fsdp_version == 1 and setup.method == "full" and weights:
-        # one flat parameter per unit, padded once: each layer, and the root with the rest
+        # one flat parameter per unit, padded once; the units are the layers, and the root with all else
         whole = sum(p.elements * p.tensors for p in pieces)
         ranks = pieces[0].ranks
         weights = convention.weights * _units(pieces, ranks.weights)
@@ -177,7 +196,7 @@ def states_on_rank(
         )
         optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
     if setup.strategy in ("zero1", "zero2") and trainable:
-        # one flat buffer, one padding
+        # one flat buffer, padded once
         ranks = pieces[0].ranks
         optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
     if setup.method == "muon":
@@ -191,7 +210,7 @@ def states_on_rank(
 
 
 def _units(pieces: list[_Piece], ranks: int) -> int:
-    """Elements of the largest shard of FSDP1's flat parameters: one per layer, one for the root."""
+    """Return the elements of the largest shard of FSDP1's flat parameters: one per layer, one for the root."""
     sums: dict[int | None, int] = {}
     for piece in pieces:
         layers = sorted(set(piece.held.layers), key=lambda layer: -1 if layer is None else layer)
@@ -202,7 +221,7 @@ def _units(pieces: list[_Piece], ranks: int) -> int:
 
 
 def _trained_bytes(held: Held, convention: Convention, setup: TrainingSetup) -> tuple[int, int, int, int]:
-    """(weight, master, gradient, one state value) of a trainable tensor: adapters have one type throughout."""
+    """Return the bytes of weight, master, gradient and one state value; adapters have one dtype throughout."""
     if held.adapter:
         size = adapter_bytes(setup)
         return size, 0, size, size
@@ -210,7 +229,7 @@ def _trained_bytes(held: Held, convention: Convention, setup: TrainingSetup) -> 
 
 
 def _cast(held: Held, elements: int, convention: Convention) -> int:
-    """16-bit copies of fp32 matrices under autocast; norms and embeddings are not cast."""
+    """Return the bytes of 16-bit copies of fp32 matrices under autocast, which casts no norm or embedding."""
     if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
         return 0
     if not held.trainable and held.frozen_bytes != 4 * held.elements:
@@ -222,7 +241,10 @@ def _flat(
     pieces: list[_Piece], convention: Convention, setup: TrainingSetup, ranks: Shards,
     optimizer: int, master: int, gradients: int,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Stages 1 and 2: one partition of the flat buffer, rounded up once."""
+    """Return the optimizer, master and gradient bytes of ZeRO-1 and ZeRO-2: one part of a flat buffer.
+
+    The part is rounded up once.
+    """
     if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
         return optimizer, master, gradients
     sums = [0, 0, 0]

@@ -1,13 +1,13 @@
-"""What one optimizer step takes beside the model states, on one rank.
+"""Memory of one optimizer step besides the model states, on one rank.
 
-torch.optim steps on the parameters themselves. Frameworks with an fp32 master step on that, so they first make
-an fp32 copy of the 16-bit gradients, and their AdamW is one fused kernel without temporaries:
+torch.optim updates the parameters themselves. Frameworks with an fp32 master copy update that copy: they first
+make an fp32 copy of the 16-bit gradients, and their AdamW is one fused kernel without temporaries.
 
-- DeepSpeed (runtime/engine.py ``_configure_basic_optimizer``: FusedAdam). Stages 1 and 2 flatten the rank's
-  gradients and cast the flat copy to fp32 (runtime/zero/stage_1_and_2.py ``step``), stage 3 does so for one
-  sub-group after the other (stage3.py ``_prepare_fp32_grad_for_sub_group``). Its estimators count the copy too:
-  18 bytes of each partitioned parameter are 2 of gradients, 4 of this copy and 12 of states.
-- Megatron-LM (core/optimizer/distrib_optimizer.py ``_copy_model_grads_to_main_grads``: ``grad.float()`` of the
+- DeepSpeed (runtime/engine.py `_configure_basic_optimizer`: FusedAdam). Stages 1 and 2 flatten the rank's
+  gradients and cast the flat copy to fp32 (runtime/zero/stage_1_and_2.py `step`). Stage 3 does so for one
+  sub-group after the other (stage3.py `_prepare_fp32_grad_for_sub_group`). DeepSpeed's estimators count the
+  copy as well: 18 bytes of each partitioned parameter are 2 of gradients, 4 of this copy and 12 of states.
+- Megatron-LM (core/optimizer/distrib_optimizer.py `_copy_model_grads_to_main_grads`: `grad.float()` of the
   rank's shard; FusedAdam).
 """
 
@@ -27,15 +27,18 @@ _FP32 = 4
 
 
 class Step(NamedTuple):
-    """``bytes`` at the worst moment of the step; ``copies``: what of them are gradients, in words."""
+    """Bytes at the worst moment of an optimizer step; `copies` describes the gradient copies among them."""
 
     bytes: int
     copies: str = ""
 
 
 def kernel_of(setup: TrainingSetup) -> str:
-    """The kernel asked for, else the framework's: fused where it keeps an fp32 master and where a stack's AdamW
-    is (stacks.py), torch's default foreach elsewhere."""
+    """Return the requested optimizer kernel, by default the framework's.
+
+    It is `fused` with an fp32 master copy and for AdamW of a training stack (stacks.py), else torch's default
+    `foreach`.
+    """
     if setup.optimizer_kernel is not None:
         return setup.optimizer_kernel
     if setup.stack is not None and setup.optimizer == "adamw":
@@ -44,6 +47,7 @@ def kernel_of(setup: TrainingSetup) -> str:
 
 
 def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Step:
+    """Return the memory of one optimizer step on one rank; an offloaded optimizer takes none on the GPU."""
     if setup.offload_optimizer != "none":  # on the host
         return Step(0)
     part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
@@ -51,7 +55,7 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
         part = states.largest
     if setup.strategy == "zero3":
         part = min(part, SUB_GROUP_ELEMENTS)
-    adapters = setup.method in ("lora", "qlora", "ia3")  # one type throughout
+    adapters = setup.method in ("lora", "qlora", "ia3")  # weight, gradient and state have one dtype
     size, width = (adapter_bytes(setup),) * 2 if adapters else (convention.state, convention.gradients)
     kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size, states.projected)
     cast = _FP32 * part if convention.master and width < _FP32 else 0
@@ -63,6 +67,7 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
 
 
 def _deepspeed(setup: TrainingSetup) -> bool:
+    """Return whether DeepSpeed runs the step."""
     return setup.strategy.startswith("zero")
 
 

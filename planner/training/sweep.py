@@ -1,4 +1,4 @@
-"""Many settings at once: every combination of the swept flags, one row each."""
+"""Sweeps: plans for every combination of the swept flags, one row each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SETTINGS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting: the swept values, bytes per rank (GPU) and node (CPU, NVMe), or the refusal."""
+    """One setting of a sweep: the swept values, bytes per rank (GPU) and node (CPU, NVMe), or the refusal."""
 
     values: tuple[Any, ...]
     gpu_bytes: int | None
@@ -28,8 +28,11 @@ class Row:
 
 
 def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
-    """``micro-batch=1,2,4`` -> ("micro_batch", (1, 2, 4)); names of one value are joined by a plus. Raises
-    DeploymentError."""
+    """Return field and values of an axis such as `micro-batch=1,2,4`; a plus joins names within one value.
+
+    Raises:
+        DeploymentError: for an unknown flag or value.
+    """
     name, _, values = text.partition("=")
     flag = flags_of(TrainingSetup).get(name.strip().lstrip("-").replace("-", "_"))
     if flag is None or not values:
@@ -44,8 +47,11 @@ def sweep(
     planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]],
     made: Callable[[dict[str, Any]], TrainingSetup] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Every combination; a combination that contradicts itself is a row with its refusal. ``made``: swept
-    values -> setup, where their defaults follow from them (a stack's); else ``setup`` with them."""
+    """Yield one row for every combination of values; a combination that is refused has the reason in its row.
+
+    `made` turns swept values into a setup, for flags on which other defaults depend (--stack). By default the
+    values replace fields of `setup`.
+    """
     count = 1
     for _, values in axes:
         count *= len(values)

@@ -1,11 +1,11 @@
-"""What autograd keeps: a symbolic forward pass that records the tensors PyTorch saves for the backward pass.
+"""A symbolic forward pass that records which tensors autograd keeps for the backward pass.
 
-A layer is written down as the operations its module runs; each operation knows what it saves (the rules of
-torch's derivatives.yaml, 2.13, and of the modules' own formulas). Sizes stay symbolic in batch b and
-sequence s, so that one tape answers for every micro-batch and length. Tensors that share a storage are
-counted once, as ``torch.autograd.graph.saved_tensors_hooks`` sees them; parameters are not counted.
+A layer is described by the operations that its module runs. Each operation knows what it saves, by torch's
+derivatives.yaml (2.13) and the modules' own formulas. Sizes are symbolic in batch b and sequence s, so one tape
+serves every micro-batch and length. Tensors that share a storage are counted once, as
+`torch.autograd.graph.saved_tensors_hooks` sees them. Parameters are not counted.
 
-tests/planner/test_training_activations.py holds the tapes against real models, almost to the byte.
+Tests compare the tapes with real models, to within a few bytes (tests/planner/test_training_activations.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 from tonnage.planner.records import dataclass, field
 from tonnage.planner.training.values import Kernels, Size, Value
 
-# the last parts of the modules PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
+# Last components of module names that PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
 IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 
 
-# Activation functions written out in Python (transformers 5.19, activations.py): how many tensors of their own
-# type they keep beside their input. And all that are known.
+# Activation functions composed of single operations (transformers 5.19, activations.py) -> number of tensors
+# that they keep besides their input
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
-CLAMPED = "clamped-swiglu"  # not in ACT2FN: the gate of gpt-oss's experts
+CLAMPED = "clamped-swiglu"  # the gate of gpt-oss's experts, which ACT2FN does not have
 ACTIVATIONS = frozenset(
     (
         "silu",
@@ -40,9 +40,27 @@ ACTIVATIONS = frozenset(
 
 @dataclass(slots=True)
 class Tape:
-    """Records what is saved. ``compute``: bytes of matrix products under autocast (``autocast``), else the
-    inputs' own. ``cuda``: dropout keeps a byte mask there, a full-width one on the CPU. ``weight``: bytes per
-    trainable base weight, ``frozen`` per frozen one."""
+    """A recording of the tensors that one layer saves for its backward pass.
+
+    Attributes:
+        compute: bytes of an element in matrix products under autocast; otherwise the inputs' own width counts.
+        autocast: whether torch.autocast is on.
+        weight: bytes of a trained base weight.
+        frozen: bytes of a frozen base weight.
+        attention: `flash`, `sdpa` or `eager`.
+        cuda: whether it runs on a GPU, where dropout keeps a byte mask; on a CPU a full-width one.
+        masked: whether the layer has an explicit mask (sliding window).
+        single: whether the batch is one sequence, so that batch and heads merge without a copy.
+        explicit_mask: whether every layer has a mask, as in transformers 4.57 and with packed batches.
+        targets: module names with adapters.
+        method: training method.
+        rank: LoRA rank.
+        fp8: whether Transformer Engine keeps inputs in fp8.
+        kernels: kernels of the training stack.
+        trainable: whether the layer's own weights are trained.
+        saved: saved tensors by identity of their storage.
+        weight_casts: (module, bytes, frozen) of each cast weight.
+    """
 
     compute: int
     autocast: bool
@@ -50,36 +68,39 @@ class Tape:
     frozen: int
     attention: str = "sdpa"
     cuda: bool = True
-    masked: bool = False  # this layer is given an explicit mask (sliding window)
-    single: bool = False  # one sequence: batch and heads merge without a copy
-    explicit_mask: bool = False  # transformers 4.57 and packed batches build a mask for every layer
+    masked: bool = False
+    single: bool = False
+    explicit_mask: bool = False
     targets: frozenset[str] = frozenset()
     method: str = "full"
     rank: int = 0
     fp8: bool = False
     kernels: Kernels = Kernels()
-    trainable: bool = True  # the layer's own weights
+    trainable: bool = True
     saved: dict[int, Value] = field(default_factory=dict)
-    weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)  # (module, bytes, frozen)
+    weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def save(self, value: Value) -> None:
+        """Record a tensor by its storage, once."""
         storage = value.storage
         self.saved.setdefault(id(storage), storage)
 
     def _keep(self, value: Value) -> None:
-        """Save the operand of a pointwise operation, which a compiler rather computes again."""
+        """Save the operand of a pointwise operation, unless a compiler recomputes it."""
         if not (self.kernels.compiled and value.pointwise):
             self.save(value)
 
     def _fused(self, value: Value) -> Value:
-        """``value`` as the result of a pointwise operation."""
+        """Mark `value` as the result of a pointwise operation."""
         value.pointwise = bool(self.kernels.compiled)
         return value
 
     def new(self, token: int, width: int, grad: bool, *, split: bool = False) -> Value:
+        """Return a new tensor of `token` elements per token."""
         return Value(Size(token=token), width, grad, split)
 
     def like(self, value: Value, width: int | None = None, grad: bool | None = None) -> Value:
+        """Return a new tensor of the same size, by default with the same width and gradient."""
         return Value(
             value.size,
             value.width if width is None else width,
@@ -88,10 +109,11 @@ class Tape:
         )
 
     def view(self, of: Value, token: int) -> Value:
+        """Return a view of `token` elements per token that shares the storage of `of`."""
         return Value(Size(token=token), of.width, of.grad, of.split, base=of)
 
     def cast(self, value: Value, width: int) -> Value:
-        """``value.to(dtype)``: a new tensor unless it has the type already; saves nothing."""
+        """Return `value` in another dtype: a new tensor unless it already has that width; saves nothing."""
         if value.width == width:
             return value
         if not self.kernels.compiled:
@@ -102,26 +124,26 @@ class Tape:
 
     @property
     def trains(self) -> bool:
-        """Whether the base weights of this layer are trained."""
+        """Return whether the base weights of this layer are trained."""
         return self.trainable and self.method in ("full", "freeze")
 
     def add(self, a: Value, residual: Value) -> Value:
-        """A sum keeps nothing; a new tensor of the wider type."""
+        """Return the sum of two tensors in the wider dtype; a sum saves nothing."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
-            out.instead = a  # the residual is kept anyhow, and the sum computed again
+            out.instead = a  # the residual is kept in any case, and the sum is recomputed from it
         return out
 
     def scale(self, x: Value) -> Value:
-        """Times a learned vector."""
+        """Return `x` times a learned vector."""
         if self.trains:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trains)
 
     def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
-        """x W^T: keeps x if W is trained (or its adapter is), W if x needs a gradient.
+        """Return x W^T; saves x if W or its adapter is trained, and casts of W if x needs a gradient.
 
-        ``column``: tensor parallelism splits the output (else the input is split and the output summed).
+        With `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
         """
         adapted = name in self.targets
         base_trained = self.trains
@@ -129,7 +151,7 @@ class Tape:
         inputs = self.cast(x, width)
         feed_forward = name.endswith(IA3_FEED_FORWARD)
         if adapted and self.method == "ia3" and feed_forward:
-            # IA3 scales the input of a feed-forward module in its own fp32: the product keeps that input
+            # IA3 scales a feed-forward module's input in fp32, and the product keeps that input
             self.save(self.cast(x, 4))
             if x.grad:
                 self.save(Value(Size(fixed=into), 4, False))
@@ -139,7 +161,8 @@ class Tape:
             self._save_input(inputs)
         grad = x.grad or base_trained
         stored = self.weight if base_trained else self.frozen
-        # fp8 copies are 1 + 1 bytes a weight (as stored, and transposed for the backward pass), 16-bit ones 2
+        # fp8 copies take 1 + 1 bytes per weight (as stored, and transposed for the backward pass), 16-bit ones
+        # take 2
         unpacked = self.kernels.quantized and name != "lm_head"
         if (self.fp8 or (self.autocast and stored == 4 and not unpacked)) and (x.grad or base_trained):
             self.weight_casts.append((name, self.compute * into * out, not base_trained))
@@ -154,20 +177,24 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """x W^T outside of autocast, W in x's type; never adapted."""
+        """Return x W^T outside of autocast, with W in x's dtype and without adapters."""
         if self.trains:
             self.save(x)
         return self.new(out, x.width, x.grad or self.trains)
 
     def _save_input(self, x: Value) -> None:
+        """Save the input of a linear layer, in fp8 if Transformer Engine runs it."""
         if self.fp8:  # Transformer Engine keeps the quantized input
             x = self.like(x, 1)
         if not (self.kernels.compiled == "least" and x.pointwise):
             self.save(x)
 
     def _lora(self, x: Value, result: Value, width: int) -> Value:
-        """PEFT: result + B(A(x)), x cast to the adapter's fp32 and, under autocast, back: a copy per module
-        (peft/tuners/lora/layer.py, 0.21)."""
+        """Return PEFT's result + B(A(x)).
+
+        PEFT casts x to the adapter's fp32 and, under autocast, back: one copy per module
+        (peft/tuners/lora/layer.py, 0.21).
+        """
         if self.kernels.as_input:
             adapter = self.cast(x, width)
             self._save_input(adapter)
@@ -185,9 +212,11 @@ class Tape:
         return self.like(result, width, True)
 
     def rms_norm(self, x: Value, size: int, groups: int = 1, kind: str = "rms") -> Value:
-        """Norm over ``size`` values, ``groups`` of them per token, in fp32 as the modules do it: x^2 and
-        x * rsqrt keep x in fp32; the product with a trained weight keeps the normalized tensor, in the
-        model's type for ``rms`` and in fp32 for the other kinds (planner/model/recipe.py)."""
+        """Return `x` after RMSNorm over `size` values, `groups` times per token, computed in fp32.
+
+        x^2 and x * rsqrt keep x in fp32. The product with a trained weight keeps the normalized tensor: in the
+        model's dtype for kind `rms`, in fp32 for the other kinds (planner/model/recipe.py).
+        """
         if self.kernels.compiled:
             return self._compiled_norm(x, self.new(groups, 4, True, split=x.split))
         if self.kernels.fp32_norm and kind == "rms":
@@ -199,12 +228,14 @@ class Tape:
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
+        """Return the result of a norm that a compiler has fused."""
         if x.grad or self.trains:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
         return self._fused(self.like(x, x.width, x.grad or self.trains))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
+        """Return the normalized tensor times the norm's weight."""
         trained = self.trains
         weight = self.weight if trained else self.frozen
         if kind == "rms":
@@ -219,7 +250,10 @@ class Tape:
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
-        """torch's fused one keeps the input, mean and 1/std; fp32 under CUDA's autocast, not the CPU's."""
+        """Return `x` after LayerNorm, for which torch's fused kernel keeps the input, mean and 1/std.
+
+        CUDA's autocast computes it in fp32, the CPU's does not.
+        """
         trained = self.trains and kind != "layer-none"
         if self.kernels.compiled:
             return self._compiled_norm(x, self.new(2 * groups, 4, True, split=groups > 1 and x.split))
@@ -248,7 +282,10 @@ class Tape:
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
-        """``kind`` as in transformers' ACT2FN. silu and gelu are fused and keep their input."""
+        """Return the activation function `kind` (transformers' ACT2FN) of `x`; silu and gelu keep their input.
+
+        Other functions keep more, by their formulas.
+        """
         out = self.like(x)
         if not x.grad:
             return out
@@ -258,8 +295,8 @@ class Tape:
         if kind in ("relu", "tanh", "sigmoid"):
             self.save(out)
             return out
-        # CUDA's autocast runs pow and expm1 in fp32, the CPU's as they come (torch 2.13, autocast_mode.h; not
-        # measured on a GPU)
+        # CUDA's autocast runs pow and expm1 in fp32, the CPU's in the input's dtype (torch 2.13,
+        # autocast_mode.h; not measured on a GPU)
         wide = 4 if self.autocast and self.cuda else x.width
         if kind == "relu2":
             self.save(out)
@@ -285,7 +322,7 @@ class Tape:
         return out
 
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
-        """``shape``: the larger of two factors that are broadcast."""
+        """Return the product of two tensors; `shape` is the larger factor where one is broadcast."""
         if a.grad:
             self._keep(b)
         if b.grad:
@@ -295,16 +332,19 @@ class Tape:
     def grouped(
         self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str, biased: bool
     ) -> Value:
-        """Gated experts by torch's grouped_mm, which autocast does not cast: it runs in the weights' type."""
+        """Return the output of gated experts by torch's grouped_mm, which runs in the weights' dtype.
+
+        Autocast does not cast it.
+        """
         if biased and self.trains:
-            self.save(self.new(chosen, 8, False))  # whose biases were taken
+            self.save(self.new(chosen, 8, False))  # indices of the biases
         width = self.weight if self.trains else self.frozen
         grad = x.grad or self.trains
-        for _ in range(3):  # the permutation that sorts, its inverse, the tokens it takes
+        for _ in range(3):  # the sorting permutation, its inverse, the gathered token indices
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
-            self.save(Value(Size(fixed=count), 4, False))  # where each expert's tokens end
+            self.save(Value(Size(fixed=count), 4, False))  # end offset of each expert's tokens
         if self.trains:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
@@ -318,7 +358,7 @@ class Tape:
         return self.new(hidden, x.width, grad or weights.grad)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
-        """gpt-oss: (min(max(up, -c), c) + 1) g sigmoid(a g), g = min(gate, c)."""
+        """Return gpt-oss's gated unit: (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c)."""
         if gate.grad:
             self.save(gate)
             for _ in range(4):  # g, the sigmoid, up + 1, the gated linear unit
@@ -326,15 +366,17 @@ class Tape:
         return self.like(up)
 
     def dropout(self, x: Value, probability: float) -> Value:
+        """Return `x` after dropout, which keeps a mask."""
         if probability and x.grad:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
 
     def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
+        """Return copies of the cos and sin tables in interleaved order."""
         return self.like(tables[0]), self.like(tables[1])
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
-        """Rotary embedding: x cos + rotate(x) sin keeps the tables only."""
+        """Return `x` after rotary embedding, which keeps the cos and sin tables only."""
         if self.kernels.tables != "shared":
             if x.grad and self.kernels.tables == "taken":
                 self.save(Value(Size(token=tables[0].size.position), 4, False))  # cos and sin of dim / 2 pairs
@@ -350,13 +392,30 @@ class Tape:
         softmax: int = 4, upcast: bool = False, sinks: bool = False, heads_first: bool = False,
         value: int | None = None,
     ) -> Value:  # fmt: skip
-        """Attention of ``heads`` query heads; the output is [b, s, heads x value] (None: as ``head``).
-        ``masked``: an explicit mask is passed (sliding windows, packed batches), which keeps SDPA from grouping
-        KV heads. ``heads_first``: q lies in memory as [b, heads, s, head]; the output follows it and is copied
-        before the output projection reads it."""
+        """Run attention over `heads` query heads and return its output [b, s, heads x value].
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            heads: query heads.
+            kv_heads: KV heads.
+            head: head size of queries and keys.
+            masked: whether an explicit mask is passed (sliding windows, packed batches). SDPA then repeats KV
+                heads.
+            broadcast: whether SDPA broadcasts KV heads by single operations in fp32.
+            softcap: whether scores have a soft cap.
+            dropout: probability of dropout.
+            softmax: bytes of one softmax result under eager attention.
+            upcast: whether eager attention computes scores in fp32.
+            sinks: whether each head has an attention sink.
+            heads_first: whether q is stored as [b, heads, s, head]. The output follows it and is copied before
+                the output projection.
+            value: head size of values, None for `head`.
+        """
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
-        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # that would be a view
+        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # one KV head expands as a view
         if self.attention == "eager":
             if upcast:
                 width = self.compute if self.autocast else v.width
@@ -368,7 +427,7 @@ class Tape:
                 sinks=sinks,
             )  # fmt: skip
         if broadcast and kv_heads != heads and self.attention == "sdpa":
-            # the kernel made of single operations repeats K and V and computes in fp32
+            # SDPA's math kernel repeats K and V and computes in fp32
             q = self.new(heads * head, 4, q.grad, split=True)
             k, v = self._repeated(k, v, sizes) if repeat else (self.like(k), v)
             k, v = self.cast(k, 4), self.cast(v, 4)
@@ -389,11 +448,11 @@ class Tape:
         return self.like(out) if heads_first else out
 
     def _operand(self, x: Value) -> Value:
-        """bmm's operands are copies where batch and heads cannot be merged."""
+        """Return an operand of bmm, a copy unless batch and heads merge."""
         return x if self.single else self.like(x)
 
     def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
-        """K and V for every query head."""
+        """Return K and V repeated for every query head."""
         return (
             self.new(sizes[0], k.width, k.grad, split=True),
             self.new(sizes[1], v.width, v.grad, split=True),
@@ -404,6 +463,7 @@ class Tape:
         dropout: float, softmax: int, width: int, out: int | None = None, upcast: bool = False,
         sinks: bool = False,
     ) -> Value:  # fmt: skip
+        """Return the output of attention composed of single operations, which keep scores."""
         if repeat:
             k, v = self._repeated(k, v, sizes)
         given = v.width if upcast or sinks else q.width
@@ -413,6 +473,7 @@ class Tape:
         grad = q.grad or k.grad
 
         def scores(size: int, needs: bool) -> Value:
+            """Return a tensor of one score per head and pair of tokens."""
             return Value(Size(score=heads), size, needs, True)
 
         if k.grad:
@@ -424,7 +485,7 @@ class Tape:
                 self.save(scores(width, True))  # tanh keeps its result
             weights = scores(softmax, True)
             kept = weights
-            if sinks:  # one score more, and which of them is the largest
+            if sinks:  # one more score, and the index of the largest score
                 kept = Value(Size(score=heads, token=heads), softmax, True, True)
                 self.save(self.new(heads, 8, False, split=True))
                 weights.base = kept
@@ -443,7 +504,7 @@ class Tape:
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Size:
-        """Bytes kept, of what tensor parallelism splits or does not, or all."""
+        """Return the saved bytes: all, or only what tensor parallelism splits (True) or does not (False)."""
         out = Size()
         for saved in self.saved.values():
             if split is None or saved.split == split:

@@ -1,4 +1,4 @@
-"""What makes it fit: every trick planned for this model and setup, ranked by what it costs."""
+"""Memory-saving tricks: each is planned for this model and setup, and ranked by what it costs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,19 @@ from tonnage.planner.units import gib
 
 @dataclass(frozen=True, slots=True)
 class Trick:
-    """``saved``: GPU bytes less than without (negative: more); ``relative_time``: reference step time over
-    the one without; ``changes``: the flags; ``note``: what the figure does not show."""
+    """One trick applied to a setup.
+
+    Attributes:
+        name: name of the trick.
+        flags: the flags that apply it, as text.
+        gpu_bytes: GPU bytes with the trick.
+        saved: GPU bytes saved, negative if it needs more.
+        cpu_bytes: CPU bytes with the trick.
+        relative_time: step time at the reference speed over the time without the trick.
+        fits: whether the setup fits with the trick, None without a known device.
+        note: an effect that the figures do not show.
+        changes: field and value of each changed flag.
+    """
 
     name: str
     flags: str
@@ -33,6 +44,7 @@ class Trick:
 
 
 def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[tuple[str, dict[str, Any], str]]:
+    """Return (name, changes, note) of each trick that applies to the setup."""
     out: list[tuple[str, dict[str, Any], str]] = []
     many = setup.shard_ranks > 1
     if setup.micro_batch > 1:
@@ -100,8 +112,11 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
 
 
 def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
-    """Every applicable trick alone, the ones that fit first, then by relative time, then by memory; a last
-    row puts together the cheapest ones when none alone fits. A trick the setup refuses is left out."""
+    """Return every applicable trick: first tricks that fit, then by relative time and by memory.
+
+    Where no single trick fits, a first row combines the cheapest ones. A trick that contradicts the setup is
+    left out.
+    """
     base = planner.plan(setup)
     reference = work_of(planner, base).seconds
     out = []
@@ -123,8 +138,10 @@ def tried_with(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, name: str,
     changes: dict[str, Any], note: str,
 ) -> Trick | None:  # fmt: skip
-    """The row of ``setup`` with ``changes``, beside the plan ``base`` of a step of ``reference`` seconds; None
-    where they contradict each other."""
+    """Return the trick of `setup` with `changes`, None if they contradict each other.
+
+    `base` is the plan without the changes, `reference` its step time in seconds.
+    """
     try:
         plan = planner.plan(replace(setup, **changes))
     except TonnageError:
@@ -140,6 +157,7 @@ def tried_with(
 
 
 def _flags(changes: dict[str, Any]) -> str:
+    """Return the changes as flags of the command line."""
     parts = []
     for field, value in changes.items():
         flag = "--" + field.replace("_", "-")
@@ -151,8 +169,10 @@ def _flags(changes: dict[str, Any]) -> str:
 
 
 def _data_loader(plan: TrainingPlan) -> Trick:
-    """Pinned batches of 4 workers, 2 ahead each (torch DataLoader's prefetch_factor): ids, labels and mask of
-    8 bytes a token, on the CPU only."""
+    """Return a row for the data loader's pinned batches: 4 workers with 2 batches each (prefetch_factor).
+
+    A batch has ids, labels and mask of 8 bytes per token, on the CPU only.
+    """
     size = 4 * 2 * 3 * 8 * plan.setup.micro_batch * plan.length * plan.setup.gpus
     return Trick(
         "data loader (pinned, 4 workers)", "pin_memory, num_workers=4", plan.total(),
@@ -164,7 +184,10 @@ def _data_loader(plan: TrainingPlan) -> Trick:
 def _together(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, rows: list[Trick]
 ) -> Trick | None:
-    """Adds tricks in order of cost until it fits; a later one replaces what it contradicts."""
+    """Return a combination of tricks that fits, None if there is none.
+
+    Tricks are added in order of cost. One that sets a flag set before, or saves nothing more, is skipped.
+    """
     changes: dict[str, Any] = {}
     names: list[str] = []
     held = base.total()

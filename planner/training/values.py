@@ -1,4 +1,4 @@
-"""What a tape records: sizes symbolic in batch and sequence, tensors, and how a stack's kernels keep them."""
+"""Values of a tape: sizes symbolic in batch and sequence, tensors, and the kernels of a training stack."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from tonnage.planner.records import dataclass, field
 
 
 class Kernels(NamedTuple):
-    """How a stack's own modules differ from transformers'.
+    """How the modules of a training stack differ from transformers' in what they keep.
 
-    ``as_input``: adapters read the module's input as it is, without PEFT's fp32 copy. ``fp32_norm``: torch's
-    F.rms_norm of the input in fp32, made of single operations. ``repeats_kv``: K and V are copied for every
-    query head. ``tables``: ``shared`` by all layers, a ``buffer`` of the model, or, of packed sequences,
-    ``taken`` from it by position for each use. ``compiled``: ``inductor``, torch.compile, whose
-    partitioner (functorch/partitioners.py, 2.13) recomputes pointwise operations in the backward pass but keeps
-    what a matrix product reads in both passes; ``least``, that recomputed too. ``layers_only``: not the head.
-    ``quantized``: the layers' matrices are unpacked for each use, not cast."""
+    Attributes:
+        as_input: adapters read the module's input without PEFT's fp32 copy.
+        fp32_norm: RMSNorm is torch's F.rms_norm of the input in fp32, composed of single operations.
+        repeats_kv: K and V are copied for every query head.
+        tables: rotary tables are `shared` by all layers, a `buffer` of the model, or for packed sequences
+            `taken` from it by position for each use.
+        compiled: `inductor` for torch.compile. Its partitioner (functorch/partitioners.py, 2.13) recomputes
+            pointwise operations in the backward pass, but keeps inputs of matrix products. `least` recomputes
+            these as well.
+        layers_only: the head is not compiled.
+        quantized: the layers' matrices are unpacked for each use instead of cast.
+    """
 
     as_input: bool = False
     fp32_norm: bool = False
@@ -29,8 +34,10 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A count or a number of bytes: ``token`` x b s + ``score`` x b s^2 + ``position`` x s + ``mask`` x b s^2 +
-    ``fixed``."""
+    """A number of elements or bytes as a polynomial in batch b and sequence s.
+
+    The value is `token` x b s + `score` x b s^2 + `position` x s + `mask` x b s^2 + `fixed`.
+    """
 
     token: int = 0
     score: int = 0
@@ -45,13 +52,14 @@ class Size:
         )  # fmt: skip
 
     def times(self, factor: int) -> Size:
+        """Return the size times a factor."""
         return Size(
             self.token * factor, self.score * factor, self.position * factor, self.mask * factor,
             self.fixed * factor,
         )  # fmt: skip
 
     def at(self, batch: int, length: int) -> int:
-        """The value for ``batch`` sequences of ``length`` tokens."""
+        """Return the value for `batch` sequences of `length` tokens."""
         square = length * length
         return (
             self.token * batch * length + self.score * batch * square + self.position * length
@@ -61,9 +69,18 @@ class Size:
 
 @dataclass(slots=True)
 class Value:
-    """A tensor: ``size`` in elements, ``width`` bytes each, whether it needs a gradient, whether tensor
-    parallelism splits it. ``base``: the tensor whose storage it shares. ``pointwise``: a compiler can compute
-    it again from what is kept anyhow, ``instead``: from this as well."""
+    """A tensor on a tape.
+
+    Attributes:
+        size: elements.
+        width: bytes of one element.
+        grad: whether it needs a gradient.
+        split: whether tensor parallelism splits it.
+        base: the tensor whose storage it shares.
+        pointwise: whether a compiler can recompute it from kept tensors.
+        instead: a smaller tensor that a compiler keeps to recompute it.
+        casts: casts of it by width, for a compiler that casts once.
+    """
 
     size: Size
     width: int
@@ -76,4 +93,5 @@ class Value:
 
     @property
     def storage(self) -> Value:
+        """Return the tensor that owns the storage."""
         return self if self.base is None else self.base.storage

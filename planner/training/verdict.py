@@ -1,4 +1,4 @@
-"""Whether a plan fits into what was given, and what is worth knowing beside its figures."""
+"""The verdict of a training plan: whether it fits into the given memory, and notes beside its figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tonnage.planner.units import gib
 
 
 def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
-    """Fits into what was given? None when nothing was given to fit into. ``init``: CPU bytes of a node while
-    its ranks build the model."""
+    """Return whether the lines fit into the given memory, and reasons; None without any given memory.
+
+    `init` is the CPU bytes of a node while its ranks build the model.
+    """
     reasons = []
     limits = (
         ("gpu", setup.device_memory, "the GPU's"),
@@ -42,6 +44,7 @@ def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | No
 def notes_of(
     model: TrainingModel, setup: TrainingSetup, trained: Trained, peak: Peak | None
 ) -> tuple[str, ...]:
+    """Return notes on what the figures of a plan leave out or assume."""
     out = []
     if peak is None:
         out.append(
