@@ -310,7 +310,7 @@ def test_combinations_are_ranked_and_the_smallest_is_said(planner, folder, capsy
     run([folder, "--tricks", "--device-memory", "24GiB", "--micro-batch", "8"])
     out = capsys.readouterr().out
     assert f"The smallest change that fits: {found.smallest.name} ({found.smallest.flags})" in out
-    assert f"{found.tried} combinations were planned, all there are." in out
+    assert f"{found.tried} combinations were planned, all that exist." in out
     run([folder, "--tricks", "--device-memory", "24GiB", "--micro-batch", "8", "--json"])
     told = json.loads(capsys.readouterr().out)["combinations"]
     assert told["smallest"]["flags"] == found.smallest.flags
