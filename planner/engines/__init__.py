@@ -1,9 +1,14 @@
-"""The engines a model is planned for, one object each, and how they divide the memory they are given.
+"""Inference engines that the planner can size a deployment for, one object per engine.
 
-base: what is asked of an engine (``Engine``), with the answers of one that has no rule of its own; registry: an
-engine by its name; hf, sglang, llama_cpp, vllm/: the engines. Shared between them: pool and grouping (blocks),
-tokens (pools of single tokens), tensors (padded vocabulary, rotary tables), heads, ranks, encoder, serve_line.
+An engine object holds the engine's flag defaults and the rules by which it divides device memory.
 
-A new engine is a file here with its ``ENGINE`` and a name in ``tonnage.planner.deployment.EngineName``; a new
-version of vLLM is a row in vllm/versions.py.
+- ``base``: the ``Engine`` interface, with default answers.
+- ``registry``: look-up of an engine by name.
+- ``hf``, ``sglang``, ``llama_cpp``, ``vllm/``: the engines.
+- ``pool``, ``grouping``: blocks and KV cache groups, shared by all engines.
+- ``tensors``, ``parallel``, ``encoder``, ``serve_line``: padded vocabularies, ranks, encoders, serve commands.
+
+A new engine is a file here that defines ``ENGINE``, and a name in ``tonnage.planner.deployment.EngineName``. A
+new
+version of vLLM is a row in ``vllm/versions.py``.
 """

@@ -1,8 +1,10 @@
-"""Engine: what the planner asks of the program that is to run a model.
+"""``Engine``: the interface between the planner and an inference engine.
 
-One object an engine, in a file (or a folder) of its own name, found by ``engine_of``. The
-answers here are those of an engine without a rule of its own; what differs by version is a table beside the
-engine that has versions, a row for each at which something changed.
+Each engine has one object, in a file or folder named after it; ``engine_of`` returns it. The methods here are
+the
+defaults for an engine without rules of its own. Differences between versions are a table in the engine's own
+file,
+with one row for each version that changed something.
 """
 
 from __future__ import annotations
@@ -31,61 +33,67 @@ if TYPE_CHECKING:
 
 
 class Engine(ABC):
-    """Class attributes are what an engine is; methods answer for one deployment."""
+    """An inference engine as the planner sees it.
 
-    name: str  # as --engine spells it
-    title: str  # as its authors do
-    newest: Version = (0, 0, 0)  # whose rules hold when neither a flag nor an installed package says a version
-    oldest: Version = (0, 0, 0)  # whose rules are the first known
-    distributions: tuple[str, ...] = ()  # names its package is installed under; empty: never looked for
+    Class attributes describe the engine; methods answer for one deployment.
+    """
+
+    name: str  # value of --engine
+    title: str  # the project's own spelling
+    newest: Version = (0, 0, 0)  # version assumed when neither a flag nor an installed package gives one
+    oldest: Version = (0, 0, 0)  # first version with known rules
+    distributions: tuple[str, ...] = ()  # Python packages that contain it, to look up the installed version
 
     # defaults of the flags, by device
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
     blocks: ClassVar[Mapping[str, int]]  # tokens of a block
     kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes
 
-    # what it can do
-    divides = True  # a model over several devices
+    # supported features
+    divides = True  # splits a model over several devices
     drafts = False  # speculative decoding with --speculative-model
-    fp8_kv_cache = False  # offered where the KV cache is too large
-    float32_kv_cache = False  # also for a model in 16 bits
-    graphs = False  # CUDA graphs, which --enforce-eager spares
+    fp8_kv_cache = False  # suggest an fp8 KV cache if the KV cache is too large
+    float32_kv_cache = False  # a float32 KV cache for a 16-bit model
+    graphs = False  # captures CUDA graphs unless --enforce-eager is set
     lora_ranks: tuple[int, ...] = ()  # values of --max-lora-rank; empty: any
-    # device -> formats offered where the weights are too large
+    # device -> formats to suggest if the weights are too large
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
-    quantizes_to: tuple[str, ...] = ()  # what it makes of 16-bit weights while it loads them
+    quantizes_to: tuple[str, ...] = ()  # formats that it can quantize 16-bit weights to while loading
 
-    elsewhere: EngineName | None = None  # for models that it does not serve, where nobody asked for an engine
+    elsewhere: EngineName | None = None  # engine for models that this one cannot serve, if --engine is not set
 
-    # how it keeps a model
-    as_transformers = False  # keys and values as transformers' own modules make them
-    pads_vocabulary = False  # of each rank, to whole rows of its padding
-    towers_everywhere = False  # of pictures and sound, on every pipeline stage
-    keeps_gguf = False  # a GGUF file's tensors in the types it stores them in
+    # memory layout of a loaded model
+    as_transformers = False  # caches keys and values in the shapes of transformers' modules
+    pads_vocabulary = False  # pads the vocabulary of each rank to a multiple of 64 rows
+    towers_everywhere = False  # loads vision and audio towers on every pipeline stage
+    keeps_gguf = False  # keeps tensors of a GGUF file in their stored types
     tiles_linear = False  # linear weights may be repacked into padded tiles
-    null_block = False  # block 0 of the pool holds nothing
-    sized_by_context = False  # the pool is the context that was asked for, whatever memory there is
+    null_block = False  # block 0 of the pool is reserved and holds no tokens
+    sized_by_context = False  # the pool is sized by the requested context instead of by the free memory
     # device -> format -> the kernel that repacks its weights (Kind.loaded and Kind.warmed)
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    shows_version = True  # beside the name
-    logs = False  # says in its start-up log what it holds
-    # figures of a whole log, alternatives with a bar between -> how a log comes to have one
+    shows_version = True  # a plan shows the version beside the name
+    logs = False  # the start-up log reports memory figures
+    # figures of a complete log, alternatives separated by a bar -> the setting that makes the engine log it
     log_figures: ClassVar[Mapping[str, str]] = {}
 
-    # -- flags: completed by tonnage.planner.planning.deployment, or refused by name
+    # -- flags: tonnage.planner.planning.deployment fills in defaults or rejects a flag by name
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
-        """(max_num_seqs, max_num_batched_tokens) on a device of ``memory`` bytes, where prompts are cut."""
+        """Return the default (max_num_seqs, max_num_batched_tokens).
+
+        ``memory`` is the device's size in bytes. The values hold for an engine that chunks prompts.
+        """
         return self.batch[flags.device]
 
     def cuts_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
-        """Whether a prompt may be computed in several steps (chunked prefill)."""
+        """Return whether a prompt may be computed in several steps (chunked prefill)."""
         return True
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
-        """Raise DeploymentError for a --max-model-len above the model's own."""
+        """Raise DeploymentError for a --max-model-len above the model's own maximum."""
         own = architecture.max_model_len
         if asked > own:
             raise EngineRefusal(
@@ -102,13 +110,19 @@ class Engine(ABC):
             )
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
-        """What a length that passed ``check_length`` means nevertheless."""
+        """Return notes about a valid length, such as RoPE scaling that starts below it."""
         return ()
 
     def settle_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Flags and tokens of a step for a model whose texts are taken whole. Raises DeploymentError."""
+        """Return the flags and the tokens per step, adjusted for encoders.
+
+        An encoder computes a text in one step, so a step must hold ``max_model_len`` tokens.
+
+        Raises:
+            DeploymentError: --max-num-batched-tokens is below ``max_model_len`` for an encoder.
+        """
         if architecture.kind == "encoder":
             from tonnage.planner.engines.encoder import whole_texts
 
@@ -116,46 +130,65 @@ class Engine(ABC):
         return flags, tokens
 
     def default_utilization(self, version: Version) -> float:
-        """--gpu-memory-utilization."""
+        """Return the default of --gpu-memory-utilization, a share of the device's memory."""
         return 0.9
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
-        """Bytes the plan may take: the whole device when the pool's size is given (as in vLLM), else
-        device memory x gpu_memory_utilization."""
+        """Return the bytes of one device that the plan may use.
+
+        The limit is device memory x gpu_memory_utilization, or the whole device when --kv-cache-memory-bytes
+        sets the
+        pool's size (as in vLLM).
+        """
         return memory if flags.kv_cache_memory_bytes is not None else int(memory * share)
 
     def static_share(
         self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
     ) -> float | None:
-        """--mem-fraction-static on a device of ``memory`` bytes, with steps of ``tokens``; None where there is
-        no such thing."""
+        """Return --mem-fraction-static for a device of ``memory`` bytes and steps of ``tokens`` tokens.
+
+        Returns None for an engine without this flag.
+        """
         return None
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
-        """Whether prefix caching is on by default."""
+        """Return whether prefix caching is on by default."""
         return True
 
     def draft_note(self, method: str) -> str:
-        """How it is told to take a draft of ``method``, in vLLM's name."""
+        """Return a note on the engine's option for a draft of ``method`` (vLLM's method name)."""
         return f'{self.title} takes this draft with "method": "{method}"'
 
     def draft_limits(self, version: Version) -> bool:
-        """Whether no sequence may be longer than the draft model's own length."""
+        """Return whether the draft model's maximum length also limits every sequence."""
         return False
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Tokens of a block. Raises DeploymentError for one that the engine does not have."""
+        """Return the tokens per block.
+
+        Raises:
+            DeploymentError: the engine does not support the requested block size.
+        """
         return asked or self.blocks[flags.device]
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
-        """What the model is loaded in; ``auto``: the checkpoint's own. Raises DeploymentError."""
+        """Return the dtype that the model is loaded in; ``auto`` is the checkpoint's own.
+
+        Raises:
+            DeploymentError: the engine cannot load the model in the requested dtype.
+        """
         return auto if flags.dtype == "auto" else flags.dtype
 
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
-        """What keys and values are stored in, of a model in ``dtype``. ``stored``: what the checkpoint asks for
-        (``quantization.read.stored_kv_dtype``). Raises DeploymentError."""
+        """Return the dtype of keys and values in the cache, for a model in ``dtype``.
+
+        ``stored`` is the cache dtype that the checkpoint requests (``quantization.read.stored_kv_dtype``).
+
+        Raises:
+            DeploymentError: the engine has no KV cache in the requested dtype.
+        """
         asked = flags.kv_cache_dtype
         if asked == "auto":
             return dtype
@@ -171,36 +204,36 @@ class Engine(ABC):
             )
         return asked
 
-    # -- bytes of one rank, whose share of the model ``architecture`` is
+    # -- bytes of one rank; ``architecture`` is that rank's share of the model
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """What is really held, where it differs from transformers' modules."""
+        """Return the tensors that the engine holds, where they differ from transformers' modules."""
         return architecture.tensors
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """``tensors`` of a file, where they are kept as it has them (``keeps_gguf``)."""
+        """Return the tensors of a file that stay in their stored type (``keeps_gguf``)."""
         return tensors
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
-        """Whether every tensor-parallel rank holds the towers whole."""
+        """Return whether every tensor-parallel rank holds the vision and audio towers in full."""
         return False
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-        """Bytes that kernels add to the weights after the load: padding, copies in another type."""
+        """Return the bytes that kernels add to the weights after loading (padding, copies in another type)."""
         return 0
 
     def kernel_class(self, gpu: str) -> str | None:
-        """A GPU whose kernels pad as those of ``gpu`` of the catalogue; None: none is known."""
+        """Return a catalogue GPU with the same kernel padding as ``gpu``, or None if none is known."""
         return None
 
     def allocator_rounding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Bytes beyond the weights' own that count as theirs."""
+        """Return the bytes that allocator rounding adds to the weights."""
         return 0
 
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
-        """Framework, activations of a step and CUDA graphs."""
+        """Return the estimates of framework memory, activations of a step and CUDA graphs on one rank."""
         if chosen.flags.device == "cpu":
             return Runtime(
                 self.cpu_framework(architecture, chosen), self.cpu_activation(architecture, chosen), NOTHING
@@ -210,8 +243,10 @@ class Engine(ABC):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """``runtime_terms`` on a GPU. ``fitted``: other coefficients than the shipped ones (scores with a
-        source left out)."""
+        """Return ``runtime_terms`` for a GPU.
+
+        ``fitted`` replaces the shipped coefficients, for scores that leave out one source of measurements.
+        """
         from tonnage.planner.engines.runtime import gpu
 
         fitted = fitted or gpu.coefficients()
@@ -221,25 +256,32 @@ class Engine(ABC):
         return gpu.terms(architecture, chosen, fitted, activation)
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """What the processes hold on a CPU before weights and pool: the hf engine's, where none is measured."""
+        """Estimate the processes' memory on a CPU before weights and pool are loaded.
+
+        The default is the measurement of the hf engine.
+        """
         from tonnage.planner.engines.runtime import hf
 
         return hf.framework_bytes(architecture.vocab_size)
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """Activations of a step on a CPU: the hf engine's, where no other's are known."""
+        """Estimate the activations of one step on a CPU; the default is the hf engine's formula."""
         from tonnage.planner.engines.runtime import hf
 
         return hf.activation_bytes(architecture, chosen)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
-        """Activations of a step on a GPU; None: the widest layer's."""
+        """Estimate the activations of one step on a GPU, or return None to use the widest layer."""
         return None
 
     # -- the pool
 
     def build_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """The pool of one rank. Raises UnsupportedArchitecture."""
+        """Return the block pool of one rank.
+
+        Raises:
+            UnsupportedArchitecture: the engine, or this planner, has no pool for the model.
+        """
         if architecture.kind == "encoder":
             from tonnage.planner.engines import encoder
 
@@ -248,48 +290,56 @@ class Engine(ABC):
         return self.decoder_pool(architecture, chosen)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Raise UnsupportedArchitecture for an encoder that the engine (or this planner) does not have."""
+        """Raise UnsupportedArchitecture for an encoder that the engine or this planner does not support."""
         raise UnsupportedArchitecture(
             f"{self.name} is not planned with an encoder", field="model_type", hint="--engine vllm"
         )
 
     @abstractmethod
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """``build_pool`` of a model that generates."""
+        """Return the block pool of one rank for a model that generates tokens."""
 
     def settle_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """``pool`` beside so many bytes of weights on a rank."""
+        """Return ``pool`` adjusted to ``weights`` bytes of weights on the same rank."""
         return pool
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
-        """Most sequences that run at once, once the pool has its size."""
+        """Return the maximum number of running sequences for a pool of known size."""
         return chosen.max_num_seqs
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed``, the bytes
-        of everything beside it (``weights`` among them), leaves."""
+        """Return the number of blocks of ``size`` bytes in the pool.
+
+        The pool has --kv-cache-memory-bytes, or else the memory that ``fixed`` leaves. ``fixed`` is the bytes
+        of
+        everything except the pool, ``weights`` included.
+        """
         if not pool.demands:
-            return 1  # an encoder: the null block alone
+            return 1  # an encoder has only the null block
         given = chosen.flags.kv_cache_memory_bytes
         return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """``num_blocks`` where the pool's bytes are not given."""
+        """Return the number of blocks that fit beside ``fixed`` bytes when the pool's size is not given."""
         return max(0, chosen.limit - fixed) // size
 
     def block_bounds(
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """Fewest and most blocks where ``fixed`` and ``weights`` are bounds, equal where files or flags decide.
-        ``framework``: the most it may take."""
+        """Return the fewest and most blocks of the pool.
+
+        ``fixed`` and ``weights`` are (low, high) bounds in bytes; low equals high where files or flags fix the
+        value.
+        ``framework`` is the upper bound of the framework's bytes.
+        """
         low = self.num_blocks(chosen, pool, size, fixed[1], weights[1])
         return low, self.num_blocks(chosen, pool, size, fixed[0], weights[0])
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """What ``num_blocks`` hold, counted as the engine prints it."""
+        """Return the capacity of a pool of ``num_blocks`` blocks, counted as the engine prints it."""
         if not pool.demands:
             from tonnage.planner.engines import encoder
 
@@ -300,8 +350,11 @@ class Engine(ABC):
         return PoolCapacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """What a request of given lengths takes of the pool. Raises UnsupportedArchitecture where it is not
-        known."""
+        """Return the rule for the blocks that a request takes, given its lengths.
+
+        Raises:
+            UnsupportedArchitecture: the rule is not known for this model.
+        """
         if not pool.demands:
             raise UnsupportedArchitecture("an encoder keeps nothing between steps", field="model_type")
         groups = tuple(GroupLaw("all", demand.block_size) for demand in pool.demands)
@@ -311,84 +364,88 @@ class Engine(ABC):
         )
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """The flags of the plan, once the pool is known."""
+        """Return the flags that the plan shows, after the pool was sized."""
         return flags
 
-    # -- the machine's memory, beside its GPUs
+    # -- host memory
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
-        """What all processes of one replica on GPUs hold of the host's memory."""
+        """Return the host memory of all processes of one replica on GPUs."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
     # -- versions
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Releases after ``since`` up to ``until`` at which something planned changed, with what in words."""
+        """Return the releases after ``since`` up to ``until`` that changed a planned figure, described."""
         return ()
 
-    # -- starts that fail
+    # -- start-up failures
 
     def sentence(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
-        """What it says when ``cause`` of an EngineRefusal stops it; None: nothing known here."""
+        """Return the engine's own error message for ``cause`` of an EngineRefusal, or None if it is unknown."""
         return None
 
     def foresee(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
-        """What stops the start of a plan, beside what does not fit, or in which words it does."""
+        """Return a start-up failure that the plan predicts, other than lack of memory, or None."""
         return None
 
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """What may stop a start that fits, or what its command cannot say. ``beside``: bytes it takes outside
-        what the plan may take."""
+        """Return notes on risks of a start that fits, and on settings without an option in the command.
+
+        ``beside`` is the bytes that the engine takes outside the plan's limit.
+        """
         return ()
 
-    # -- words
+    # -- texts: names, commands, logs
 
     def shown_name(self, flags: Deployment) -> str:
-        """What a plan calls it."""
+        """Return the engine's name as a plan shows it, with its version if one is known."""
         known = self.shows_version and flags.engine_version not in (None, "none")
         return f"{self.name} {flags.engine_version}" if known else self.name
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
-        """Commands that serve ``plan``."""
+        """Return the shell commands that serve ``plan``."""
         return ()
 
     def own_flags(self, flags: Deployment) -> list[str]:
-        """Options of its own command that are not at their defaults, beside devices, sizes and dtypes."""
+        """Return the command's options that differ from their defaults, except devices, sizes and dtypes."""
         return []
 
     def serve_options(self, flags: Deployment) -> list[str]:
-        """Options of its own command for which a compose file of its own has no variable."""
+        """Return options of the engine's command that its compose file has no variable for."""
         return []
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
-        """What is set on this machine and would silently win over the plan."""
+        """Return notes on environment variables of this machine that would override the plan."""
         return ()
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add what one line of its start-up log says. ``out``: of the rank that printed it."""
+        """Add the figures of one start-up log line to ``out``, the figures of the rank that printed it."""
         return
 
     def log_rank(self, line: str) -> tuple[str, str]:
-        """(rank, process) named in front of a line of its log; "" for what is not said."""
+        """Return the (rank, process) prefix of a log line, with "" for a missing part."""
         return "", ""
 
     def settle_log(self, out: LogFigures) -> None:
-        """Add the figures of a rank that follow from its others, once its log is read."""
+        """Add figures of a rank that are derived from its others, after the whole log was read."""
         return
 
     def log_says_ready(self, line: str) -> bool:
-        """Whether a line of its log says that it serves."""
+        """Return whether a log line reports that the engine is ready to serve."""
         return False
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
-        """Bytes that its log gives as the pool of ``rank``."""
+        """Return the bytes that the engine's log reports as the pool of ``rank``."""
         return rank.kv_pool_bytes
 
     def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Why weights planned with ``flags`` from a source of ``kind`` are not those of a log of this engine,
-        started with ``quantization``."""
+        """Return why the planned weights are not the weights of the engine's log, or None if they may be.
+
+        ``kind`` is the kind of the planned model's source; ``quantization`` is the format in the log.
+        """
         return None

@@ -1,10 +1,11 @@
-"""Encoders (BERT and its kin) under any engine: no pool.
+"""Encoders such as BERT, under any engine: they need no block pool.
 
-An encoder reads a whole text in one step and keeps nothing between steps, so its cache costs zero bytes per
-token by the model's own nature. vLLM 0.32.0 registers no cache for such layers (EncoderOnlyAttention
-.get_kv_cache_spec) and keeps one block, the null block (get_kv_cache_config_from_groups in
-v1/core/kv_cache_utils.py). Chunked prefill and prefix caching are off
-(ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
+An encoder computes a whole text in one step and keeps nothing between steps, so its cache takes 0 bytes per
+token.
+vLLM 0.32.0 registers no cache for such layers (EncoderOnlyAttention.get_kv_cache_spec). Its pool keeps only the
+null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked prefill and prefix caching
+are
+off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _UNUSED = "--kv-cache-memory-bytes has no effect: there is no pool to size"
 
 
 def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -> PoolSpec:
-    """The pool of nothing."""
+    """Return an empty pool, with a note that an encoder has no KV cache."""
     dtype = flags.kv_cache_dtype
     layout = KVLayout(
         groups=(), block_size=block_size, layer_slots=0, kv_heads=architecture.kv_heads,
@@ -36,13 +37,20 @@ def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -
 
 
 def capacity(max_num_seqs: int) -> PoolCapacity:
-    """The null block; as many texts at once as the scheduler takes."""
+    """Return the capacity of the null block, with ``max_num_seqs`` texts at once."""
     return PoolCapacity(1, 0, 0, 0, float(max_num_seqs))
 
 
 def whole_texts(deployment: Deployment, max_model_len: int, tokens: int) -> tuple[Deployment, int]:
-    """Flags of an engine that takes a text in one step: no prefix cache, and a step as long as the longest text
-    (vLLM's own default for pooling models, engine/arg_utils.py). Raises DeploymentError for a smaller step."""
+    """Return the flags and tokens per step of an engine that computes each text in one step.
+
+    Prefix caching is off, and a step holds at least ``max_model_len`` tokens, as vLLM's default for pooling
+    models
+    (engine/arg_utils.py).
+
+    Raises:
+        DeploymentError: --max-num-batched-tokens is below ``max_model_len``.
+    """
     asked = deployment.max_num_batched_tokens
     if asked is not None and asked < max_model_len:
         raise DeploymentError(
@@ -54,4 +62,5 @@ def whole_texts(deployment: Deployment, max_model_len: int, tokens: int) -> tupl
 
 
 def terms() -> list[Term]:
+    """Return the plan's pool term for an encoder: 0 bytes."""
     return [Term("kv_pool_bytes", 0, NOTE, "model_type")]

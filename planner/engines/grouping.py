@@ -1,8 +1,9 @@
-"""vLLM's KV cache groups: which layers share a block table, and how large a block becomes.
+"""vLLM's KV cache groups: the layers that share a block table, and the bytes of a block.
 
-Rules of vllm/v1/core/kv_cache_utils.py and kv_cache_interface.py, 0.32.0 (get_kv_cache_groups,
-unify_kv_cache_spec_page_size, _get_kv_cache_groups_uniform_page_size); tests/planner/test_vllm_groups.py
-holds them against those functions.
+The rules are from vllm/v1/core/kv_cache_utils.py and kv_cache_interface.py, 0.32.0 (get_kv_cache_groups,
+unify_kv_cache_spec_page_size, _get_kv_cache_groups_uniform_page_size). tests/planner/test_vllm_groups.py
+compares
+them with these functions.
 """
 
 from __future__ import annotations
@@ -12,17 +13,25 @@ from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
-# One kind may have up to so many times the layers of another before it is split into groups of the
-# smaller one's size (_get_kv_cache_groups_uniform_page_size).
+# A kind with fewer than this many times the layers of the smallest kind stays one group; a larger kind is
+# split into groups of the smallest kind's size (_get_kv_cache_groups_uniform_page_size).
 PADDING_LIMIT = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Cache of one layer as vLLM's KVCacheSpec describes it.
+    """The cache of one layer, as vLLM's KVCacheSpec describes it.
 
-    ``page_bytes``: bytes of ``block_size`` tokens (of one state) in this layer, padding included.
-    ``shape``: heads, head sizes, state shapes; layers share a group only if all of this is equal.
+    Attributes:
+        layer: Index of the layer.
+        kind: Kind of its cache.
+        block_size: Tokens per block.
+        page_bytes: Bytes of ``block_size`` tokens (or of one state) in this layer, padding included.
+        shape: Heads, head sizes and state shapes.
+        window: Tokens of a sliding window or chunk.
+        fixed: Blocks per sequence, where they do not depend on its length.
+
+    Layers share a group only if everything except ``layer`` is equal.
     """
 
     layer: int
@@ -35,6 +44,7 @@ class LayerPages:
 
     @property
     def key(self) -> tuple[object, ...]:
+        """Return the values that must be equal for two layers to share a group."""
         return self.kind, self.block_size, self.page_bytes, self.shape, self.window, self.fixed
 
 
@@ -42,15 +52,20 @@ Groups = tuple[tuple[LayerPages, ...], ...]
 
 
 def group_pages(pages: list[LayerPages], *, pads: bool = True) -> Groups:
-    """Groups in vLLM's order. Raises UnsupportedArchitecture where vLLM cannot unify the pages either.
-    ``pads``: whether it pads pages of attention that do not divide the largest (from 0.24 on)."""
+    """Return the KV cache groups in vLLM's order.
+
+    ``pads`` is whether vLLM pads attention pages that do not divide the largest page (from 0.24 on).
+
+    Raises:
+        UnsupportedArchitecture: vLLM cannot unify the page sizes either.
+    """
     if len({page.key for page in pages}) <= 1 or _uniform_type(pages):
         return (tuple(pages),) if pages else ()
     return _equal_groups(_unify(pages, pads))
 
 
 def _uniform_type(pages: list[LayerPages]) -> bool:
-    """All layers need the same token slots: one group, even if their bytes differ."""
+    """Return whether all layers need the same token slots; they form one group even if their bytes differ."""
     first = pages[0]
     if any(page.block_size != first.block_size for page in pages):
         return False
@@ -63,7 +78,7 @@ def _uniform_type(pages: list[LayerPages]) -> bool:
 
 
 def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
-    """Bring all pages to the largest one's bytes: longer blocks where it is a multiple, else padding."""
+    """Bring all pages to the bytes of the largest: longer blocks where it is a multiple, else padding."""
     largest = max(page.page_bytes for page in pages)
     out = []
     for page in pages:
@@ -91,8 +106,12 @@ def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
 
 
 def _equal_groups(pages: list[LayerPages]) -> Groups:
-    """Groups of (nearly) equal size, each of one kind: the smallest kind's layer count, or the largest's
-    when that is less than PADDING_LIMIT times as many; layer i of a kind goes to group i mod (its groups)."""
+    """Split the pages into groups of (nearly) equal size, each of one kind.
+
+    A group has the layer count of the smallest kind, or of the largest kind if that is less than PADDING_LIMIT
+    times
+    as many. Layer i of a kind goes to group i mod (groups of the kind).
+    """
     kinds: dict[tuple[object, ...], list[LayerPages]] = {}
     for page in pages:
         kinds.setdefault(page.key, []).append(page)
@@ -106,12 +125,12 @@ def _equal_groups(pages: list[LayerPages]) -> Groups:
 
 
 def block_bytes(groups: Groups) -> int:
-    """Bytes of one block: those of the widest group."""
+    """Return the bytes of one block: the sum of the pages of the widest group."""
     return max(sum(page.page_bytes for page in group) for group in groups)
 
 
 def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
-    """Pages that need the same token slots together, in the order of their first layer."""
+    """Collect pages that need the same token slots, in the order of their first layer."""
     buckets: list[list[LayerPages]] = []
     for page in pages:
         home = next((bucket for bucket in buckets if _uniform_type([*bucket, page])), None)
@@ -123,10 +142,14 @@ def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
 
 
 def pack_buckets(buckets: list[list[LayerPages]]) -> Groups:
-    """Groups of a block-outermost layout, whose blocks hold pages of different bytes side by side
-    (_get_packed_kv_cache_groups): buckets with as many layers of each page size are cut into groups of about
-    the same number of layers a size, no fewer than the largest bucket with several sizes has; others stay
-    whole."""
+    """Return the groups of a block-outermost layout, with pages of different bytes side by side in a block.
+
+    The rule is vLLM's _get_packed_kv_cache_groups. A bucket with equally many layers of each page size is split
+    into
+    groups with about the same number of layers per size. That number is at least the count of the largest
+    bucket that
+    has several sizes. All other buckets stay whole.
+    """
     by_size = [_sizes(bucket) for bucket in buckets]
     repeats = [len(next(iter(sizes.values()))) if _balanced(sizes) else 0 for sizes in by_size]
     least = max(n for n, sizes in zip(repeats, by_size, strict=True) if len(sizes) > 1)
@@ -154,5 +177,8 @@ def _balanced(sizes: dict[int, list[LayerPages]]) -> bool:
 
 
 def _least_padding(values: list[int], low: int) -> int:
-    """The largest number from ``low`` on to whose multiples ``values`` are rounded up with least padding."""
+    """Return the divisor, at least ``low``, to whose multiples ``values`` round up with the least padding.
+
+    The largest divisor wins a tie.
+    """
     return min(range(low, max(values) + 1), key=lambda d: (sum(-v % d for v in values), -d))

@@ -1,6 +1,6 @@
-"""This project's engine: defaults and checks of its flags, which caches it stores, the geometry of its pool.
+"""The hf engine of this project: flag defaults and checks, supported caches, and the geometry of its pool.
 
-Layers are grouped as in vLLM (``grouping``), so that a plan for either engine counts alike.
+Layers are grouped as in vLLM (``grouping``), so that plans for both engines are comparable.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 class HF(Engine):
+    """This project's engine, which runs transformers' modules on a block pool of its own."""
+
     name = "hf"
     title = "the hf engine"
     distributions = ("transformers",)
@@ -49,40 +51,55 @@ class HF(Engine):
     }
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        """Return the tokens per block.
+
+        Raises:
+            DeploymentError: the requested size is not a power of two.
+        """
         size = super().block_size(asked, flags, architecture)
         if size & (size - 1):
             raise DeploymentError(f"{size} is not a power of two", field="--block-size", hint="for example 16")
         return size
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
+        """Estimate the activations of one step on a GPU."""
         from tonnage.planner.engines.runtime import hf
 
         return hf.activation_bytes(architecture, chosen)
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
+        """Return the host memory of the API process and the engine process."""
         from tonnage.planner.engines.runtime import hf
 
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Whatever transformers builds."""
+        """Accept every encoder that transformers can build."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        """Return the block pool for a model that generates tokens."""
         return build_pool(
             architecture, chosen.flags.kv_cache_dtype, chosen.block_size, chosen.max_num_batched_tokens
         )
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """On a CPU no more than max_num_seqs full-length sequences (and the null block) can use: the memory is
-        the host's, and other programs want some."""
+        """Return the number of blocks that fit, on a CPU at most as many as the running sequences can use.
+
+        On a CPU the pool takes host memory that other programs need. It is therefore limited to max_num_seqs
+        sequences of
+        full length, plus the null block.
+        """
         blocks = super().free_blocks(chosen, pool, size, fixed, weights)
         if chosen.flags.device == "cpu":
             blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)
         return blocks
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """What admission sets aside: prompt and answer whole, a sliding group no more than it can ever hold
-        (cache/admission/reservation.py). In guaranteed mode more are admitted, and stall where these would not.
+        """Return the rule of this engine's reservations: prompt and answer in full.
+
+        A sliding group reserves at most the blocks that it can ever hold (cache/admission/reservation.py).
+        Guaranteed mode
+        admits more requests and stalls where a reservation would make them wait.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -100,6 +117,7 @@ class HF(Engine):
         )  # fmt: skip
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        """Return the ``tonnage serve`` command of ``plan``."""
         from tonnage.planner.engines.serve_line import tonnage_serve
 
         asked = plan.deployment.quantization
@@ -109,8 +127,12 @@ class HF(Engine):
 def build_pool(
     architecture: Architecture, dtype: str, block_size: int, max_num_batched_tokens: int
 ) -> PoolSpec:
-    """Raises UnsupportedArchitecture for caches the engine does not store, and when layers differ in heads or
-    head size."""
+    """Return the block pool of the hf engine.
+
+    Raises:
+        UnsupportedArchitecture: the engine cannot store a layer's cache, or layers differ in heads or head
+            size.
+    """
     layout = _layout(architecture, dtype, block_size)
     demands = []
     for group in layout.groups:
@@ -161,12 +183,15 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
 
 
 def _stored_heads(layer: CacheLayer) -> int:
-    """KV heads of the pool: transformers repeats them first in some models."""
+    """Return the KV heads that a layer stores; some transformers models repeat heads before caching them."""
     return layer.kv_heads if layer.transformers_kv_heads is None else layer.transformers_kv_heads
 
 
 def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
-    """The pool holds K and V of full and sliding layers (latents expanded); nothing else."""
+    """Raise UnsupportedArchitecture for a layer whose cache is not K and V of equal width.
+
+    The pool stores full and sliding layers, and MLA layers with expanded latents.
+    """
     if not layers:
         raise UnsupportedArchitecture("an encoder generates nothing: there is no cache", field="architectures")
     for layer in layers:
@@ -180,7 +205,7 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
 
 
 def _groups(layers: tuple[CacheLayer, ...], block_size: int) -> tuple[KVGroup, ...]:
-    """Pages are of one size by now, so only kind and window part the layers."""
+    """Group layers by kind and window; all pages already have one size."""
     pages = [LayerPages(layer.layer, layer.kind, block_size, 1, (), layer.window) for layer in layers]
     return tuple(
         KVGroup(group[0].kind, tuple(page.layer for page in group), group[0].window)

@@ -1,11 +1,13 @@
-"""llama.cpp: defaults of its flags, and its KV cache: per-layer tensors of ``n_ctx`` cells, K and V of types
-chosen apart.
+"""llama.cpp: flag defaults and its KV cache of ``n_ctx`` cells per layer, with separate types for K and V.
 
-Source: src/llama-kv-cache.cpp (llama.cpp, 2025) and the start-up logs in tests/data/field_reports.jsonl.
-Cells are rounded up to 256 per sequence (GGML_PAD, flash attention's block). A sliding-window cache
-(llama-kv-cache-iswa.cpp) has window x sequences + ubatch cells, rounded up; ``full_sliding`` is the older
-behaviour and ik_llama.cpp's: sliding layers keep every cell. MLA (deepseek2): the latent for K and none for V
-with MLA attention, else K and V expanded for every head, in either case on one rank.
+The source is src/llama-kv-cache.cpp (llama.cpp, 2025) and the start-up logs in tests/data/field_reports.jsonl.
+
+- Cells are rounded up to 256 per sequence (GGML_PAD, the block of flash attention).
+- A sliding-window cache (llama-kv-cache-iswa.cpp) has window x sequences + ubatch cells, rounded up.
+- ``full_sliding`` is the behaviour of older releases and of ik_llama.cpp: sliding layers keep every cell.
+- MLA (deepseek2) stores the latent as K and no V with MLA attention, else K and V expanded for every head. One
+  rank
+  holds all of it in either case.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _LOG_LINES = (
     ("context_tokens", 1, rf"n_ctx={NUMBER}"),
 )
 # "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00 MiB, V (f16): 320.00 MiB"
-# (sequences / streams, each of so many cells); ik_llama.cpp and older:
+# ("2/2 seqs" is sequences / streams, and each stream has the given cells); ik_llama.cpp and older releases:
 # "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB"
 _LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)={NUMBER}MiB"
 _LOG_UBATCH = r"n_ubatch=(\d+)"
@@ -63,14 +65,14 @@ _FLASH = {"0": "off", "1": "on", "disabled": "off", "enabled": "on", "auto": "au
 _LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
 _LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:(\d+)/)?(\d+) seqs\)"
 _LOG_TYPES = r"(?:K|c\^KV)\((\w+)\)(?:.*?V\((\w+)\))?"
-# of one device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560.00 MiB"
+# Buffers of one device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560.00 MiB"
 _LOG_BUFFER = rf"(\w+?)(model|KV|RS|compute|output) buffer size={NUMBER}MiB"
-# "|   - CUDA0 (RTX 3090) | 24135 = 17406 + (6187 = 4403 +   512 +  1272) +     541 |": total = free + (own =
-# model + context + compute) + what is not accounted for (tools/ and common/, 2026)
+# "|   - CUDA0 (RTX 3090) | 24135 = 17406 + (6187 = 4403 +   512 +  1272) +     541 |": total = free + (used =
+# model + context + compute) + unaccounted (tools/ and common/, 2026)
 _LOG_BREAKDOWN = r"\|-(\w+).*?\|(\d+)=(\d+)\+\((\d+)=(\d+)\+(\d+)\+(\d+)\)\+"
 _LOG_ENGINE = r"llama_(?:model_loader|context|new_context_with_model|kv_cache|init_from_model|model_load)\w*:"
 _LOG_READY = ("server is listening on", "main: model loaded", "HTTP server listening")
-# Tensors of the input layer (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp)
+# Tensors of the input layer (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp).
 _INPUTS = (
     "token_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias", "token_types.weight",
     "position_embd.weight", "per_layer_token_embd.weight",
@@ -82,6 +84,8 @@ MlaMode = Literal["expanded", "latent", "latent+transposed"]
 
 
 class LlamaCpp(Engine):
+    """llama.cpp's server, sized by its context and its compute buffers."""
+
     name = "llama.cpp"
     title = "llama.cpp"
     # n_parallel 1, n_ubatch 512 (common/common.h, 2025)
@@ -95,11 +99,17 @@ class LlamaCpp(Engine):
     keeps_gguf = True
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
+        """Return the whole device: llama.cpp reserves no share of it."""
         return memory
 
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
+        """Return the cache types of K and V, in llama.cpp's names.
+
+        Raises:
+            DeploymentError: a type is unknown, or V is quantized without flash attention.
+        """
         found = check_cache_types(flags.kv_cache_dtype)
         if flags.flash_attn == "off" and CACHE_TYPES[cache_types(found)[1]][0] > 1:
             raise DeploymentError(
@@ -109,15 +119,23 @@ class LlamaCpp(Engine):
         return found
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        """Return 1, because a cell holds one token.
+
+        Raises:
+            DeploymentError: another block size was requested.
+        """
         if asked not in (None, 1):
             raise DeploymentError("llama.cpp has cells of one token", field="--block-size", hint="leave it out")
         return 1
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
-        """Any: it warns (``length_notes``)."""
+        """Accept every length; llama.cpp only warns (``length_notes``)."""
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
-        """llama-context.cpp: "n_ctx_seq (%u) > n_ctx_train (%u) -- possible training context overflow"."""
+        """Return a note on a context above the model's own maximum.
+
+        llama-context.cpp prints "n_ctx_seq (%u) > n_ctx_train (%u) -- possible training context overflow".
+        """
         own = architecture.max_model_len
         if asked <= own:
             return ()
@@ -127,21 +145,25 @@ class LlamaCpp(Engine):
         )
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Rotary tables are computed as they are needed. Beside GPUs the embedding stays with the host
-        (dev_input in src/llama-model.cpp), and a head tied to it is a copy of its own."""
+        """Return the tensors that the device holds.
+
+        Rotary tables are computed on the fly. With GPUs, the embedding stays on the host (dev_input in
+        src/llama-model.cpp), and a head tied to it becomes a separate copy.
+        """
         held = [tensor for tensor in architecture.tensors if tensor.role != "buffer"]
         if flags.device != "cpu":
             held = [replace(t, tied_to=None) if t.role == "head" else t for t in held if t.role != "embedding"]
         return tuple(held)
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """As ``tensors``, of a file."""
+        """Return the tensors of a GGUF file on the device; with GPUs, the input layer stays on the host."""
         if flags.device == "cpu":
             return tensors
         kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)
         return tuple(t for t in tensors if t.name in kept or t.name not in _INPUTS)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        """Return the pool of cells for a model that generates tokens."""
         sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
         context = _context(chosen)
         cache = size_cache(
@@ -151,7 +173,10 @@ class LlamaCpp(Engine):
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """A slot of its own for each sequence, as long as the context; a cell a token of a shared one."""
+        """Return the rule of llama.cpp's slots.
+
+        Each sequence has a slot as long as the context. A unified cache takes one cell per token instead.
+        """
         slot = GroupLaw("fixed", 1, blocks=chosen.max_model_len)
         if chosen.flags.kv_unified:
             slot = GroupLaw("all", 1)
@@ -160,12 +185,13 @@ class LlamaCpp(Engine):
         )
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
+        """Estimate the memory of llama-server on a CPU, without model, caches and compute buffer."""
         from tonnage.planner.engines.runtime.llama_cpp import process
 
         return process(architecture, chosen, _partial(architecture, chosen))
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """The compute buffer that llama-fit-params says."""
+        """Estimate the compute buffer, as llama-fit-params reports it."""
         if architecture.kind != "decoder":
             return super().cpu_activation(architecture, chosen)
         from tonnage.planner.engines.runtime.llama_cpp import compute_buffer
@@ -175,21 +201,24 @@ class LlamaCpp(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
+        """Return the driver context and the compute buffer on a GPU; CUDA graphs take no memory."""
         from tonnage.planner.engines.runtime.llama_cpp import context_memory
 
         return Runtime(context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """All cells, allocated whatever else is free."""
+        """Return the cells of the context, which are allocated regardless of the free memory."""
         return _context(chosen)
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
+        """Return the host memory of llama-server on GPUs."""
         from tonnage.planner.engines.runtime import llama_cpp
 
         architecture, chosen = hosted.architecture, hosted.chosen
         return llama_cpp.host_memory(hosted, _partial(architecture, chosen), _masked(architecture, chosen)[0])
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
+        """Add buffers, cache cells, cache types and flags of one start-up log line to ``out``."""
         text = squeezed(line)
         if not (
             compiled(_LOG_ENGINE).search(text) or "size=" in text or "memorybreakdown" in text or "|-" in text
@@ -198,7 +227,7 @@ class LlamaCpp(Engine):
         read_figures(self.name, _LOG_LINES, text, out)
         if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
-            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx is what all streams share
+            if cells := compiled(_LOG_CELLS).search(text):  # all streams share n_ctx
                 shared = cells[2] not in (None, cells[3])
                 out.cells = max(out.cells, number(cells[1]))
                 out.flags["max_num_seqs"], out.flags["kv_unified"] = cells[2 if shared else 3], str(shared)
@@ -213,8 +242,11 @@ class LlamaCpp(Engine):
         _read_devices(text, out)
 
     def settle_log(self, out: LogFigures) -> None:
-        """Without the cells of a cache, the context is what one sequence has. Weights and the largest compute
-        buffer are those of GPUs, where there are any."""
+        """Derive the maximum length, and the totals of weights and compute buffers.
+
+        A log without cache cells gives the context of one sequence. Totals count the GPUs only, where the log
+        has any.
+        """
         if out.engine != self.name:
             return
         if "context_tokens" in out.figures:
@@ -227,12 +259,14 @@ class LlamaCpp(Engine):
                 out.rounding[term] = MiB / 200 * max(1, len(gpus))  # each is printed to 0.01 MiB
 
     def log_says_ready(self, line: str) -> bool:
+        """Return whether a log line reports that the server listens."""
         return any(mark in line for mark in _LOG_READY)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        """Return the ``llama-server`` command of ``plan``."""
         flags = plan.deployment
         k, v = cache_types(flags.kv_cache_dtype)
-        shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # n_ctx is of all sequences
+        shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # all sequences share n_ctx
         line = ["llama-server", "-m", plan.model.id, "-c", str(shared), "-np", str(flags.max_num_seqs),
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
         if flags.flash_attn != "auto":
@@ -244,13 +278,14 @@ class LlamaCpp(Engine):
         return (shlex.join(line),)
 
     def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+        """Return why a config's weights cannot be compared with a log, which always names a GGUF file."""
         if kind == "gguf":
             return None
         return "the log is of a GGUF file, --model names a config (give the .gguf)"
 
 
 def _read_devices(text: str, out: LogFigures) -> None:
-    """Buffers of each device."""
+    """Add the buffer sizes of each device in one log line to ``out``."""
     for device, what, size in compiled(_LOG_BUFFER).findall(text):
         out.figures[f"{device}_{what}_bytes"] = number(size) * MiB
     if match := compiled(_LOG_BREAKDOWN).search(text):
@@ -260,7 +295,14 @@ def _read_devices(text: str, out: LogFigures) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """``k_bytes`` + ``v_bytes`` + ``state_bytes``; ``cells`` of the full-attention layers."""
+    """The bytes of a llama.cpp KV cache and the number of its cells.
+
+    Attributes:
+        cells: Cells of the full-attention layers.
+        k_bytes: Bytes of all K tensors.
+        v_bytes: Bytes of all V tensors.
+        state_bytes: Bytes of recurrent states.
+    """
 
     cells: int
     k_bytes: int
@@ -269,11 +311,18 @@ class Cache:
 
     @property
     def bytes(self) -> int:
+        """Return the total bytes of keys, values and states."""
         return self.k_bytes + self.v_bytes + self.state_bytes
 
 
 def check_cache_types(text: str) -> str:
-    """``f16`` or ``q8_0/f16`` (K/V), or a type by torch's name; ``auto`` means f16. Raises DeploymentError."""
+    """Return the cache types in llama.cpp's names: one type, or K and V as in ``q8_0/f16``.
+
+    Names of torch dtypes are translated, and ``auto`` means f16.
+
+    Raises:
+        DeploymentError: a type is not one of CACHE_TYPES.
+    """
     if text == "auto":
         return "f16"
     parts = [_TORCH.get(part, part) for part in text.split("/")]
@@ -287,12 +336,17 @@ def check_cache_types(text: str) -> str:
 
 
 def cache_types(text: str) -> tuple[str, str]:
+    """Return the types of K and V in ``text``, either ``f16`` for both or ``q8_0/f16``."""
     k, _, v = text.partition("/")
     return k, v or k
 
 
 def row_bytes(elements: int, kind: str) -> int:
-    """Bytes of a row of ``elements`` values. Raises DeploymentError when the type's blocks do not divide it."""
+    """Return the bytes of a row of ``elements`` values.
+
+    Raises:
+        DeploymentError: the row is not a whole number of the type's blocks.
+    """
     values, size = CACHE_TYPES[kind]
     if elements % values:
         raise DeploymentError(
@@ -312,9 +366,10 @@ def size_cache(
     unified: bool = True,
     mla: MlaMode = "latent",
 ) -> Cache:
-    """Cache of ``context`` cells in all (``unified``) or divided by ``sequences``.
+    """Return the cache of ``context`` cells, which sequences share (``unified``) or divide evenly.
 
-    Raises UnsupportedArchitecture for caches llama.cpp keeps in a way not known here.
+    Raises:
+        UnsupportedArchitecture: llama.cpp's layout of the cache is not known here.
     """
     k_type, v_type = cache_types(types)
     per_sequence = context if unified else ceil_div(context, sequences)
@@ -339,19 +394,19 @@ def size_cache(
 
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
-    """Bytes of one sequence in layers that cannot be rolled back (sliding, states); 0 without them."""
+    """Return one sequence's bytes in layers that cannot be rolled back (sliding, states); 0 without them."""
     kept = tuple(layer for layer in architecture.cache_layers if layer.kind in ("sliding", "state"))
     partial, types = replace(architecture, cache_layers=kept), chosen.flags.kv_cache_dtype
     return size_cache(partial, chosen.max_model_len, types, ubatch=chosen.max_num_batched_tokens).bytes
 
 
 def _context(chosen: Resolved) -> int:
-    """n_ctx: what all sequences share."""
+    """Return n_ctx, the cells that all sequences share."""
     return chosen.max_model_len * (1 if chosen.flags.kv_unified else chosen.max_num_seqs)
 
 
 def _masked(architecture: Architecture, chosen: Resolved) -> tuple[int, int]:
-    """Cells of all attention masks, of the whole cache and of each window's, and of the longest."""
+    """Return the cells of all attention masks (full cache and each window), and of the longest mask."""
     cells = _padded(chosen.max_model_len)
     windows = {layer.window or 0 for layer in architecture.cache_layers if layer.kind == "sliding"}
     whole = any(layer.kind not in ("sliding", "state") for layer in architecture.cache_layers)
@@ -366,7 +421,7 @@ def _padded(cells: int) -> int:
 
 
 def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[int, int]:
-    """Values of K and of V per cell in one layer."""
+    """Return the values of K and of V per cell in one layer."""
     if layer.kind in ("full", "sliding"):
         value = layer.head_size if layer.value_head_size is None else layer.value_head_size
         return layer.kv_heads * layer.head_size, layer.kv_heads * value
@@ -374,7 +429,7 @@ def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[
         if mla == "latent":
             return layer.head_size, 0
         sizes = expanded_heads(architecture)
-        if mla == "latent+transposed":  # mla 1: a transposed copy of the compressed part beside the latent
+        if mla == "latent+transposed":  # mla 1: the latent and a transposed copy of its compressed part
             return layer.head_size, sizes.latent
         return architecture.heads * sizes.key, architecture.heads * sizes.value
     raise UnsupportedArchitecture(

@@ -1,7 +1,8 @@
-"""What the lines of an engine's start-up log say: each engine reads its own (Engine.read_log_line).
+"""Helpers to read an engine's start-up log; each engine's patterns are in ``Engine.read_log_line``.
 
-Patterns are matched against a line without its blanks (``squeezed``): a log that a terminal, a mail or a
-pod's runtime has wrapped breaks lines anywhere, within a number too. Blanks in a pattern are for its reader.
+Patterns match a line without its blanks (``squeezed``), because a terminal, mail client or container runtime
+may
+wrap a line anywhere, even within a number. Blanks in a pattern are only for readability.
 """
 
 from __future__ import annotations
@@ -14,22 +15,32 @@ from tonnage.planner.records import dataclass, field
 
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?)"
 Lines = tuple[tuple[str, float, str], ...]
-"""(figure, unit, pattern of the line with the number as its first group)"""
+"""Rows of (figure, unit in bytes, pattern of the line with the number as its first group)."""
 
 _OPEN, _CLOSED, _QUOTES = "([{<", ")]}>", "'\""
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Of a pattern for a squeezed line."""
+    """Return the compiled pattern for a squeezed line."""
     return re.compile(pattern.replace(" ", ""))
 
 
 @dataclass(slots=True)
 class LogFigures:
-    """What one rank says. ``figures``: name -> bytes or a count; ``rounding``: how far the one printed may be
-    from the true one; ``flags``: what the log says the engine was started with. ``pools``: bytes of the caches
-    it names one by one; ``cells``: of the longest; ``state``: what a reader keeps between two lines."""
+    """The figures of one rank in a start-up log.
+
+    Attributes:
+        engine: Name of the engine that printed the log.
+        version: Its version.
+        model: Model name or path.
+        figures: Name of a figure -> bytes or a count.
+        flags: Flags of the engine, as the log prints them.
+        pools: Sum of the caches that the log lists one by one, in bytes.
+        cells: Cells of the longest cache.
+        rounding: Name of a figure -> largest error of its printed value.
+        state: Marks that a reader keeps between lines.
+    """
 
     engine: str | None = None
     version: str | None = None
@@ -43,12 +54,15 @@ class LogFigures:
 
 
 def squeezed(line: str) -> str:
-    """The line without its blanks."""
+    """Return the line without its blanks."""
     return "".join(line.split())
 
 
 def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
-    """``line``: squeezed. A figure printed more than once keeps the most decimals, else the last."""
+    """Add the figures of a squeezed ``line`` to ``out``, by the patterns in ``lines``.
+
+    If a figure is printed more than once, the value with the most decimals is kept, else the last.
+    """
     for name, unit, pattern in lines:
         if match := compiled(pattern).search(line):
             keep(out, name, match[1], unit)
@@ -56,9 +70,9 @@ def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
 
 
 def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
-    """The figure ``name``, printed as ``text`` in ``unit`` bytes (1: a count)."""
+    """Store the figure ``name``, printed as ``text`` in units of ``unit`` bytes (1: a count)."""
     decimals = len(text.partition(".")[2])
-    # engines round to hundredths and drop a last zero: 69.8 is 69.80
+    # Engines round to hundredths and drop a trailing zero: 69.8 means 69.80.
     half = 0.5 * unit * 10.0 ** -max(decimals, 2) if unit > 1 else 0.0
     if name in out.figures and half > out.rounding.get(name, 0.0):
         return
@@ -66,12 +80,17 @@ def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
 
 
 def number(text: str) -> float:
+    """Return the number in ``text``, which may have thousands separators."""
     return float(text.replace(",", ""))
 
 
 def arguments(text: str, sign: str) -> Iterator[tuple[str, str]]:
-    """(name, value) of ``a=1, b='x, y'`` or ``'a': 1, 'b': {...}}``: what ``sign`` divides, up to the bracket
-    that closes the whole; brackets and quotes keep what is in them together."""
+    """Yield the (name, value) pairs of a printed call or dict, such as ``a=1, b='x, y'`` or ``'a': 1}``.
+
+    ``sign`` separates a name from its value ("=" or ":"). Brackets and quotes keep their content together, and
+    the
+    bracket that closes the whole ends the text.
+    """
     name, value, depth, quote = "", "", 0, ""
     for place, char in enumerate(text):
         if quote:

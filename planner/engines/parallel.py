@@ -1,10 +1,13 @@
-"""The part of a model one rank holds: its pipeline stage's layers, its share of every divided tensor.
+"""The share of a model on one rank: the layers of its pipeline stage, and its shard of every divided tensor.
 
-vLLM 0.32.0's rules. Pipeline: distributed/utils.py get_pp_indices. Tensor: model_executor/layers/linear.py
-(KV heads are replicated when there are fewer than ranks), vocab_parallel_embedding.py (the vocabulary is padded
-to 64), mamba/mamba_utils.py; latents of MLA are the same on every rank. Experts: fused_moe/config.py
-FusedMoEParallelConfig.make (tensor and data parallel ranks divide the experts together: whole experts with
-expert parallelism, else their width).
+The rules are vLLM 0.32.0's:
+
+- Pipeline parallel: distributed/utils.py, get_pp_indices.
+- Tensor parallel: model_executor/layers/linear.py. KV heads are replicated if there are fewer heads than ranks.
+- Vocabulary: vocab_parallel_embedding.py pads it to a multiple of 64 rows.
+- States: mamba/mamba_utils.py. MLA latents are the same on every rank.
+- Experts: fused_moe/config.py, FusedMoEParallelConfig.make. Tensor and data parallel ranks divide the experts
+  together: whole experts with expert parallelism, else their width.
 """
 
 from __future__ import annotations
@@ -16,15 +19,24 @@ from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py, vLLM 0.32.0
-_LAST = ("norm", "head")  # what follows the last layer
+_LAST = ("norm", "head")  # roles of the tensors after the last layer
 _TP = "--tensor-parallel-size"
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Sizes of the parallel groups; ``expert``: whole experts per rank instead of slices,
-    ``whole_towers``: whole towers, ``towers_everywhere``: on every pipeline stage (no class of vLLM asks for
-    the stage where it builds them)."""
+    """The sizes of the parallel groups and the rules for dividing tensors.
+
+    Attributes:
+        tensor: Tensor-parallel ranks.
+        pipeline: Pipeline stages.
+        data: Data-parallel replicas.
+        expert: Whether a rank holds whole experts instead of slices of all experts.
+        pad_vocabulary: Whether the vocabulary is padded before it is divided.
+        whole_towers: Whether each tensor-parallel rank holds the towers in full.
+        towers_everywhere: Whether each pipeline stage holds the towers; vLLM's model classes build them on
+            every stage.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -36,11 +48,18 @@ class Parallel:
 
     @property
     def trivial(self) -> bool:
+        """Return whether there is only one rank."""
         return self.tensor == self.pipeline == self.data == 1
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage: the remainder goes one each to the stages from the second-last back."""
+    """Return the number of layers of each pipeline stage.
+
+    The remainder goes to the stages from the second-last backwards, one layer each.
+
+    Raises:
+        DeploymentError: there are more stages than layers.
+    """
     if stages > layers:
         raise DeploymentError(f"{stages} stages for {layers} layers", field="--pipeline-parallel-size")
     counts = [layers // stages] * stages
@@ -50,12 +69,12 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """KV heads one rank keeps: at least one, so that they are replicated when there are more ranks."""
+    """Return the KV heads of one rank, at least one: fewer heads than ranks means that heads are replicated."""
     return ceil_div(kv_heads, ranks)
 
 
 def check(architecture: Architecture, ranks: int) -> None:
-    """Raise DeploymentError naming the heads that ``ranks`` tensor-parallel ranks cannot divide."""
+    """Raise DeploymentError if ``ranks`` tensor-parallel ranks cannot divide the model's heads."""
     if ranks == 1:
         return
     if architecture.heads % ranks and not _headless(architecture):
@@ -94,8 +113,13 @@ def _divisors(architecture: Architecture) -> str:
 
 
 def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int) -> Architecture:
-    """What a rank of pipeline ``stage`` holds: its tensors in their own shapes, its cache layers (whose heads
-    the KV layout divides). Raises DeploymentError when a size cannot be divided."""
+    """Return the part of the model that one rank of pipeline ``stage`` holds.
+
+    Tensors have their sharded shapes. Cache layers keep all heads, which the KV layout divides.
+
+    Raises:
+        DeploymentError: a size cannot be divided.
+    """
     if parallel.trivial:
         return architecture
     check(architecture, parallel.tensor)
@@ -121,7 +145,7 @@ def _on_stage(tensor: TensorSpec, mine: range, stage: int, parallel: Parallel) -
 
 
 def _untied(tensor: TensorSpec, stage: int) -> TensorSpec:
-    """A head tied to the embedding is a copy of its own where the embedding is on another stage."""
+    """Return a tied head as a tensor of its own if the embedding is on another stage."""
     return replace(tensor, tied_to=None) if tensor.role == "head" and stage > 0 else tensor
 
 
@@ -136,7 +160,8 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
         if size % ranks:
             raise _undivided(f"{ranks} does not divide the vocabulary, padded to {size}", size, ranks)
-    if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:  # these have as many as others
+    # Towers have as many KV heads as query heads, so their rows divide evenly.
+    if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
         size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
     elif tensor.role in ("mlp", "attention") and size % ranks:

@@ -1,4 +1,4 @@
-"""The pool of a plan: a KVLayout, and what one sequence of so many tokens takes from it under its engine."""
+"""The block pool of a plan: a KVLayout, and the blocks that a sequence of a given length takes from it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Most blocks one sequence ever holds in one group.
+    """The most blocks that one sequence ever holds in one KV cache group.
 
-    ``fixed`` blocks whatever its length (recurrent state, the cache of an encoder's output), or
-    ceil(min(tokens, ``most``) / ``block_size``) + ``extra``. ``most``: tokens kept at once by a sliding or
-    chunked group (None: all). ``shards``: ranks that divide the tokens (decode context parallel).
+    The number is ``fixed``, or else ceil(min(tokens, most) / block_size) + extra.
+
+    Attributes:
+        block_size: Tokens per block.
+        most: Tokens that a sliding or chunked group keeps at once; None keeps all.
+        extra: Blocks added to each sequence.
+        fixed: Blocks independent of the length, for recurrent states and the cache of an encoder's output.
+        shards: Ranks that divide the tokens (decode context parallel).
     """
 
     block_size: int
@@ -25,7 +30,7 @@ class Demand:
     shards: int = 1
 
     def blocks(self, tokens: int) -> int:
-        """Of one sequence of so many tokens."""
+        """Return the blocks of one sequence of ``tokens`` tokens."""
         if self.fixed is not None:
             return self.fixed
         if self.shards > 1:
@@ -35,9 +40,16 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """``demands`` go with ``layout.groups``. ``pages``: bytes of each layer's page, group by group (empty: a
-    layer slot each). ``apart``: bytes of the pool that are no blocks, for states of all requests, of which
-    ``running`` have theirs (None: any number)."""
+    """The layout of a pool and the demand of a sequence in each of its groups.
+
+    Attributes:
+        layout: Groups, shapes and dtype of the cache.
+        demands: Demand of a sequence in each of ``layout.groups``.
+        notes: Notes for the plan.
+        pages: Page bytes of each layer, group by group; empty if every layer takes one layer slot.
+        apart: Bytes of the pool outside its blocks, for the states of all requests.
+        running: Requests that ``apart`` has states for; None is unlimited.
+    """
 
     layout: KVLayout
     demands: tuple[Demand, ...]
@@ -47,7 +59,7 @@ class PoolSpec:
     running: int | None = None
 
     def stage_bytes(self, layers: frozenset[int]) -> int:
-        """Bytes of one block on a pipeline stage that holds ``layers`` only: its widest group's."""
+        """Return the bytes of one block on a pipeline stage that holds only ``layers`` (its widest group)."""
         widest = 0
         for place, group in enumerate(self.layout.groups):
             sizes = self.pages[place] if self.pages else (self.layout.slot_bytes,) * len(group.layers)
@@ -57,11 +69,11 @@ class PoolSpec:
         return widest
 
     def sequence_blocks(self, tokens: int) -> int:
-        """Most blocks one sequence of ``tokens`` tokens ever holds, over all groups."""
+        """Return the most blocks that one sequence of ``tokens`` tokens ever holds, over all groups."""
         return sum(demand.blocks(tokens) for demand in self.demands)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Longest sequence, at most ``limit`` tokens, that fits into ``blocks``; 0 when none does."""
+        """Return the longest sequence, at most ``limit`` tokens, that fits into ``blocks``; 0 if none does."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -74,8 +86,10 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolCapacity:
-    """What a pool holds. ``tokens`` and ``max_concurrency`` for sequences of max_model_len tokens, as the
-    engine prints them."""
+    """The capacity of a pool.
+
+    ``tokens`` and ``max_concurrency`` count sequences of max_model_len tokens, as the engine prints them.
+    """
 
     num_blocks: int
     usable_blocks: int
@@ -87,10 +101,10 @@ class PoolCapacity:
 def token_pool(
     architecture: Architecture, size: int, dtype: str, dtype_bytes: int, block_size: int = 1
 ) -> PoolSpec:
-    """The pool of an engine that counts tokens: a block is so many token slots (cells) of all layers, one
-    unless it pages them.
+    """Return the pool of an engine that counts tokens: a block is ``block_size`` token slots of all layers.
 
-    ``size``: bytes of a token in all layers; ``dtype_bytes``: of one value of ``dtype``."""
+    ``size`` is the bytes of a token in all layers, ``dtype_bytes`` the bytes of one value of ``dtype``.
+    """
     layers = tuple(layer.layer for layer in architecture.cache_layers if layer.shares is None)
     layout = KVLayout(
         groups=(KVGroup("full", layers),),
@@ -106,7 +120,11 @@ def token_pool(
 
 
 def heads_per_rank(heads: int, ranks: int) -> int:
-    """KV heads of one rank: replicated when there are fewer heads than ranks."""
+    """Return the KV heads of one rank, at least one: fewer heads than ranks means that heads are replicated.
+
+    Raises:
+        DeploymentError: neither number divides the other.
+    """
     if heads >= ranks and heads % ranks:
         raise DeploymentError(
             f"{ranks} does not divide {heads} KV heads",
@@ -120,13 +138,19 @@ def heads_per_rank(heads: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedHeads:
+    """The head sizes of MLA: K and V after expansion, and the latent."""
+
     key: int
     value: int
     latent: int
 
 
 def expanded_heads(architecture: Architecture) -> ExpandedHeads:
-    """Head sizes of K and V once the latent is expanded, from the shapes of kv_b_proj and o_proj."""
+    """Return the head sizes of K and V after expanding the latent, from the shapes of kv_b_proj and o_proj.
+
+    Raises:
+        UnsupportedArchitecture: the model has no kv_b_proj.
+    """
     shapes = {tensor.name.rpartition("self_attn.")[2]: tensor.shape for tensor in architecture.tensors}
     up, out, down = (shapes.get(f"{n}.weight") for n in ("kv_b_proj", "o_proj", "kv_a_proj_with_mqa"))
     if up is None or out is None or down is None:

@@ -1,7 +1,6 @@
-"""The engines by name, each imported when it is asked for: a plan needs one.
+"""The engines by name, each imported on first use because a plan needs only one.
 
-The module here that an engine is in has its name, with an underscore for a dot or a dash; there it is
-``ENGINE``.
+The module of an engine has its name, with an underscore for a dot or a dash, and defines ``ENGINE``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,11 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
 def engine_of(name: str) -> Engine:
-    """Raises DeploymentError for a name that is none of ENGINES."""
+    """Return the engine called ``name``.
+
+    Raises:
+        DeploymentError: ``name`` is not one of ENGINES.
+    """
     if name not in ENGINES:
         raise DeploymentError(
             f"{name!r} is not one of {', '.join(ENGINES)}", field="--engine", hint=did_you_mean(name, ENGINES)

@@ -1,4 +1,4 @@
-"""Command lines that serve a plan: what ``tonnage serve`` and ``vllm serve`` have in common."""
+"""Shell commands that serve a plan: the parts common to ``tonnage serve`` and ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Plan
 
-# of those that are printed where they are not left at their defaults, what both have
+# Flags of both commands that are printed only if they differ from their defaults.
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 SHARED = ("data_parallel_size", "enable_expert_parallel", "enforce_eager")
 
 
 def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
-    """This project's server with the plan's engine."""
+    """Return the ``tonnage serve`` command of ``plan``, followed by the options ``more``."""
     flags = plan.deployment
     line = ["tonnage", "serve", plan.model.id, "--backend", flags.engine, *common_flags(plan)]
     if flags.device != "cpu":
         line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
-        if flags.gpu is not None:  # what an engine holds beside weights and pool depends on it
+        if flags.gpu is not None:  # an engine's memory beside weights and pool depends on the GPU
             line += ["--gpu", flags.gpu]
     line += [*prefix_flags(flags), *changed(flags, (*RANKS, *SHARED))]
     line += [*changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
@@ -29,7 +29,7 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
 
 
 def model_and_revision(name: str) -> tuple[str, ...]:
-    """``org/name@revision`` as engines take it, that have a flag for the revision."""
+    """Return the arguments for a model ``org/name@revision``, for engines with a --revision flag."""
     if "@" not in name or os.path.exists(name):
         return (name,)
     from tonnage.planner.headers.names import hub_model
@@ -39,7 +39,7 @@ def model_and_revision(name: str) -> tuple[str, ...]:
 
 
 def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
-    """Options of the flags ``names`` that are not left at their defaults."""
+    """Return the options of the flags ``names`` that differ from their defaults."""
     line = []
     for name in names:
         flag, value = flags_of(Deployment)[name], getattr(flags, name)
@@ -49,7 +49,7 @@ def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
 
 
 def common_flags(plan: Plan) -> list[str]:
-    """Flags that vLLM and this project's server spell alike."""
+    """Return the options that vLLM and this project's server spell alike."""
     flags = plan.deployment
     line = ["--max-model-len", str(flags.max_model_len), "--max-num-seqs", str(flags.max_num_seqs),
             "--max-num-batched-tokens", str(flags.max_num_batched_tokens), "--dtype", flags.dtype]  # fmt: skip
@@ -63,4 +63,5 @@ def common_flags(plan: Plan) -> list[str]:
 
 
 def prefix_flags(flags: Deployment) -> list[str]:
+    """Return --no-enable-prefix-caching if prefix caching is off."""
     return [] if flags.enable_prefix_caching else ["--no-enable-prefix-caching"]

@@ -1,9 +1,11 @@
-"""SGLang's token pools: one slot per token, full and sliding layers in pools of their own sizes.
+"""SGLang's token pools: one slot per token, with separate pools for full and sliding layers.
 
-Source: sglang/srt/mem_cache/memory_pool.py and model_executor/model_runner.py (0.5), pool_configurator.py and
-mem_cache/kv_cache_configurator.py (0.5.23): SWAKVPool splits the memory between ``full`` tokens and ``full x
-swa_full_tokens_ratio`` tokens; max_total_num_tokens is the full pool's. "GB" in its log is GiB. Checked against
-the logs in tests/data/field_reports.jsonl.
+The source is sglang/srt/mem_cache/memory_pool.py and model_executor/model_runner.py (0.5), pool_configurator.py
+and
+mem_cache/kv_cache_configurator.py (0.5.23). SWAKVPool divides the memory between ``full`` tokens and
+``full x swa_full_tokens_ratio`` tokens; max_total_num_tokens counts the full pool. "GB" in its log means GiB.
+The
+rules are checked against the logs in tests/data/field_reports.jsonl.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ _LOG_LINES = (
     ("free_bytes", GiB, rf"Load weight begin\. avail mem={NUMBER}GB"),
     ("free_after_pool_bytes", GiB, rf"Memory pool end\. avail mem={NUMBER}GB"),
 )
-# "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21 GB"; of latent
-# attention "KV size: 9.10 GB"; up to 0.4 without tokens
+# "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21 GB"; latent
+# attention prints "KV size: 9.10 GB", and releases up to 0.4 print no tokens.
 _LOG_POOL = (
     rf"KV Cache is allocated\.(?:.*?#tokens: (\d[\d,]*),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
 )
 _LOG_STATES = rf"Mamba Cache is allocated\..*?conv_state size: {NUMBER}GB.*?ssm_state size: {NUMBER}GB"
 _LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
 _LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
-# 0.5.23, where the pool is mapped once the graphs are captured; its "VA upper bound" before that is no memory
+# 0.5.23 maps the pool after capturing graphs; the "VA upper bound" printed earlier is only address space.
 _LOG_MAPPED = rf"Post-capture KV sizing: KV cache allocated\..*?#tokens: (\d[\d,]*), KV size: {NUMBER}GB"
 _LOG_ARGUMENTS = (("server_args=ServerArgs(", "="), ("server_args={", ":"))
 _LOG_NAMES = {
@@ -74,31 +76,34 @@ _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
 _SPARSE_ROW = 656  # 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
-# From 0.5.4 on (pull request 10975) steps, graphs and mem_fraction_static follow from the device: below so many
-# GiB, chunked_prefill_size and the largest batch of the decode graphs with TP below 4 and from 4 on
-# (arg_groups/memory_hook.py handle_gpu_memory_settings of 0.5.23; 24 instead of 48 in releases before it).
+# From 0.5.4 on (pull request 10975), steps, graphs and mem_fraction_static depend on the device's memory. A row
+# is (upper bound in GiB, chunked_prefill_size, largest decode graph with TP below 4, the same with TP from 4).
+# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23; earlier releases have 24 instead of
+# 48.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
-_DRAFTS = (0, 5, 15)  # the first read that counts their weights and pools
-_PREFILL_GRAPHS = (0, 5, 23)  # the first read in which prefills are captured by default
-# Sizes a prefill is captured at: first, behind the last, step (generate_prefill_cuda_graph_batch_sizes)
+_DRAFTS = (0, 5, 15)  # first known release that counts a draft's weights and pools
+_PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills by default
+# Ranges of captured prefill sizes: first, end, step (generate_prefill_cuda_graph_batch_sizes).
 _CAPTURED = (
     (4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 1 << 20, 512),
 )  # fmt: skip
-# Multimodal models: of a picture encoder as large as ViT-L/14 (adjust_mem_fraction_for_vlm; 0.76 to 0.998 of
-# others)
+# Factor of mem_fraction_static for multimodal models, for an image encoder as large as ViT-L/14
+# (adjust_mem_fraction_for_vlm; 0.76 to 0.998 for other encoders).
 _WITH_PICTURES = 0.95
 
 
 class SGLang(Engine):
+    """SGLang, which shares ``mem_fraction_static`` of the device between weights and token pools."""
+
     name = "sglang"
     title = "SGLang"
     newest = (0, 5, 23)
-    oldest = (0, 4, 0)  # mem_fraction_static was read in it
-    # max_running_requests and chunked_prefill_size of its server (server_args.py 0.5)
+    oldest = (0, 4, 0)  # first release whose mem_fraction_static is known
+    # max_running_requests and chunked_prefill_size (server_args.py 0.5)
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # page_size 1
     drafts = True
@@ -107,9 +112,14 @@ class SGLang(Engine):
     log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "tokens": "", "cuda_graph_bytes": ""}
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
+        """Return the whole device, because ``static_share`` sets the budget of weights and pool."""
         return memory
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
+        """Return the default (max_running_requests, chunked_prefill_size).
+
+        From 0.5.4 on, it depends on the GPU's memory.
+        """
         sequences, tokens = self.batch[flags.device]
         if flags.device == "cuda" and version >= _BY_DEVICE:
             tokens = _device(memory)[1]
@@ -118,7 +128,10 @@ class SGLang(Engine):
     def static_share(
         self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
     ) -> float | None:
-        """What is left beside activations and graphs, in MiB, as handle_gpu_memory_settings reserves them."""
+        """Return mem_fraction_static: the share left beside activations and CUDA graphs.
+
+        The reserved amounts, in MiB, are from handle_gpu_memory_settings.
+        """
         if flags.mem_fraction_static is not None:
             return flags.mem_fraction_static
         if flags.device != "cuda" or version < _BY_DEVICE:
@@ -137,6 +150,7 @@ class SGLang(Engine):
         return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
+        """Return the releases between ``since`` and ``until`` that changed the memory budget."""
         told = (
             (_BY_DEVICE, "chunked_prefill_size and mem_fraction_static follow from the device's memory"),
             (_PREFILL_GRAPHS, "prefills are captured in CUDA graphs: mem_fraction_static leaves room for them"),
@@ -144,9 +158,13 @@ class SGLang(Engine):
         return tuple((version, (words,)) for version, words in told if since < version <= until)
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
-        """float32 checkpoints are loaded in 16 bits (_get_and_verify_dtype, configs/model_config.py). Where
-        towers are, the text's own part of the config says what; bfloat16 in all at hand. Before Ampere all are
-        computed in float16, whatever was asked (maybe_downgrade_dtype_for_legacy_gpu, load_model_utils.py)."""
+        """Return the dtype that the model is loaded in.
+
+        - float32 checkpoints are loaded in 16 bits (_get_and_verify_dtype, configs/model_config.py).
+        - With vision or audio towers the text part of the config decides; it is bfloat16 in all known models.
+        - GPUs before Ampere always compute in float16 (maybe_downgrade_dtype_for_legacy_gpu,
+          load_model_utils.py).
+        """
         if (capability_of(flags.gpu) or _AMPERE) < _AMPERE:
             return "float16"
         if flags.dtype != "auto" or auto != "float32":
@@ -155,9 +173,11 @@ class SGLang(Engine):
         return "bfloat16" if bfloat16 else "float16"
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+        """Return the tensors of SGLang's modules: padded vocabulary and merged rotary tables."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        """Return the token pool of a model that generates tokens."""
         flags = chosen.flags
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
         if len(attention) < len(architecture.cache_layers):
@@ -168,19 +188,24 @@ class SGLang(Engine):
             attention = attention[: -len(drafted)]
         architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
-        if drafted:  # budgeted as layers of the model's own size, in the pool of its full layers
+        if drafted:  # SGLang budgets a draft layer like one full layer of the model
             own = sum(layer.kind != "sliding" and layer.shares is None for layer in attention)
             full += full * len(drafted) // own if own else 0
         size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
-        # its --page-size: max_total_num_tokens is rounded down to whole pages (model_runner.py)
+        # With --page-size, max_total_num_tokens is rounded down to whole pages (model_runner.py).
         element = KV_DTYPE_BYTES[flags.kv_cache_dtype]
         return token_pool(architecture, size, flags.kv_cache_dtype, element, chosen.block_size)
 
     def draft_note(self, method: str) -> str:
+        """Return a note on SGLang's --speculative-algorithm option for a draft of ``method``."""
         return f"SGLang takes this draft with --speculative-algorithm {method.upper()}"
 
     def _check_draft(self, chosen: Resolved) -> None:
-        """Before, weights and pool of a draft came out of what mem_fraction_static leaves free."""
+        """Raise DeploymentError for a draft in a release before 0.5.15, or in several pipeline stages.
+
+        In older releases, the draft's weights and pool came out of the memory that mem_fraction_static leaves
+        free.
+        """
         if chosen.version < _DRAFTS or chosen.flags.pipeline_parallel_size > 1:
             raise DeploymentError(
                 "SGLang's drafts are known from 0.5.15 on, in one pipeline stage", field="--speculative-model",
@@ -190,6 +215,7 @@ class SGLang(Engine):
     def settle_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
+        """Return ``pool`` with slots for recurrent states, which come out of the memory that weights leave."""
         slot = states.slot_bytes(architecture, chosen.flags.tensor_parallel_size)
         if not slot:
             return pool
@@ -204,14 +230,17 @@ class SGLang(Engine):
         return replace(pool, apart=apart, running=count // each, notes=(*pool.notes, note))
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
+        """Return the maximum number of running requests, limited by the slots for states."""
         return states.most_running(held.tokens, chosen, pool.running) if pool.demands else chosen.max_num_seqs
 
     def foresee(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
+        """Return a failure if no request has slots for its states."""
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """Return the pages of the pool; slots for states come off --kv-cache-memory-bytes."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -221,30 +250,35 @@ class SGLang(Engine):
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """The share is of what was free before the load, so that what the framework holds comes off it."""
+        """Return the fewest and most pages of the pool.
+
+        The static share is a share of the memory that was free before the load, so framework memory lowers the
+        minimum.
+        """
         low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
         given = chosen.flags.kv_cache_memory_bytes is not None
         return (low if given else max(0, low - ceil_div(framework, size))), high
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """mem_fraction_static of the device is for weights and pool."""
+        """Return the pages that fit: mem_fraction_static of the device holds weights and pool."""
         return max(0, self._static_bytes(chosen) - weights - pool.apart) // size
 
     def _static_bytes(self, chosen: Resolved) -> int:
         share = chosen.flags.mem_fraction_static
-        assert share is not None  # completed by static_share
+        assert share is not None  # static_share has set it
         return int(chosen.device_memory * share)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
+        """Add pools, states, graphs and server arguments of one start-up log line to ``out``."""
         text = squeezed(line)
         read_figures(self.name, _LOG_LINES, text, out)
         if "Memorypoolend" in text:
-            out.state.add("pools are complete")  # what follows is a draft's
+            out.state.add("pools are complete")  # later pools belong to a draft
         if match := compiled(_LOG_POOL).search(text):
             out.engine = self.name
             if "pools are complete" not in out.state:
                 out.pools += (number(match[2]) + number(match[3] or "0")) * GiB
-                if match[1]:  # of sliding and full layers one after the other: the full pool is the longer one
+                if match[1]:  # sliding and full layers print one line each; the full pool is the longer one
                     out.cells = max(out.cells, number(match[1]))
         if match := compiled(_LOG_STATES).search(text):
             out.engine, out.pools = self.name, out.pools + (number(match[1]) + number(match[2])) * GiB
@@ -266,26 +300,33 @@ class SGLang(Engine):
             out.flags["quantization"] = match[1]
 
     def log_rank(self, line: str) -> tuple[str, str]:
+        """Return the tensor-parallel and pipeline rank in a log line's timestamp, such as "TP0"."""
         match = re.search(_LOG_RANK, line)
         parts = match[1].split() if match else []
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def settle_log(self, out: LogFigures) -> None:
-        """Tokens that its scheduler did not print are those of the longest pool."""
+        """Use the length of the longest pool as the token count, if the scheduler did not print one."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0
 
     def log_says_ready(self, line: str) -> bool:
+        """Return whether a log line reports that the server is ready."""
         return _LOG_READY in line
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Its max_total_num_tokens: every slot of every page."""
+        """Return the capacity as SGLang's max_total_num_tokens: all slots of all pages."""
         held = super().capacity(pool, chosen, num_blocks)
         most = held.max_concurrency if pool.running is None else min(held.max_concurrency, pool.running)
         return replace(held, tokens=num_blocks * chosen.block_size, max_concurrency=most)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        """Return the rule for the slots of a request.
+
+        Raises:
+            UnsupportedArchitecture: the model has sliding layers, whose pool's rule is not known.
+        """
         if any(layer.kind == "sliding" for layer in architecture.cache_layers):
             raise UnsupportedArchitecture(
                 "what a request takes of SGLang's pool of sliding layers is not known", field="sliding_window"
@@ -302,13 +343,16 @@ class SGLang(Engine):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
+        """Return the settings that SGLang's serve command cannot express."""
         slots = any(layer.kind == "state" for layer in architecture.cache_layers)
         return sglang_serve.notes(chosen.flags, slots)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        """Return the ``sglang.launch_server`` command of ``plan``."""
         return (sglang_serve.serve_line(plan),)
 
     def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+        """Return why the planned weights differ from the log's: the log names another quantization."""
         if quantization in (None, flags.quantization):
             return None
         return f"the log's are {quantization}, the config says nothing of it"
@@ -319,8 +363,10 @@ def _device(memory: int) -> tuple[int, int, int, int]:
 
 
 def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) -> int:
-    """MiB reserved for the graphs of prefills (reserve_for_graph_mb), 0 where none are captured
-    (arg_groups/cuda_graph_hook.py, apply_cuda_graph_compatibility)."""
+    """Return the MiB that SGLang reserves for CUDA graphs of prefills (reserve_for_graph_mb).
+
+    Returns 0 where none are captured (apply_cuda_graph_compatibility in arg_groups/cuda_graph_hook.py).
+    """
     kimi = any(state.name == "conv_q" for layer in architecture.cache_layers for state in layer.states)
     if flags.pipeline_parallel_size > 1 or kimi or has_towers(architecture):
         return 0
@@ -330,9 +376,13 @@ def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) 
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
-    """(full, sliding) bytes per token on one rank. Raises UnsupportedArchitecture for other caches."""
+    """Return the (full, sliding) bytes per token on one rank.
+
+    Raises:
+        UnsupportedArchitecture: the pool of another kind of layer is not known.
+    """
     full = sliding = 0
-    # every layer of such a model has room for an indexer's key (mem_cache/memory_pool.py NSATokenToKVPool)
+    # With an indexer, every layer stores its key (NSATokenToKVPool in mem_cache/memory_pool.py).
     index = max((layer.index_size for layer in architecture.cache_layers), default=0)
     for layer in architecture.cache_layers:
         if layer.shares is not None:
@@ -350,11 +400,11 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
 
 
 def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> int:
-    """``index``: elements of an indexer's key, 0 without one."""
+    """Return the bytes per token of one layer; ``index`` is the elements of an indexer's key, 0 without one."""
     size = KV_DTYPE_BYTES[kv_dtype]
     if layer.kind == "mla" and index:
-        # fp8 with an fp32 scale for 128 elements; beside it the latent, in 8 bits in FlashMLA's rows
-        # (calculate_mla_kv_cache_dim; SM10x with the trtllm backend has plain ones of 576)
+        # The key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's rows
+        # (calculate_mla_kv_cache_dim; SM10x with the trtllm backend stores plain rows of 576).
         row = _SPARSE_ROW if size == 1 else layer.head_size * size
         return row + index + 4 * (index // 128)
     if layer.kind == "mla":

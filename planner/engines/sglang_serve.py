@@ -1,7 +1,8 @@
-"""SGLang's own command for a plan: every flag by which its start becomes the plan.
+"""SGLang's serve command for a plan, with every flag that reproduces the plan.
 
-Names and choices: arg_groups/fields and server_args.py of 0.5.23; where an older release spells one otherwise,
-so does the line.
+Names and choices of the flags are from arg_groups/fields and server_args.py of 0.5.23. The command uses the
+older
+spelling of a flag for an older release.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, ceil_div
 
-_PER_PHASE = (0, 5, 23)  # the first read in which --disable-cuda-graph is deprecated
+_PER_PHASE = (0, 5, 23)  # first known release that deprecates --disable-cuda-graph
 _KV_NAMES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bfloat16"}
 _UTILIZATION = 0.9  # base.Engine.default_utilization
 
 
 def serve_line(plan: Plan) -> str:
-    """``python -m sglang.launch_server ...``"""
+    """Return the ``python -m sglang.launch_server`` command of ``plan``."""
     flags = plan.deployment
     line = ["python", "-m", "sglang.launch_server", "--model-path", *model_and_revision(plan.model.id),
             "--context-length", str(flags.max_model_len), "--dtype", flags.dtype,
@@ -44,7 +45,7 @@ def _more_ranks(flags: Deployment) -> list[str]:
         line += ["--pp-size", str(flags.pipeline_parallel_size)]
     if flags.data_parallel_size > 1:
         line += ["--dp-size", str(flags.data_parallel_size)]
-    if flags.enable_expert_parallel:  # of one replica's ranks: the others have all experts
+    if flags.enable_expert_parallel:  # the ranks of one replica divide the experts; each replica holds all
         line += ["--ep-size", str(flags.tensor_parallel_size)]
     return line
 
@@ -74,7 +75,10 @@ def _cache(plan: Plan) -> list[str]:
 
 
 def notes(flags: Deployment, states: bool) -> tuple[str, ...]:
-    """What the line cannot say of ``flags``. ``states``: the model has slots of states."""
+    """Return the settings of ``flags`` that the command cannot express.
+
+    ``states`` is whether the model has slots of recurrent states.
+    """
     found = []
     if flags.kv_cache_memory_bytes is not None:
         why = (

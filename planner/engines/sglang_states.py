@@ -1,9 +1,11 @@
-"""SGLang's slots of recurrent states, in a pool of their own beside that of tokens: so much of what weights
-leave, by --mamba-full-memory-ratio. As many requests run as find slots.
+"""SGLang's slots of recurrent states, in a pool of their own beside the token pool.
 
-Source: handle_max_mamba_cache and resolve_max_num_reqs in model_executor/model_runner.py (0.5.4),
-model_runner_kv_cache_mixin.py (0.5.9, 0.5.15) and mem_cache/kv_cache_configurator.py (0.5.23),
-configs/mamba_utils.py; tests/data/oracles/sglang_states.json holds what these functions say.
+--mamba-full-memory-ratio divides the memory that weights leave between slots and tokens. The slots limit the
+number
+of running requests. The source is handle_max_mamba_cache and resolve_max_num_reqs in
+model_executor/model_runner.py
+(0.5.4), model_runner_kv_cache_mixin.py (0.5.9, 0.5.15), mem_cache/kv_cache_configurator.py (0.5.23) and
+configs/mamba_utils.py. tests/data/oracles/sglang_states.json holds outputs of these functions.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.units import ceil_div
 
-_OLDEST = (0, 5, 4)  # the first read
-_PADDED = (0, 5, 23)  # the first read in which the pool's padding slot comes off
-_BUFFERED = (0, 5, 15)  # the first read in which snapshots for prefixes have slots of their own by default
-_WITHOUT_PREFIXES = 512  # slots in 0.5.4, where nobody asks for a number of requests
-# Slots of a running request: MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO, and two to take turns
+_OLDEST = (0, 5, 4)  # first known release
+_PADDED = (0, 5, 23)  # first known release that subtracts the pool's padding slot
+_BUFFERED = (0, 5, 15)  # first known release with separate slots for prefix snapshots by default
+_WITHOUT_PREFIXES = 512  # slots in 0.5.4 without --max-running-requests
+# Slots of a running request: MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO, and two alternating slots
 # (get_mamba_tracking_slots) for classes with "extra_buffer" (_MAMBA_EXTRA_BUFFER_ARCHS in
-# arg_groups/overrides.py)
+# arg_groups/overrides.py).
 _SLOTS, _TURNS = 3, 2
 _CLASSES = (
     "KimiLinearForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
@@ -36,16 +38,19 @@ TOO_FEW = Failure(
     "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests.",
 )
 _MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # resolve_max_num_reqs
-_DRAFTED = 48  # where drafts are verified (handle_speculative_decoding)
+_DRAFTED = 48  # default of --max-running-requests with speculative decoding (handle_speculative_decoding)
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
-    """Bytes of one slot, all layers, on one rank; 0 without states (mamba_cache_per_req)."""
+    """Return the bytes of one slot over all layers on one rank (mamba_cache_per_req); 0 without states."""
     return sum(_layer_bytes(layer, ranks) for layer in architecture.cache_layers if layer.kind == "state")
 
 
 def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
-    """The convolution's inputs in bfloat16, the matrices in float32 unless the config says mamba_ssm_dtype."""
+    """Return the bytes of one layer's states on one rank.
+
+    The convolution's inputs are bfloat16. The matrices are float32 unless the config sets mamba_ssm_dtype.
+    """
     matrix = next((state for state in layer.states if state.name == "ssm" and len(state.shape) == 3), None)
     total = 0
     for state in layer.states:
@@ -64,7 +69,10 @@ def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
 
 
 def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
-    """Of Mamba-2, whose groups are repeated until every rank has one (extra_groups_for_head_shards)."""
+    """Return the elements of Mamba-2's convolution state on one rank.
+
+    Groups are repeated until every rank has one (extra_groups_for_head_shards).
+    """
     heads, head_size, state = matrix.shape
     columns, channels = conv.shape
     groups = (channels - heads * head_size) // (2 * state)
@@ -74,7 +82,7 @@ def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
 
 
 def check(architecture: Architecture, chosen: Resolved) -> None:
-    """Raise UnsupportedArchitecture for what is not known of a model with states."""
+    """Raise UnsupportedArchitecture for a model with states whose pools are not known."""
     kinds = {layer.kind for layer in architecture.cache_layers}
     if chosen.version < _OLDEST:
         raise UnsupportedArchitecture(
@@ -91,8 +99,12 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
 
 
 def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Slots of ``slot`` bytes, ``each`` to a request, out of ``rest``, the bytes for states and tokens
-    (max_mamba_cache_size). A request whose drafts are verified has a state more for each of their tokens."""
+    """Return the number of slots of ``slot`` bytes, with ``each`` slots per request (max_mamba_cache_size).
+
+    ``rest`` is the bytes for states and tokens together. With speculative decoding, a request has one more
+    state for
+    each token that a step verifies.
+    """
     flags, given = chosen.flags, chosen.given_max_num_seqs
     if not flags.enable_prefix_caching:
         if given is not None:
@@ -105,24 +117,24 @@ def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def verified_tokens(chosen: Resolved) -> int:
-    """Tokens of a request that one step verifies, of a single chain of drafts (speculative_num_steps + 1)."""
+    """Return the tokens of a request that one step verifies: speculative_num_steps + 1, for one draft chain."""
     return chosen.flags.num_speculative_tokens + 1 if chosen.flags.speculative_model else 0
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Bytes of ``count`` slots and of what verification wants beside them."""
+    """Return the bytes of ``count`` slots and of the states for verification."""
     padded = padding(chosen.version)
     verified = min(most_asked(chosen) or count, count // each) + padded
     return (count + padded + verified * verified_tokens(chosen)) * slot
 
 
 def padding(version: Version) -> int:
-    """Slots that hold nobody's state, and come off the budget."""
+    """Return the number of padding slots, which hold no request's state and come off the budget."""
     return int(version >= _PADDED)
 
 
 def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
-    """_calculate_mamba_ratio."""
+    """Return the slots per running request (_calculate_mamba_ratio)."""
     if not chosen.flags.enable_prefix_caching:
         return 1
     turns = chosen.version >= _BUFFERED and architecture.class_name in _CLASSES
@@ -130,14 +142,17 @@ def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def most_asked(chosen: Resolved) -> int | None:
-    """--max-running-requests; None: as many as the pool suggests."""
+    """Return the requested --max-running-requests, or None to derive it from the pool."""
     if chosen.given_max_num_seqs is not None:
         return chosen.given_max_num_seqs
     return _DRAFTED if chosen.flags.speculative_model else None
 
 
 def most_running(tokens: int, chosen: Resolved, held: int | None) -> int:
-    """max_running_requests. ``tokens``: of the pool; ``held``: requests that it has slots for, None: any."""
+    """Return max_running_requests for a pool of ``tokens`` tokens.
+
+    ``held`` is the number of requests that the slots allow; None is unlimited.
+    """
     most = most_asked(chosen)
     if most is None:
         most = max(min(tokens * _PER_LENGTH // chosen.max_model_len, _MOST), _LEAST)

@@ -1,10 +1,13 @@
-"""What an engine runs on which GPU: support.json, a row for each fact with the file of the engine that has it.
+"""The deployments that an engine supports on each GPU: support.json, with one row and source per fact.
 
-The rows hold for the releases under ``read`` (``since`` one, ``before`` another); of older ones nothing is
-known here, newer ones are taken for the newest of these. Weights: the least compute capability and the dtypes
-that the engine's own config class names.
-Cache: the attention backends that take a format. What no row speaks of is not judged.
-tests/planner/test_support.py holds the rows against the engine's own checks.
+- Rows hold for the releases under ``read``, and may be limited by ``since`` and ``before``. Older releases are
+  not
+  judged; newer ones are treated like the newest known.
+- Weights rows give the minimum compute capability and the dtypes that the engine's config class states.
+- Cache rows give the attention backends that support a format.
+- A combination without a row is not judged.
+
+tests/planner/test_support.py compares the rows with the engines' own checks.
 """
 
 from __future__ import annotations
@@ -32,8 +35,13 @@ _PARTS = ("refused", "absent", "notes")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """``refused``: why it does not run, what the engine itself refuses; ``absent``: what it needs a plugin for,
-    or why that is not known; ``notes``: how it runs."""
+    """The judgement on a deployment: why it does not run, and how it runs.
+
+    Attributes:
+        refused: Reasons for which the engine itself refuses.
+        absent: Parts that need a plugin, or are unknown.
+        notes: Notes on how it runs, such as emulated formats.
+    """
 
     refused: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -41,20 +49,23 @@ class Support:
 
     @property
     def runs(self) -> bool:
-        """By itself."""
+        """Return whether the deployment runs without plugins."""
         return not self.refused and not self.absent
 
     @property
     def why(self) -> str:
-        """Why it does not."""
+        """Return the reasons for which the deployment does not run, as one sentence."""
         return "; ".join((*self.refused, *self.absent))
 
 
 def support(
     engine: Engine, chosen: Resolved, quantization: Quantization, architecture: Architecture
 ) -> Support:
-    """Whether ``engine`` runs this deployment, whatever memory it takes. Raises NotSupported for a device that
-    it has no build for."""
+    """Judge whether ``engine`` supports this deployment, regardless of memory.
+
+    Raises:
+        NotSupported: the engine has no build for the device.
+    """
     flags = chosen.flags
     device = on_device(engine.name, flags.gpu)
     if device.refused:
@@ -77,13 +88,13 @@ NOTHING = Support()
 
 @cache
 def table() -> dict[str, Any]:
-    """The rows as they are."""
+    """Return the rows of support.json."""
     found: dict[str, Any] = json.loads((Path(__file__).parent / "support.json").read_text())
     return found
 
 
 def on_device(engine: str, gpu: str | None) -> Support:
-    """Whether the engine has a build for the device at all."""
+    """Judge whether the engine has a build for the device."""
     found = gpu_named(gpu)
     if found is None:
         return NOTHING
@@ -95,7 +106,10 @@ def on_device(engine: str, gpu: str | None) -> Support:
 
 
 def _is_about(row: Mapping[str, Any], gpu: Gpu) -> bool:
-    """A row of ``devices``: one GPU, or a vendor's, all or those ``below`` a compute capability."""
+    """Return whether a row of ``devices`` covers ``gpu``.
+
+    A row names one GPU, or a vendor with all its GPUs or only the GPUs ``below`` a compute capability.
+    """
     if "gpu" in row:
         return bool(row["gpu"] == gpu.name)
     older = "below" not in row or (gpu.capability is not None and gpu.capability < _capability(row["below"]))
@@ -105,7 +119,7 @@ def _is_about(row: Mapping[str, Any], gpu: Gpu) -> bool:
 def of_weights(
     engine: str, title: str, version: Version, quantization: Quantization, chosen: Resolved
 ) -> Support:
-    """Whether the engine computes with weights in that format on that GPU, and activations in that dtype."""
+    """Judge whether the engine supports the weight format on the GPU, with the requested activation dtype."""
     if quantization.scheme == "none":
         return NOTHING
     gpu = gpu_named(chosen.flags.gpu)
@@ -139,13 +153,13 @@ def of_weights(
 def of_cache(
     engine: str, title: str, version: Version, chosen: Resolved, architecture: Architecture
 ) -> Support:
-    """Whether an attention backend reads the cache's format on that GPU."""
+    """Judge whether an attention backend supports the cache's format on the GPU."""
     gpu, asked = gpu_named(chosen.flags.gpu), chosen.flags.kv_cache_dtype
     if gpu is None:
         return NOTHING
     rows = [row for row in _rows("cache", engine, version) if row["vendor"] == gpu.vendor]
     layers = [layer for layer in architecture.cache_layers if layer.kind in (*_ATTENTION, "mla")]
-    sparse = any(layer.index_size or layer.compression > 1 for layer in layers)  # formats of their own
+    sparse = any(layer.index_size or layer.compression > 1 for layer in layers)  # have special formats
     if not rows or asked not in _judged(engine) or sparse:
         return NOTHING
     for attention, head in sorted({_attention(layer) for layer in layers}):
@@ -161,7 +175,10 @@ def of_cache(
 
 
 def _weights_row(engine: str, version: Version, method: str | None, scheme: str) -> Mapping[str, Any] | None:
-    """``method``: the checkpoint's quant_method, None where a flag asks for the format."""
+    """Return the row for a weight format, or None.
+
+    ``method`` is the checkpoint's quant_method, or None if a flag requests the format.
+    """
     for row in _rows("weights", engine, version):
         if scheme not in row["formats"]:
             continue
@@ -178,11 +195,11 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
 
 @cache
 def _judged(engine: str) -> frozenset[str]:
-    """Formats of a cache that some row speaks of."""
+    """Return the cache formats that at least one row covers."""
     return frozenset(kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"])
 
 
-@cache  # a sweep asks for each of its GPUs
+@cache  # a sweep looks the rows up for each of its GPUs
 def _rows(part: str, engine: str, version: Version) -> tuple[Mapping[str, Any], ...]:
     return tuple(_rows_of(part, engine, version))
 
@@ -222,7 +239,7 @@ def _attention(layer: Any) -> tuple[str, int]:
 
 
 def _span(engine: str) -> str:
-    """The releases that were read, for the end of a sentence; an engine without releases has none."""
+    """Return the known releases, as a suffix for a sentence; empty for an engine without releases."""
     first, last = table()["read"][engine]
     if not any(parse_version(last)):
         return ""

@@ -1,5 +1,4 @@
-"""The tensors of engines that load a model into modules of their own: vocabulary rows padded, one cos/sin table
-for each rope instead of frequencies."""
+"""Tensors of engines with their own modules: padded vocabularies, and cos/sin tables for each rope."""
 
 from __future__ import annotations
 
@@ -8,16 +7,17 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import replace
 
 VOCABULARY_PADDING = 64
-"""vLLM: DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py."""
+"""Rows to which vLLM pads a vocabulary: DEFAULT_VOCAB_PADDING_SIZE, layers/vocab_parallel_embedding.py."""
 
 
 def padded_rows(tensor: TensorSpec) -> TensorSpec:
+    """Return ``tensor`` with its rows rounded up to a multiple of 64."""
     rows = -(-tensor.shape[0] // VOCABULARY_PADDING) * VOCABULARY_PADDING
     return replace(tensor, shape=(rows, *tensor.shape[1:]))
 
 
 def rotary_tables(architecture: Architecture, positions: int) -> list[TensorSpec]:
-    """get_rope caches one table per distinct rope, [positions, rotated dimensions]."""
+    """Return one cos/sin table per distinct rope, [positions, rotated dimensions], as get_rope caches them."""
     if architecture.rotary is None:
         return []
     shape = (positions, architecture.rotary.dim)
@@ -28,7 +28,7 @@ def rotary_tables(architecture: Architecture, positions: int) -> list[TensorSpec
 
 
 def merged_tensors(architecture: Architecture, position_factor: int = 1) -> tuple[TensorSpec, ...]:
-    """Tensors of a decoder; its rotary tables are ``position_factor`` times as long as its context."""
+    """Return the tensors of a decoder; rotary tables cover ``position_factor`` times the model's context."""
     out = []
     for tensor in architecture.tensors:
         if tensor.role == "buffer":

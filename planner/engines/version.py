@@ -1,4 +1,4 @@
-"""Engine versions: "0.9.2.dev364+gb432b7a28" -> (0, 9, 2), and which one is installed."""
+"""Versions of engines: parsing "0.9.2.dev364+gb432b7a28" to (0, 9, 2), and look-up of the installed version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _PATTERN = r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?([.\-+]?[0-9A-Za-z][0-9A-Za-z
 
 
 def parse_version(text: str, field: str = "--engine-version") -> Version:
-    """Release number without what follows it (rc1, .post1, .dev364+g...). Raises DeploymentError."""
+    """Return the release number of a version, without suffixes such as rc1, .post1 or .dev364+g.
+
+    Raises:
+        DeploymentError: ``text`` is not a version.
+    """
     match = re.fullmatch(_PATTERN, text.strip(), re.ASCII)
     if match is None:
         raise DeploymentError(f"{text[:40]!r} is not a version", field=field, hint="for example 0.11.0")
@@ -23,14 +27,16 @@ def parse_version(text: str, field: str = "--engine-version") -> Version:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution; dashes and underscores are alike."""
+    """Return the version of an installed distribution, or None; dashes equal underscores in ``name``."""
     return _installed().get(name.lower().replace("_", "-"))
 
 
 @cache
 def _installed() -> dict[str, str]:
-    """Of every distribution on the path, by the names of the .dist-info folders (importlib.metadata takes 30 ms
-    to import, half of the time a plan may take)."""
+    """Return the version of every distribution on sys.path, from the names of the .dist-info folders.
+
+    importlib.metadata would take 30 ms to import.
+    """
     found: dict[str, str] = {}
     for folder in sys.path:
         try:

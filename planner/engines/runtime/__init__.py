@@ -1,5 +1,6 @@
 """Memory beside weights and KV pool: framework, activations of one step, CUDA graphs.
 
-Each term is an ``Estimate``: a value, the interval it is expected in, its formula and its
-source. Which terms an engine has is asked of the engine (``runtime_terms``).
+Each term is an ``Estimate``: a value, its expected interval, its formula and its source.
+``Engine.runtime_terms``
+returns the terms of an engine.
 """

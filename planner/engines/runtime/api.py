@@ -1,7 +1,8 @@
-"""What serving takes whatever the engine: grammars, and what the API process holds while clients send and wait.
+"""Memory that serving needs with every engine: grammars, and the API process's buffers for requests in flight.
 
-Of all request bodies that arrive at once (server/http/bodies.py, with its default size of a body), and of all
-that is kept for clients who do not read (server/http/outbox.py).
+The buffers are the request bodies that arrive at once (server/http/bodies.py, at the default maximum size) and
+the
+output that clients have not read yet (server/http/outbox.py).
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ BODIES_BYTES = 3 * 8 * MiB
 OUTBOX_BYTES = 16 * MiB
 API_LIMIT_BYTES = BODIES_BYTES + OUTBOX_BYTES
 
-# What the server may hold for clients and for grammars, whatever the engine.
+# Upper bound of the server's memory for clients and grammars, with every engine.
 LIMIT_BYTES = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
 
 
 def framework(
     processes: int, vocab_size: int, interval: tuple[float, float], terms: str, source: str
 ) -> Estimate:
-    """``processes``: bytes of all but the one that tries grammars and their tokenizer; ``terms`` says of what.
-    ``interval`` is that of what is held at rest, as shares of it."""
+    """Estimate the memory of all processes of a server, buffers and grammars included.
+
+    ``processes`` is the bytes of all processes except the grammar compiler and the tokenizers; ``terms`` names
+    its
+    parts. ``interval`` is the (low, high) bounds of the memory at rest, as shares of it.
+    """
     resting = processes + GRAMMAR_PROCESS_BYTES + vocab_size * GRAMMAR_TOKEN_BYTES
     return Estimate(
         resting + LIMIT_BYTES,

@@ -1,5 +1,4 @@
-"""Estimate: a figure an engine decides, with the interval it is expected in and where that comes from.
-Coefficients: what the GPUs' model is made of."""
+"""``Estimate``, a figure with its expected interval, and ``Coefficients`` of the GPU memory model."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from tonnage.planner.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """``value`` bytes, expected between ``low`` and ``high``."""
+    """A memory term of ``value`` bytes, expected between ``low`` and ``high``."""
 
     value: int
     low: int
@@ -19,9 +18,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Terms of one rank. ``sum_interval``: bounds of their sum, tighter than the sum of their bounds
-    where the parts were held against logs together (GPUs); None: add the bounds. ``beside``: memory
-    that is taken after the pool was sized, outside the share the plan may take."""
+    """The memory of one rank beside weights and pool.
+
+    Attributes:
+        framework: Memory outside PyTorch's allocator.
+        activation: Activations of one step.
+        graphs: CUDA graphs.
+        sum_interval: Bounds of the sum, where the parts were compared with logs together (GPUs). They are
+            tighter
+            than the sum of the parts' bounds. None means to add the bounds.
+        beside: Memory taken after the pool was sized, outside the share that the plan may use.
+    """
 
     framework: Estimate
     activation: Estimate
@@ -31,11 +38,12 @@ class Runtime:
 
     @property
     def total(self) -> int:
+        """Return the sum of framework, activations and graphs, in bytes."""
         return self.framework.value + self.activation.value + self.graphs.value
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Of the sum."""
+        """Return the lower and upper bound of the sum, in bytes."""
         if self.sum_interval is not None:
             return self.sum_interval
         parts = (self.framework, self.activation, self.graphs)
@@ -44,18 +52,26 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What no source of an engine states, fitted to start-up logs; bytes unless said.
+    """Memory that no engine's source states, fitted to start-up logs; in bytes unless stated otherwise.
 
-    ``sampler_sort``: per logit of vLLM's sampler up to 0.16. Memory outside PyTorch of a rank:
-    ``non_torch`` with one rank, ``non_torch_small`` on a GPU of less than 32 GiB, ``non_torch_hopper`` on
-    data centre GPUs from Hopper on; ``graph_profile`` more where graphs were captured on trial;
-    ``non_torch_unified`` where host and device share their memory; ``non_torch_parallel`` with tensor
-    parallelism on any GPU, on Hopper ``non_torch_ranks`` with two ranks and ``non_torch_doubling`` more
-    with each doubling; ``non_torch_stage`` of a pipeline stage. CUDA graphs: ``graph_first`` of 512 tokens,
-    each further batch size ``graph_each`` and ``graph_layer`` for each layer. ``spread``: half-width of the
-    interval of the sum as a share of the device, what 90 % of the sources left out stay within;
-    ``spread_seen``: for engines, GPUs and models of which every part was seen. ``capabilities``: compute
-    capabilities of the GPUs in those starts ("8.6 9.0").
+    Attributes:
+        sampler_sort: Bytes per logit of vLLM's sampler up to 0.16.
+        non_torch: Memory outside PyTorch of a single rank.
+        non_torch_small: The same on a GPU of less than 32 GiB.
+        non_torch_hopper: The same on data centre GPUs from Hopper on.
+        graph_profile: Additional memory where graphs were captured during profiling.
+        non_torch_unified: Memory outside PyTorch where host and device share their memory.
+        non_torch_parallel: Memory outside PyTorch with tensor parallelism, on any GPU.
+        non_torch_ranks: The same on Hopper with two ranks.
+        non_torch_doubling: Additional memory on Hopper for each doubling of the ranks.
+        non_torch_stage: Memory outside PyTorch of a pipeline stage.
+        graph_first: CUDA graphs of 512 tokens.
+        graph_each: CUDA graph of each further batch size.
+        graph_layer: Additional memory of each further batch size, per layer.
+        spread: Half-width of the sum's interval as a share of the device; 90 % of left-out sources stay within
+            it.
+        spread_seen: The same for engines, GPUs and models whose every part was measured.
+        capabilities: Compute capabilities of the measured GPUs, such as "8.6 9.0".
     """
 
     sampler_sort: float
@@ -80,4 +96,5 @@ NOTHING = Estimate(0, 0, 0, "", "")
 
 
 def scaled(value: int, interval: tuple[float, float], formula: str, source: str) -> Estimate:
+    """Return an estimate with bounds at ``interval``, as factors of ``value``."""
     return Estimate(value, int(value * interval[0]), int(value * interval[1]), formula, source)

@@ -1,8 +1,9 @@
-"""Memory of the grammars of answers (server/engines/grammars), with any engine that llguidance matches for.
+"""Memory of structured-output grammars (server/engines/grammars), for every engine that uses llguidance.
 
-llguidance keeps the tokenizer of the demo model in 35 MiB; the process that tries grammars holds 11 MiB. The
-rest are limits that the engine keeps to: of all grammars it matches, and of each of those being tried, whose
-process begins as a copy of the other.
+llguidance's tokenizer of the demo model takes 35 MiB, and the process that compiles grammars 11 MiB. The other
+constants are limits that the engine enforces: on all active grammars together, and on each grammar that is
+being
+compiled. The compiling process starts as a copy of the grammar process.
 """
 
 from __future__ import annotations
@@ -14,5 +15,5 @@ GRAMMAR_PROCESS_BYTES = 12 * MiB
 GRAMMARS_BYTES = 32 * MiB
 GRAMMAR_TRIALS = 2
 GRAMMAR_TRIAL_BYTES = 24 * MiB
-# Of the plan, what is held only while grammars are matched and tried.
+# The plan's part for memory that is held only while grammars are active or being compiled.
 GRAMMAR_LIMIT_BYTES = GRAMMARS_BYTES + GRAMMAR_TRIALS * (GRAMMAR_PROCESS_BYTES + GRAMMAR_TRIAL_BYTES)

@@ -1,7 +1,8 @@
-"""The host's memory of an engine on GPUs: what reading the weights takes, and what CUDA does.
+"""Host memory of an engine on GPUs: reading the weights, and CUDA.
 
-Bytes that a container is charged with and the kernel cannot take back: anonymous, pinned and shared memory.
-Files that are only mapped or read (the model's, libraries') are page cache, told beside the sum.
+Counted are the bytes that a container is charged for and the kernel cannot reclaim: anonymous, pinned and
+shared
+memory. Files that are only mapped or read (model, libraries) are page cache, reported beside the sum.
 """
 
 from __future__ import annotations
@@ -14,19 +15,30 @@ from tonnage.planner.plans import RankPlan, Resolved
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB
 
-# --safetensors-load-strategy prefetch reads with so many threads, in blocks of so many bytes (config/load.py of
-# vLLM 0.32).
+# Threads and bytes per read of --safetensors-load-strategy prefetch (config/load.py of vLLM 0.32).
 _PREFETCH_THREADS, _PREFETCH_BLOCK = 8, 16 * MiB
-# Beside a process' imports: CUDA's context, kernels as they are loaded, cuBLAS and cuDNN. Assumed, from reports
-# (pytorch/pytorch#113326): 0.1 GiB of torch 2.2 with one small tensor, 1.6 where NVML was asked first.
+# Host memory of CUDA beside a process's imports: its context, loaded kernels, cuBLAS and cuDNN. Assumed from
+# reports (pytorch/pytorch#113326): 0.1 GiB of torch 2.2 with one small tensor, 1.6 if NVML was queried first.
 _CUDA, _CUDA_LOW, _CUDA_HIGH = GiB // 2, GiB // 10, 2 * GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """What the host's memory follows from. ``architecture``: the whole model; ``checkpoint``: bytes of its
-    files, ``file`` and ``largest_file`` of one of them, ``largest`` of one tensor; ``ranks``: of all GPUs;
-    ``block_bytes``: of one block, of all ranks together; ``num_blocks``, ``tokens``: of the pool."""
+    """The inputs of the host memory estimate.
+
+    Attributes:
+        architecture: The whole model.
+        chosen: Flags and sizes of the plan.
+        layout: Layout of the KV cache.
+        ranks: The ranks of all GPUs.
+        checkpoint: Bytes of the checkpoint's files.
+        file: Bytes of a typical file.
+        largest_file: Bytes of the largest file.
+        largest: Bytes of the largest tensor.
+        block_bytes: Bytes of one block, over all ranks.
+        num_blocks: Blocks of the pool.
+        tokens: Tokens of the pool.
+    """
 
     architecture: Architecture
     chosen: Resolved
@@ -42,8 +54,10 @@ class Hosted:
 
 
 def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
-    """Bytes of the largest tensor in a checkpoint's files, of ``size`` bytes an element: experts are stored
-    one by one."""
+    """Return the bytes of the largest tensor in a checkpoint, with ``size`` bytes per element.
+
+    Experts are counted one by one, as the files store them.
+    """
     return max(
         (
             tensor.elements // (tensor.shape[0] * tensor.matrices if tensor.role == "expert" else 1)
@@ -54,11 +68,13 @@ def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
 
 
 def reading(hosted: Hosted, together: int = 1) -> list[HostPart]:
-    """What the ranks hold while they read the weights, each all files. ``together``: tensors of a rank at a
-    time.
+    """Return the host memory that all ranks take while they read the weights; each rank reads all files.
 
-    Measured with vLLM 0.32's own iterators over two files of 384 MiB with tensors of 64
-    (benchmarks/host_memory.py): lazy 0, eager 1,152 MiB, prefetch 32 (of two files' threads), pt 448.
+    ``together`` is the number of tensors that a rank reads at a time. Measured with vLLM 0.32's own iterators
+    over two
+    files of 384 MiB with tensors of 64 MiB (benchmarks/host_memory.py): lazy 0, eager 1,152 MiB, prefetch 32
+    (the threads
+    of two files), pt 448.
     """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     tensor = hosted.largest * together
@@ -69,12 +85,12 @@ def reading(hosted: Hosted, together: int = 1) -> list[HostPart]:
         value, low, high = low_file + tensor, low_file, high_file + tensor
         how = "a file of the checkpoint and a tensor of the one before"
     elif flags.safetensors_load_strategy == "eager":
-        # its bytes, its tensors, and the tensors of the file before (safetensors_weights_iterator)
+        # The file's bytes, its tensors, and the tensors of the previous file (safetensors_weights_iterator).
         copies = 3 if hosted.checkpoint > low_file else 2
         value, low, high = copies * low_file, 2 * low_file, 3 * high_file
         how = f"{copies} x a file of the checkpoint"
     else:
-        # mapped; what is cut across its rows or in another dtype is copied first (Tensor.copy_)
+        # Mapped files: only a tensor that is split along rows, or has another dtype, is copied (Tensor.copy_).
         value, low, high = tensor // 2, 0, tensor
         how = f"up to {together} x the largest tensor {hosted.largest:,}"
         if flags.safetensors_load_strategy == "prefetch":
@@ -86,6 +102,7 @@ def reading(hosted: Hosted, together: int = 1) -> list[HostPart]:
 
 
 def cuda(ranks: int) -> HostPart:
+    """Return the host memory of CUDA's context and libraries in ``ranks`` processes."""
     return HostPart(
         "CUDA", ranks * _CUDA, ranks * _CUDA_LOW, ranks * _CUDA_HIGH,
         f"{ranks} x {_CUDA:,}, context and libraries", "assumed, from reports (pytorch/pytorch#113326)",
@@ -93,10 +110,13 @@ def cuda(ranks: int) -> HostPart:
 
 
 def pinned(size: int) -> int:
-    """Bytes that PyTorch takes for ``size`` pinned ones: the next power of two (CachingHostAllocator; measured
-    in vllm-project/vllm#53042, 48436 and 50094)."""
+    """Return the bytes that PyTorch allocates for ``size`` pinned bytes: the next power of two.
+
+    The rule is CachingHostAllocator's, measured in vllm-project/vllm#53042, 48436 and 50094.
+    """
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
 def page_cache(hosted: Hosted) -> int:
+    """Return the bytes of the checkpoint's files in the page cache, 0 with dummy weights."""
     return 0 if hosted.chosen.flags.load_format == "dummy" else hosted.checkpoint

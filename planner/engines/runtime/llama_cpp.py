@@ -1,7 +1,8 @@
-"""llama.cpp's compute buffer, its process on a CPU, and the host's memory of llama-server on a GPU. Files
-named are llama.cpp's, as llama-cpp-python 0.3.36 has them.
+"""llama.cpp's compute buffer, its process on a CPU, and the host memory of llama-server on a GPU.
 
-The model's file is mapped: what stays in it (the embeddings) is page cache.
+Source files are llama.cpp's, at the revision of llama-cpp-python 0.3.36. The model file is mapped, so its parts
+that
+stay on the host (the embeddings) are page cache.
 """
 
 from __future__ import annotations
@@ -16,39 +17,53 @@ from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB, MiB
 
-# Anonymous memory beside the caches; assumed, from reports: 8.3 GB of which the prompt cache says 7,377.676 MiB
-# with a 12B model on CUDA (ollama/ollama#18264), 0.08 GiB of an embedder (Tanguille/cluster#4341).
+# Anonymous memory beside the caches, assumed from two reports. A 12B model on CUDA takes 8.3 GB, 7,377.676 MiB
+# of it in the prompt cache (ollama/ollama#18264). An embedder takes 0.08 GiB (Tanguille/cluster#4341).
 _PROCESS, _PROCESS_LOW, _PROCESS_HIGH = 6 * GiB // 10, 8 * GiB // 100, 3 * GiB // 2
-# Of llama-server on a CPU. Its library holds 0.6 MiB before a model, its tokenizer 282 to 292 bytes for each
-# token of a BPE with merges, 131 of a SentencePiece (RssAnon, llama.cpp 0.5.0, x86_64, 2026-11-23); its HTTP
-# server, chat templates and slots were not measured.
+# llama-server on a CPU. Its library takes 0.6 MiB before a model is loaded. Its tokenizer takes 282 to 292
+# bytes per token of a BPE with merges, 131 per token of a SentencePiece (RssAnon, llama.cpp 0.5.0, x86_64,
+# 2026-11-23). Its HTTP server, chat templates and slots were not measured.
 _SERVER, _SERVER_LOW, _SERVER_HIGH = 24 * MiB, 4 * MiB, 96 * MiB
 _TOKEN, _TOKEN_LOW = 292, 131
-_HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # whose graphs, or the same, were held against it
-# Of a GPU: the median and the lowest of the reports named in context_memory; above their largest, 749 MiB, by
-# what is assumed for GPUs that no report is of.
+_HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # model types whose graphs were measured
+# Driver context on a GPU: median and lowest of the reports named in context_memory. The upper bound is above
+# the largest report, 749 MiB, to allow for GPUs without a report.
 _CONTEXT, _CONTEXT_LOW, _CONTEXT_HIGH = 456 * MiB, 170 * MiB, 800 * MiB
 _COPIES = 4
-# n_ctx_checkpoints and checkpoint_min_step of common/common.h
+# n_ctx_checkpoints and checkpoint_min_step of common/common.h.
 _CHECKPOINTS, _CHECKPOINT_STEP = 32, 8192
 
 
 def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, longest: int) -> Estimate:
-    """What a step's graph takes on the device that computes it: the largest tensors that live at once, in
-    fp32, as ggml-alloc reserves them (sched_reserve in src/llama-context.cpp). ``masked``: cells of all
-    attention masks, ``longest``: of the longest.
+    """Estimate the compute buffer: the largest tensors of a step's graph that are alive at once, in fp32.
 
-    Behind the layers: logits of every token, their normed input and the last residual, which is what
-    llama-fit-params says of most models; llama-server reserves logits of its slots alone since n_outputs_max
-    (2026): the lower end. In a layer, the mask in fp16 and the widest of: gate, up and product of an MLP with
-    four residuals; what comes of each of a token's experts, with queries, three residuals and, where they do
-    not fit into what is free by then, gate, up and product; queries, keys and values of the attention, twice
-    as wide as a latent for each head of a model that has one; what goes into the convolutions of a layer with
-    states three times, what comes of them twice, the states twice; without flash attention the scores of all
-    heads, their mask in fp32, four times the queries, keys, values and a residual. All were held against
-    llama.cpp 0.3.36 and 0.5.0 on Llamas, Qwen3 and its experts, layers of DeepSeek-V3, Qwen3-Next and Gemma 3
-    of unlike shapes (tests/planner/test_llama_fit.py). Several GPUs work on different micro-batches: each keeps
-    four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
+    ggml-alloc reserves them on the device that computes the step (sched_reserve in src/llama-context.cpp).
+    ``masked`` is
+    the cells of all attention masks, ``longest`` the cells of the longest mask.
+
+    After the layers, the logits of every token, their normed input and the last residual are alive.
+    llama-fit-params
+    reports this amount for most models. llama-server reserves only the logits of its slots since n_outputs_max
+    (2026),
+    which gives the lower bound.
+
+    Within a layer, the fp16 mask is alive together with the widest of these moments:
+
+    - MLP: gate, up and product, and four residuals.
+    - Experts: the outputs of a token's experts, queries and three residuals; also gate, up and product if they
+      do not fit
+      into memory that is free by then.
+    - Attention: queries, keys and values; for MLA, two tensors of the latent's width per head.
+    - States: the convolutions' inputs three times, their outputs twice, the states twice.
+    - Scores, without flash attention: the scores of all heads, their fp32 mask, four times the queries, keys,
+      values and
+      a residual.
+
+    The formula was compared with llama.cpp 0.3.36 and 0.5.0 on layers of different shapes of Llama, Qwen3
+    (dense and MoE),
+    DeepSeek-V3, Qwen3-Next and Gemma 3 (tests/planner/test_llama_fit.py). Several GPUs work on different
+    micro-batches, so
+    each keeps four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
     """
     flags = chosen.flags
     context = chosen.max_model_len * (1 if flags.kv_unified else chosen.max_num_seqs)
@@ -69,7 +84,7 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
         moments["experts"] = down + queries + 3 * residual + (3 * gate if residual < gate < down / 2 else 0)
     around = residual + 4 * queries + 2 * keys
     latent = next((layer.head_size for layer in architecture.cache_layers if layer.kind == "mla"), 0)
-    if latent:  # of each head: the query, its rotated part, both as the latent's keys are, before and after
+    if latent:  # each head has its query in the latent's width, before and after the rotated part is added
         around = moments["attention"] = 2 * row * architecture.heads * latent + queries + 3 * residual
     if states := _states(architecture):
         inputs_of, values, held = states
@@ -78,12 +93,12 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     if flags.flash_attn == "off":
         moments["scores"] = row * architecture.heads * longest + mask + around
     widest = max(moments.values()) + mask + inputs
-    least = widest - (queries + residual if flags.flash_attn == "off" else 0)  # of older graphs
+    least = widest - (queries + residual if flags.flash_attn == "off" else 0)  # graphs of older releases
     ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # nobody looked: margins that are assumed
+    if architecture.model_type not in _HELD:  # not measured: assumed margins
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"
@@ -94,8 +109,12 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
 
 
 def _states(architecture: Architecture) -> tuple[int, int, int] | None:
-    """Of the layer with the largest states: values of a token that its convolutions read, values that it makes,
-    bytes of its recurrent state in fp32; None without such a layer."""
+    """Return the sizes of the layer with the largest states, or None without such a layer.
+
+    The sizes are the values per token that its convolutions read, the values per token that it produces, and
+    the bytes
+    of its recurrent state in fp32.
+    """
     found = []
     for layer in architecture.cache_layers:
         if layer.kind == "state":
@@ -107,10 +126,13 @@ def _states(architecture: Architecture) -> tuple[int, int, int] | None:
 
 
 def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estimate:
-    """llama-server on a CPU, beside model, caches and compute buffer. ``partial``: as for
-    ``host_memory``."""
+    """Estimate llama-server on a CPU, without model, caches and compute buffer.
+
+    ``partial`` is the bytes of one sequence in layers that cannot be rolled back (sliding, states).
+    """
     vocabulary = architecture.vocab_size
-    # of ggml's CPU backend: what a matrix is multiplied with, in 16 bits (ggml-cpu.c, ggml_graph_plan)
+    # Work buffer of ggml's CPU backend: the right-hand operand of a product, in 16 bits (ggml_graph_plan in
+    # ggml-cpu.c).
     work = 2 * chosen.max_num_batched_tokens * max(architecture.intermediate_size, architecture.hidden_size)
     value = _SERVER + vocabulary * _TOKEN + work
     slots = chosen.max_num_seqs
@@ -127,8 +149,10 @@ def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estim
 
 
 def context_memory(chosen: Resolved) -> Estimate:
-    """What llama.cpp's own breakdown calls unaccounted on a GPU: the driver's context, cuBLAS, pools of the
-    kernels; beside it whatever else the GPU does."""
+    """Estimate the memory that llama.cpp's own breakdown calls unaccounted on a GPU.
+
+    It is the driver's context, cuBLAS and the kernels' pools, and also the memory of other programs on the GPU.
+    """
     nvidia = capability_of(chosen.flags.gpu) is not None or chosen.flags.gpu is None
     return Estimate(
         _CONTEXT, _CONTEXT_LOW if nvidia else 0, _CONTEXT_HIGH,
@@ -139,8 +163,12 @@ def context_memory(chosen: Resolved) -> Estimate:
 
 
 def host_memory(hosted: Hosted, partial: int, masked: int) -> HostMemory:
-    """``partial``: bytes of one sequence in layers that cannot be rolled back (sliding, states), of which a
-    checkpoint is a copy. ``masked``: as for ``compute_buffer``."""
+    """Return the host memory of llama-server on GPUs.
+
+    ``partial`` is the bytes of one sequence in layers that cannot be rolled back (sliding, states); a context
+    checkpoint
+    is a copy of it. ``masked`` is the cells of all attention masks.
+    """
     chosen, slots = hosted.chosen, hosted.chosen.max_num_seqs
     tokens = chosen.max_num_batched_tokens
     residual, mask = 4 * tokens * hosted.architecture.hidden_size, 2 * tokens * masked

@@ -1,4 +1,4 @@
-"""vLLM: its defaults and checks (engine), what changed when (versions), pool, tensors, memory beside them."""
+"""The vLLM engine: flags (``engine``), versions, block pool, tensors, and memory beside weights and pool."""
 
 from tonnage.planner.engines.vllm.engine import ENGINE
 

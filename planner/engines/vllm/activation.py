@@ -1,15 +1,20 @@
-"""vLLM on a GPU: the most PyTorch allocates while vLLM profiles (``profile_run``), beside the weights.
+"""Peak of PyTorch's allocations during vLLM's profile run (``profile_run``) on a GPU, beside the weights.
 
-The largest of three moments, on top of what stays allocated through all. Read out of vLLM 0.10 to 0.33
-(v1/worker/gpu_model_runner.py _dummy_run and _dummy_sampler_run, v1/sample, v1/worker/workspace.py,
-model_executor/layers/fused_moe), held against tests/data/startups:
+The peak is the largest of three moments:
 
-* the tower, on the largest pictures (encoder.py);
-* the sampler, on the logits of max_num_seqs rows, with the hidden states of the whole step;
-* the widest layer of a step of max_num_batched_tokens tokens.
+- the vision tower on the largest images (encoder.py);
+- the sampler on the logits of max_num_seqs rows, with the hidden states of the whole step;
+- the widest layer of a step of max_num_batched_tokens tokens.
 
-What stays: the matrix multiplications' workspace (up to 0.32: from 0.33 on it is there before the first
-snapshot, gpu_worker.py init_device), and from 0.13 on the buffer that fused experts share.
+Two allocations are added because they persist. The first is the workspace of the matrix multiplications, up to
+0.32;
+from 0.33 on it exists before the first snapshot (init_device in gpu_worker.py). The second is the buffer that
+fused
+experts share, from 0.13 on.
+
+The rules are from vLLM 0.10 to 0.33 (_dummy_run and _dummy_sampler_run in v1/worker/gpu_model_runner.py,
+v1/sample,
+v1/worker/workspace.py, model_executor/layers/fused_moe). They were compared with tests/data/startups.
 """
 
 from __future__ import annotations
@@ -27,32 +32,40 @@ from tonnage.planner.plans import Resolved
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import MiB
 
-# cuBLAS' workspace, kept by PyTorch: 32 MiB from Hopper on, before two of 4 MiB and eight of 16 KiB
+# cuBLAS's workspace, kept by PyTorch: 32 MiB from Hopper on, on older GPUs two of 4 MiB and eight of 16 KiB
 # (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
 _CUBLAS, _CUBLAS_BEFORE_HOPPER = 32 * MiB, 8 * MiB + 128 * 1024
-# Inductor times a kernel's variants on its first run with a buffer of the L2 cache's size between them: 50 MiB
-# on an H100 (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). It explains the first pipeline stages of
-# Llama-3.1-8B (1.10 GiB printed, 1.05 without) in 0.19; reports of 0.10.2 do without (Qwen2.5-3B: 0.17 GiB).
+# Inductor's autotuning flushes the L2 cache with a buffer of its size: 50 MiB on an H100
+# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With it, the first pipeline stages of Llama-3.1-8B in
+# 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without it (Qwen2.5-3B: 0.17 GiB).
 _L2 = 50 * MiB
 _TIMED_SINCE = (0, 15, 0)
-# Rows of the buffer of the top-k/top-p kernel: one for each multiprocessor, 132 on an H100
+# Rows of the top-k/top-p kernel's buffer: one per multiprocessor, 132 on an H100
 # (v1/sample/ops/topk_topp_triton.py).
 _MULTIPROCESSORS = 132
-# Tokens of context whose keys and values an MLA prefill expands at once, at most
+# Upper bound of the context tokens whose keys and values an MLA prefill expands at once
 # (MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size).
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
-# The first model runner profiles its rejection sampler too, with one drafted token for each sequence. Of each
-# row, in the model's dtype: logits of the drafted token and of the one behind it, and a copy of the latter; in
-# float32: that as it was returned, the former's logits as they came and constrained, their probabilities, the
-# exponential noise and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
+# The first model runner also profiles its rejection sampler, with one drafted token per sequence. A row holds 3
+# tensors in the model's dtype: the logits of the drafted token and of the next token, and a copy of the latter.
+# It holds 6 tensors in float32: the next token's returned logits, the drafted token's raw and constrained
+# logits, their probabilities, the exponential noise and its reciprocal (_dummy_sampler_run;
+# v1/sample/rejection_sampler.py, 0.17 to 0.32).
 _VERIFIER = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at each moment (0: not on this stage) and what stays allocated from then on: the buffer of the
-    experts is made after pictures were encoded. ``encoder`` None: no tower whose profile is known."""
+    """The bytes of each moment of the profile run, 0 for a moment that this stage does not have.
+
+    Attributes:
+        forward: The widest layer of a step.
+        sampler: The sampler.
+        workspace: Workspace of matrix multiplications, allocated throughout.
+        experts: Buffer of the fused experts, allocated after images were encoded.
+        encoder: The vision tower; None if its profile is not known.
+    """
 
     forward: int
     sampler: int
@@ -62,6 +75,7 @@ class Peak:
 
     @property
     def total(self) -> int:
+        """Return the peak in bytes."""
         encoded = self.encoder.peak if self.encoder else 0
         return max(max(self.forward, self.sampler) + self.experts, encoded) + self.workspace + self._deep
 
@@ -71,6 +85,7 @@ class Peak:
 
     @property
     def formula(self) -> str:
+        """Return the peak's formula with its numbers, for ``--explain``."""
         kept = f" + buffer of the experts {self.experts:,}" if self.experts else ""
         text = f"max(forward pass {self.forward:,}, sampler {self.sampler:,}){kept}"
         if self.encoder and self.encoder.peak:
@@ -82,26 +97,26 @@ class Peak:
 
 
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Peak:
-    """``architecture``: one rank's share, of one pipeline stage."""
+    """Return the profile run's peak for one rank; ``architecture`` is its share of one pipeline stage."""
     flags, known = chosen.flags, rules(chosen.version)
     size = DTYPE_BYTES[flags.dtype]
     stream = chosen.max_num_batched_tokens * architecture.hidden_size * size
     first, last = _ends(architecture)
     second = on_second_runner(architecture, known)
-    # a pooler's answer is a vector for each text (_dummy_pooler_run)
+    # A pooling model returns one vector per text instead of logits (_dummy_pooler_run).
     samples = last and architecture.kind != "encoder" and flags.runner != "pooling"
-    # a later stage receives hidden states and residual into buffers of its own
-    # (make_empty_intermediate_tensors)
+    # A later stage receives hidden states and residual into its own buffers (make_empty_intermediate_tensors).
     received = 0 if first else 2 * stream
     encoded = encoding(architecture, chosen, first)
     towers = has_towers(architecture) and not drops_towers(architecture, flags, chosen.version)
     if encoded is not None:
         received += encoded.kept
     elif towers and (first or not second):
-        received += stream  # what the encoder made of pictures is kept meanwhile, a step's tokens or more
+        received += stream  # image embeddings stay allocated, for at least the tokens of one step
     forward = _forward(architecture, chosen)
     if chosen.draft is not None and last:
-        # it runs on the same tokens while the model's hidden states are still there, and those it reads
+        # The draft runs on the same tokens. The model's hidden states, and the states it reads, are still
+        # allocated.
         read = chosen.draft.reads * stream
         forward = max(forward + read, _forward(chosen.draft.part, chosen) + stream + read)
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
@@ -115,20 +130,28 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
 
 
 def _ends(architecture: Architecture) -> tuple[bool, bool]:
-    """Whether the stage embeds the tokens, and whether it samples."""
+    """Return whether the stage embeds the tokens, and whether it samples."""
     outside = [tensor.role for tensor in architecture.tensors if tensor.layer is None]
     return "embedding" in outside, "head" in outside or "norm" in outside
 
 
 def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted: Coefficients) -> int:
-    """Logits in the model's dtype; their float32 copy, the probabilities and the exponential noise (4 bytes
-    each, of a float32 model too: 2.21 GiB printed), or as many for FlashInfer's masked logits; the rows that
-    are sampled and a random copy of them. With a draft, those of _VERIFIER."""
+    """Return the bytes of the sampler.
+
+    The sampler holds logits in the model's dtype, the sampled rows of hidden states and a random copy of them.
+    It also
+    holds three float32 tensors of the logits' shape: a copy of the logits, the probabilities and the
+    exponential noise
+    (for a float32 model too: 2.21 GiB printed). FlashInfer's masked logits take as much. A draft adds the
+    tensors
+    of ``_VERIFIER``.
+    """
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
     sampled = 2 * rows * architecture.hidden_size * size
     if on_second_runner(architecture, known):
-        # its dummy requests ask for no sampling parameters: nothing is copied (v1/worker/gpu/sample/sampler.py)
+        # Its dummy requests have no sampling parameters, so nothing is copied
+        # (v1/worker/gpu/sample/sampler.py).
         return rows * vocabulary * size + sampled
     drafts = chosen.draft is not None
     if known.sampler == "sort":
@@ -143,14 +166,18 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted:
 
 
 def sorting(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> int:
-    """Of the sampler that sorts the logits."""
+    """Return the bytes of the sampler that sorts the logits."""
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     return int(rows * architecture.vocab_size * fitted.sampler_sort)
 
 
 def _forward(architecture: Architecture, chosen: Resolved) -> int:
-    """Widest moment of a layer. Of each token: the MLP's gate, up and their product; queries, keys and values
-    (as projected, and rotated), the attention's output; residual and the projection of that output."""
+    """Return the bytes of the widest moment of a layer.
+
+    Per token, it holds the MLP's gate, up and product, queries, keys and values (projected and rotated), the
+    attention's
+    output, the residual and the projected output.
+    """
     flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
     size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
     q = architecture.heads * architecture.head_size // ranks
@@ -160,7 +187,8 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
     moments = [tokens * (around + mlp) * size]
     latents = [layer for layer in architecture.cache_layers if layer.kind == "mla"]
     if latents and architecture.rotary is not None:
-        # the profile run allocates what a prefill of long contexts will (mla_attention.py forward_impl)
+        # The profile run allocates the buffers of a prefill with a long context (forward_impl,
+        # mla_attention.py).
         seqs = chosen.max_num_seqs * chosen.block_size
         context = max(min(max(8 * chosen.max_model_len, 4 * seqs), _LATENT_CONTEXT), seqs)
         value = latents[0].value_head_size or architecture.head_size
@@ -171,9 +199,12 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
-    """One allocation that every layer's fused experts use and that is kept: of each token and each of its
-    experts max(inner, hidden) and max(2 x inner, hidden) values (workspace_shapes of the Triton, Marlin,
-    CUTLASS and DeepGEMM experts). MXFP4's Triton kernel on Hopper allocates inside."""
+    """Return the bytes of the persistent buffer that the fused experts of all layers share.
+
+    Per token and selected expert, it holds max(inner, hidden) and max(2 x inner, hidden) values
+    (workspace_shapes of the
+    Triton, Marlin, CUTLASS and DeepGEMM experts). MXFP4's Triton kernel on Hopper allocates its own memory.
+    """
     flags = chosen.flags
     if not architecture.experts_per_token or _allocates_inside(chosen):
         return 0
@@ -197,7 +228,7 @@ def _allocates_inside(chosen: Resolved) -> bool:
 
 
 def _widest(architecture: Architecture, role: str) -> int:
-    """Most elements of ``role``'s matrices in one layer."""
+    """Return the most elements that matrices with ``role`` have in one layer."""
     layers: dict[int, int] = {}
     for tensor in architecture.tensors:
         if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):

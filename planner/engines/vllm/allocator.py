@@ -1,13 +1,19 @@
-"""Memory PyTorch's CUDA allocator counts for weights beyond their own bytes: blocks that were not split.
+"""Memory that PyTorch's CUDA allocator counts for weights beyond their own bytes: blocks that stay unsplit.
 
-vLLM prints, and subtracts from its budget, what the allocator handed out ("Model loading took", from
-``torch.cuda.max_memory_allocated``). A request is rounded to 512 bytes and served from a block; a larger block
-is split only where more than 1 MiB would be left over, else all of it counts. Rules and sizes after
-c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.5 to 2.13; HIP's is the same file): requests above 1 MiB and below
-10 MiB take a segment of 20 MiB, larger ones a segment of their size rounded to 2 MiB. A down_proj of 47.5 MiB
-(Qwen3-4B) takes 48. Held against logs that print four decimals: 0.2 MiB off (benchmarks/README.md).
+vLLM prints the allocator's total ("Model loading took", from ``torch.cuda.max_memory_allocated``) and subtracts
+it
+from its budget. The allocator rounds a request up to 512 bytes and serves it from a block. A larger block is
+split
+only if more than 1 MiB would remain; otherwise all of it counts. A down_proj of 47.5 MiB (Qwen3-4B) takes 48
+MiB.
 
-Sizes are those of vLLM's merged modules: queries, keys and values are one tensor, gate and up projections too
+Rules and sizes are from c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.5 to 2.13; HIP uses the same file).
+Requests
+above 1 MiB and below 10 MiB take a segment of 20 MiB. Larger ones take a segment of their size rounded up to 2
+MiB.
+Logs that print four decimals differ by 0.2 MiB (benchmarks/README.md).
+
+Sizes are of vLLM's merged modules: one tensor for queries, keys and values, and one for gate and up projections
 (packed_modules_mapping of each model class).
 """
 
@@ -22,7 +28,7 @@ from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import MiB
 
 _ROUND = 512  # kMinBlockSize
-_SMALL = MiB  # kSmallSize: up to here a request lives in its own pool, whose blocks are always split
+_SMALL = MiB  # kSmallSize: requests up to this size have their own pool, whose blocks are always split
 _LARGE_SEGMENT = 20 * MiB  # kLargeBuffer
 _MIN_LARGE = 10 * MiB  # kMinLargeAlloc
 _SEGMENT_ROUND = 2 * MiB  # kRoundLarge
@@ -37,8 +43,8 @@ _MERGED = {
 
 
 def unsplit_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of the blocks handed out for requests of ``sizes`` bytes, made in this order, less the sizes."""
-    free: list[int] = []  # rests of segments, sorted: the smallest that holds a request serves it
+    """Return the excess bytes of the blocks that serve requests of ``sizes`` bytes, made in this order."""
+    free: list[int] = []  # free blocks, sorted: the smallest sufficient one serves a request
     extra = 0
     for size in sizes:
         if size <= _SMALL:
@@ -59,7 +65,7 @@ def unsplit_bytes(sizes: Iterable[int]) -> int:
 
 
 def merged_sizes(tensors: Iterable[TensorSpec], quantization: Quantization, flags: Deployment) -> list[int]:
-    """Bytes of each storage vLLM allocates for one rank's weights, in the order of its modules."""
+    """Return the bytes of each storage that vLLM allocates for one rank's weights, in module order."""
     sizes: dict[str, int] = {}
     for tensor in tensors:
         if tensor.tied_to is not None:
@@ -77,7 +83,7 @@ def merged_sizes(tensors: Iterable[TensorSpec], quantization: Quantization, flag
 
 
 def allocator_rounding(tensors: Iterable[TensorSpec], quantization: Quantization, flags: Deployment) -> int:
-    """Bytes beyond the weights' own on a GPU; 0 on a CPU. ``tensors``: one rank's."""
+    """Return the bytes that the allocator adds to the weights of one rank on a GPU; 0 on a CPU."""
     if flags.device == "cpu":
         return 0
     return unsplit_bytes(merged_sizes(tensors, quantization, flags))

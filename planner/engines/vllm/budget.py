@@ -1,4 +1,4 @@
-"""vLLM on a GPU: what comes off the KV pool beside the weights, term by term, and how sure that is."""
+"""Memory that vLLM subtracts from the KV pool's budget on a GPU, beside the weights, with intervals."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
-_UNLOGGED = (0, 20, 0)  # from here on no log at hand prints every term
-# How far below and above a tower's peak may be, as shares of it: the attention's kernels, and which of its
-# activations are fused, are assumed.
+_UNLOGGED = (0, 20, 0)  # from this version on, no available log prints every term
+# Interval below and above a tower's peak, as shares of it: attention kernels and fused activations are assumed.
 _ENCODER = 0.15, 0.3
-# How much further below on a GPU of a compute capability without a start; assumed. Of eight sources with their
-# type of GPU left out the worst is 1.5 % off, within the 1.8 of the others (section pool_from_flags).
+# Assumed factor of the interval below, on a compute capability without a measured start. With the GPU type of a
+# source left out, the worst of eight sources is 1.5 % off, within the 1.8 % of the others (pool_from_flags).
 _UNKNOWN = 1.5
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
-    """``architecture``: one rank's share, of one stage. ``fitted``: other coefficients than those shipped."""
+    """Return the memory terms of one rank; ``architecture`` is its share of one pipeline stage.
+
+    ``fitted`` replaces the shipped coefficients.
+    """
     fitted = fitted or coefficients()
     below, above = reach(spread(architecture, chosen, fitted), chosen.device_memory)
     held = framework.held(architecture, chosen, fitted)
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
-    # from 0.33 on without cuBLAS' handles, whose bytes no log at hand tells from the rest
+    # From 0.33 on, cuBLAS's handles are not included. No available log separates their bytes from the rest.
     unsure = held.rest if rules(chosen.version).cublas_first else held.rest // 2
     outside = Estimate(
         held.total, held.total - unsure, held.total + held.rest + above // 4, held.formula, sources
     )
     peak = activation.peak(architecture, chosen, fitted)
-    if peak.encoder is not None:  # what a tower takes is derived, and held against no log
+    if peak.encoder is not None:  # a tower's memory is derived, without a log to compare with
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
     if rules(chosen.version).sampler == "probabilities" and peak.sampler:  # without FlashInfer it sorts
@@ -58,13 +60,13 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     taken = captured if off else NOTHING
     later = _later(NOTHING if off else captured, flashinfer.uncounted(architecture, chosen))
     total = outside.value + inside.value + taken.value
-    # the bytes of a graph are the driver's: one start in ten takes several times as many
+    # The driver decides the bytes of a graph: one start in ten takes several times as many.
     bounds = max(0, total - below - size // 4 * off), total + above + size // 2 * off
     return Runtime(outside, inside, taken, bounds, later)
 
 
 def _later(captured: Estimate, workspace: int) -> Estimate | None:
-    """What is taken after the pool was sized, outside the share that is used."""
+    """Return the memory taken after the pool was sized, outside the configured share, or None."""
     parts = [captured.formula] if captured.value else []
     parts += [f"FlashInfer's workspace {workspace:,}"] if workspace else []
     if not parts:
@@ -77,9 +79,12 @@ def _later(captured: Estimate, workspace: int) -> Estimate | None:
 
 
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
-    """How far below and above the sum may be, as shares of the device: narrow where every part of the plan was
-    seen in start-up logs, wide where not. What nobody counted only adds. The multiples of what was fitted are
-    assumed."""
+    """Return the interval below and above the sum of the terms, as shares of the device.
+
+    The interval is narrow if start-up logs cover every part of the plan. Unknown consumers can only add memory.
+    The
+    multiples of the fitted spread are assumed.
+    """
     if (has_towers(architecture) and architecture.vision is None) or _is_apart(chosen):
         return fitted.spread, 2 * fitted.spread
     if not _is_known(chosen, fitted):
@@ -94,24 +99,27 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 
 
 def _is_apart(chosen: Resolved) -> bool:
-    """Another vendor's GPU, or one that shares its memory with the host: reports of one source each."""
+    """Return whether the GPU is another vendor's or shares the host's memory; each has one reported source."""
     gpu = chosen.flags.gpu
     return shares_memory(gpu) or (gpu is not None and capability_of(gpu) is None)
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
-    """Whether a start on a GPU of this compute capability was fitted to; one without a name may be any."""
+    """Return whether the fit covers this compute capability; a GPU without a name is assumed to be covered."""
     major, minor = capability_of(chosen.flags.gpu) or (0, 0)
     return chosen.flags.gpu is None or f"{major}.{minor}" in fitted.capabilities.split()
 
 
 def is_seen(architecture: Architecture, chosen: Resolved) -> bool:
-    """Whether each part of the plan is held against logs that print every term (tests/data/startups)."""
+    """Return whether logs that print every term cover each part of the plan (tests/data/startups)."""
     return _is_counted(architecture, chosen) and not architecture.experts
 
 
 def _is_counted(architecture: Architecture, chosen: Resolved) -> bool:
-    """A decoder without towers and states on one to four Hopper GPUs, under the versions of those logs."""
+    """Return whether the logged starts cover the model, the GPUs and the version.
+
+    They are decoders without towers and states on one to four Hopper GPUs.
+    """
     return (
         capability_of(chosen.flags.gpu) == (9, 0)
         and (0, 13, 0) <= chosen.version < _UNLOGGED

@@ -1,10 +1,11 @@
-"""vLLM's KV pool of DeepSeek-V4: pages of five sizes packed side by side in one block.
+"""vLLM's KV pool of DeepSeek-V4: pages of five sizes, packed side by side in one block.
 
-Sources, vLLM 0.32.0: models/deepseek_v4/attention.py and compressor.py and
-v1/attention/backends/mla/sparse_swa.py (what each layer registers), v1/core/kv_cache_utils.py
-(_get_packed_kv_cache_groups, _get_kv_cache_bytes_per_block: block-outermost layout). The cache is vLLM's
-fp8_ds_mla format on a CPU and by default on NVIDIA GPUs. tests/planner/test_vllm_groups.py holds groups,
-blocks and tokens against those functions.
+The source is vLLM 0.32.0. Each layer's registration is in models/deepseek_v4/attention.py and compressor.py and
+v1/attention/backends/mla/sparse_swa.py. The block-outermost layout is in v1/core/kv_cache_utils.py
+(_get_packed_kv_cache_groups, _get_kv_cache_bytes_per_block). The cache has vLLM's fp8_ds_mla format on a CPU,
+and by
+default on NVIDIA GPUs. tests/planner/test_vllm_groups.py compares groups, blocks and tokens with these
+functions.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 
-BLOCK = 256  # tokens of a block of compressed entries: the only one the kernels have (sparse_mla.py)
+BLOCK = 256  # tokens per block of compressed entries, the only size the kernels support (sparse_mla.py)
 _WINDOW_BLOCK = 64  # DeepseekV4SWACache
 _STATE_BLOCKS = {4: 4, 128: 8}  # CompressorStateCache, by compress ratio
 _ENTRY = 584  # fp8_ds_mla: 448 fp8, 64 bf16 rotary values, 8 bytes of scales
-_HEAD, _INDEX = 512, 128  # the sizes the kernels and the 584 bytes are made for
-_ALIGNMENT = 576  # bytes a page is rounded up to
-# vLLM makes fp8_ds_mla of auto (16 bits here) and fp8
+_HEAD, _INDEX = 512, 128  # head size and indexer key size of the kernels and of the 584 bytes
+_ALIGNMENT = 576  # a page is rounded up to a multiple of these bytes
+# vLLM maps auto (16 bits here) and fp8 to fp8_ds_mla.
 _DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
 def compressed_groups(architecture: Architecture, version: Version, kv_dtype: str) -> Groups:
-    """Groups of a model whose layers compress tokens. Raises UnsupportedArchitecture and DeploymentError."""
+    """Return the KV cache groups of a model whose layers compress tokens.
+
+    Raises:
+        UnsupportedArchitecture: vLLM, or this version of it, cannot lay out the cache.
+        DeploymentError: the cache format is not supported.
+    """
     if not rules(version).compressed_cache:
         raise UnsupportedArchitecture(
             "layers that compress tokens are planned by the rules of vLLM 0.30 on, and they have changed since "
@@ -53,7 +59,7 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
 
 
 def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
-    """What one layer registers, in vLLM's order."""
+    """Return the pages that one layer registers, in vLLM's order."""
     i, size = window.layer, window.head_size
     if size != _HEAD or (latent is not None and latent.index_size not in (0, _INDEX)):
         raise UnsupportedArchitecture(
@@ -69,10 +75,10 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
         return own
     ratio = latent.compression
     entries, span = BLOCK // ratio, _STATE_BLOCKS[ratio]
-    overlap = 2 if ratio == 4 else 1  # entries of 4 tokens gather twice as many
+    overlap = 2 if ratio == 4 else 1  # entries of 4 tokens overlap: each is computed from 8 tokens
     first = []
     if latent.index_size:
-        # fp8 keys, and one fp32 scale for each 128 elements
+        # The indexer's keys are fp8, with one fp32 scale per 128 elements.
         key = latent.index_size + 4 * (latent.index_size // 128)
         first = [
             LayerPages(i, "mla", BLOCK, _aligned(entries * key), (1, latent.index_size, "indexer")),
@@ -83,7 +89,7 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
 
 
 def _state(layer: int, ratio: int, span: int, overlap: int, size: int) -> LayerPages:
-    """Keys and scores, fp32, of the tokens the next entry is made of: a window of its own."""
+    """Return the page of the fp32 keys and scores of the next entry's tokens, which has its own window."""
     page = _aligned(span * 2 * overlap * size * 4)
     return LayerPages(layer, "sliding", span, page, (1, size, "state"), overlap * ratio)
 

@@ -1,13 +1,14 @@
-"""vLLM on a CPU: memory beside weights and pool. Each of its processes has its own framework term.
+"""vLLM on a CPU: memory beside weights and pool, one framework term per process.
 
-RssAnon in MiB after a full batch and an answer that matches a grammar (benchmarks/memory_terms.py, 2026-11-22:
-vLLM 0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; bf16, enforce_eager, pool of
-512 MiB, max_model_len 4096); of the worker's, weights and pool are taken off:
+RssAnon in MiB after a full batch and a grammar-constrained answer (benchmarks/memory_terms.py, 2026-11-22):
+vLLM
+0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; bf16, enforce_eager, pool of 512 MiB,
+max_model_len 4096. The worker's figures exclude weights and pool.
 
-    model                            vocabulary   API   EngineCore   worker
-    Llama of 4 layers, 256 wide           1,024   430          409      489
-    SmolLM2-135M, 30 layers              49,152   469          488      746
-    Gemma-3-270M, 18 layers             262,144   817          925    1,321
+        model                            vocabulary   API   EngineCore   worker
+        Llama of 4 layers, 256 wide           1,024   430          409      489
+        SmolLM2-135M, 30 layers              49,152   469          488      746
+        Gemma-3-270M, 18 layers             262,144   817          925    1,321
 
 384 MiB of the API process and of EngineCore are imported modules, half of it torch. Compiled models need more.
 """
@@ -20,7 +21,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.units import MiB
 
-# Its tokenizer is ours and vLLM's; 7 MiB are multiprocessing's resource tracker.
+# The API process has two tokenizers, this project's and vLLM's. 7 MiB are multiprocessing's resource tracker.
 VLLM_API_BYTES = 437 * MiB
 VLLM_API_TOKEN_BYTES = 1550
 # Without grammars: 408, 465 and 757 MiB.
@@ -32,12 +33,15 @@ VLLM_INTERVAL = (0.85, 1.6)
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Of the API process while nobody sends anything large."""
+    """Return the bytes of the API process without large requests in flight."""
     return VLLM_API_BYTES + vocab_size * VLLM_API_TOKEN_BYTES
 
 
 def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
-    """What the processes hold, and what clients and grammars of answers may take. ``dtype``: of the weights."""
+    """Estimate the memory of all processes before weights and pool, with buffers for clients and grammars.
+
+    ``dtype`` is the dtype of the weights.
+    """
     vocabulary = architecture.vocab_size
     packed = _packed_bytes(architecture, dtype)
     core = VLLM_CORE_BYTES + vocabulary * VLLM_CORE_TOKEN_BYTES
@@ -54,9 +58,12 @@ def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
 
 
 def _packed_bytes(architecture: Architecture, dtype: str) -> int:
-    """Embedding and head, tied or not, are packed for oneDNN as linear layers are, and their own weights kept
-    (vocab_parallel_embedding.py and dispatch_cpu_unquantized_gemm with ``remove_weight`` false, vLLM 0.32);
-    weights of 16 bits only."""
+    """Return the bytes of the embedding's and the head's packed copies for oneDNN, for 16-bit weights only.
+
+    They are packed like linear layers, tied or not, and the original weights are kept
+    (vocab_parallel_embedding.py, and
+    dispatch_cpu_unquantized_gemm with ``remove_weight`` false, vLLM 0.32).
+    """
     if DTYPE_BYTES[dtype] != 2:
         return 0
     copies = 1 if architecture.kind == "encoder" else 2

@@ -1,12 +1,16 @@
-"""vLLM on a GPU: what its profile run allocates for pictures, and what of that stays for the language model's.
+"""Memory that vLLM's profile run allocates for images on a GPU, and the part that remains afterwards.
 
-Derived from vLLM 0.19 to 0.33 (profile_run in v1/worker/gpu_model_runner.py, profile_encoder_cache in
-v1/worker/gpu/mm/encoder_runner.py, forward of the towers in model_executor/models). Assumed: FlashAttention in
-the tower, as on any NVIDIA GPU from Ampere on; towers are not compiled (compile_mm_encoder is off).
+The rules are derived from vLLM 0.19 to 0.33 (profile_run in v1/worker/gpu_model_runner.py,
+profile_encoder_cache in
+v1/worker/gpu/mm/encoder_runner.py, forward of the towers in model_executor/models). Two things are assumed:
+FlashAttention in the tower, as on any NVIDIA GPU from Ampere on, and no compilation (compile_mm_encoder is
+off).
 
-Of each patch, a layer holds at its widest (h: hidden size, a: attention's width and i: the MLP's, of a rank):
-the residual and what went into the block (h each), projections, rotated copies and the output of attention, or
-the MLP's inner values. A module's arguments stay alive while it runs (nn.Module.__call__ keeps them).
+Symbols: h is the hidden size, a the attention's width and i the MLP's width on one rank. At its widest, a layer
+holds
+per patch the residual and the block's input (h each). It also holds the attention's projections, rotated copies
+and
+output, or the MLP's inner values. A module's arguments stay alive while it runs (nn.Module.__call__).
 """
 
 from __future__ import annotations
@@ -23,9 +27,16 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Widths that are alive at once: ``attention`` = (h, a), ``mlp`` = (h, i), ``eager`` the i of
-    --enforce-eager, where activations run as one kernel each (CustomOp, config/compilation.py). Through all
-    layers: ``kept`` x h, and ``rotary`` values for each of a head's (float32 counts twice)."""
+    """The widths that are alive at once in one layer of a vision tower, per patch.
+
+    Attributes:
+        attention: Multiples of (h, a) in the attention.
+        mlp: Multiples of (h, i) in the MLP.
+        eager: Multiple of i with --enforce-eager, where each activation is one kernel (CustomOp,
+            config/compilation.py).
+        kept: Multiple of h that is alive through all layers.
+        rotary: Values per value of a head for the rotation, alive through all layers; float32 counts twice.
+    """
 
     attention: tuple[int, int]
     mlp: tuple[int, int]
@@ -34,16 +45,17 @@ class _Layer:
     rotary: int = 1
 
 
-# Held against what vLLM's own modules allocate on a CPU (tests/data/oracles/vllm_towers.json):
-# qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py: fused projection (3a), queries and keys side by side (2a) and rotated
-# (2a), output (a) and what it is projected to (h); qwen3 keeps the positions;
-# siglip.py, clip.py: projection (3a), output (a); these and the next two keep the embeddings of the patches;
-# pixtral.py: rotated queries and keys twice (4a);
-# moonvit.py: queries and keys as complex float32 before and after rotation (8a), and as they go on (2a);
-# mllama4.py: the same;
-# minimax_m3/common/vision_tower.py: queries and keys beside the projection (2a), float32 tables of three axes;
-# transformers' gemma4: float32 inside its norms; timm's mobilenetv5: the stem's output, and the first
-# convolution's, behind its norm and its activation.
+# Compared with the allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json):
+# - qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py: fused projection (3a), queries and keys side by side (2a) and
+#   rotated (2a), output (a) and its projection (h). qwen3 keeps the positions.
+# - siglip.py, clip.py: projection (3a), output (a). They and the next two keep the embeddings of the patches.
+# - pixtral.py: rotated queries and keys twice (4a).
+# - moonvit.py, mllama4.py: queries and keys as complex float32 before and after rotation (8a), and their final
+#   form (2a).
+# - minimax_m3/common/vision_tower.py: queries and keys beside the projection (2a), float32 tables of three
+#   axes.
+# - transformers' gemma4: float32 inside its norms.
+# - timm's mobilenetv5: the stem's output, and the first convolution's output after its norm and activation.
 _LAYERS: dict[Tower, _Layer] = {
     "qwen2": _Layer((3, 8), (3, 3), 2),
     "qwen2_5": _Layer((3, 8), (4, 4), 3),
@@ -57,23 +69,30 @@ _LAYERS: dict[Tower, _Layer] = {
     "gemma4": _Layer((3, 7), (4, 3), 3, rotary=2),
     "mobilenet": _Layer((4, 0), (0, 0), 0, rotary=0),
 }
-# MoonViT's table of rotations: complex64 for every place of a grid of 512 x 512 (Rope2DPosEmb, moonvit.py)
+# MoonViT's rotation table: complex64 for every position of a 512 x 512 grid (Rope2DPosEmb, moonvit.py).
 _GRID, _COMPLEX64 = 512 * 512, 8
-# Whose processors may hand over bytes, which the GPU turns into the model's dtype
-# (supports_mm_device_do_normalize in models)
+# Towers whose processors may pass pixels as bytes, which the GPU converts to the model's dtype
+# (supports_mm_device_do_normalize in models).
 _ON_DEVICE = ("qwen2", "qwen2_5", "qwen3")
-# Modules of other libraries, which no rank divides (AutoModel in models/gemma4_mm.py, gemma3n_mm.py)
+# Towers from other libraries, which ranks do not divide (AutoModel in models/gemma4_mm.py, gemma3n_mm.py).
 _WHOLE = ("gemma4", "mobilenet")
-# Gemma 4's pictures are encoded as many at once as one-hot positions of 64 bits, counted twice, have room for
-# in this share of the device (_encoder_chunk in models/gemma4_mm.py)
+# Gemma 4 encodes images in chunks. The chunk's one-hot positions of 64 bits, counted twice, fill this share of
+# the device (_encoder_chunk in models/gemma4_mm.py).
 _PIECE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Bytes: ``peak`` while the tower runs; ``kept`` of its embeddings (and, on the first model runner, its
-    input) while the language model runs; ``deep``: buffers for what its
-    layers are given of each token."""
+    """The bytes that images take in the profile run.
+
+    Attributes:
+        peak: Bytes while the tower runs.
+        kept: Bytes of its embeddings that remain while the language model runs. The first model runner also
+            keeps the
+            tower's input.
+        deep: Buffers for per-layer inputs of each token.
+        formula: The peak's formula with its numbers.
+    """
 
     peak: int
     kept: int
@@ -82,8 +101,10 @@ class Encoding:
 
 
 def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -> Encoding | None:
-    """None: nothing is known of the tower. ``first``: of the first pipeline stage; the second model runner
-    encodes there alone."""
+    """Return the memory of the profile run for images, or None if the tower is not known.
+
+    ``first`` is whether this is the first pipeline stage; the second model runner encodes only there.
+    """
     vision, found, known = architecture.vision, profiled(architecture, chosen), rules(chosen.version)
     if vision is None:
         return None
@@ -109,7 +130,7 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     given = found.count * found.patches * vision.values * width
     tokens = min(found.tokens, found.patches // vision.merge**2) if found.patches else found.tokens
     made = found.count * tokens * vision.width * size
-    # deep features of a picture are made on the way, the last layer's come behind them
+    # Deep features are computed on the way, the last layer's features after the layers.
     running = _running(vision, known, chosen, patches, _one(vision, found), held)
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     kept = made + table + (0 if second else given)
@@ -117,13 +138,13 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
 
 
 def _per_layer(architecture: Architecture) -> int:
-    """Width of Gemma's embeddings of a token for each layer, which the wrapper has a buffer for."""
+    """Return the width of Gemma's per-layer token embeddings, for which the wrapper has a buffer."""
     name = "per_layer_model_projection.weight"
     return next((tensor.shape[0] for tensor in architecture.tensors if tensor.name.endswith(name)), 0)
 
 
 def widest(vision: Vision, ranks: int, eager: bool) -> int:
-    """Elements of a patch that are alive at once, as it came from the processor left out."""
+    """Return the elements of a patch that are alive at once, without the processor's input."""
     layer, h = _LAYERS[vision.tower], vision.hidden
     if vision.tower in _WHOLE:
         ranks = 1
@@ -131,7 +152,7 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
-    last = (layer.mlp[0] + 1) * h + inner + reduced  # the MLP's output beside what goes in
+    last = (layer.mlp[0] + 1) * h + inner + reduced  # the MLP's output beside its input
     middle, out = vision.projector
     projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
     widest = layer.rotary * vision.head_size + max(attention, mlp, last)
@@ -139,18 +160,20 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
 
 
 def table_bytes(vision: Vision) -> int:
-    """What a tower makes once and keeps."""
+    """Return the bytes of the tables that a tower computes once and keeps."""
     return _GRID * vision.head_size // 2 * _COMPLEX64 if vision.tower == "moonvit" else 0
 
 
 def _mask(vision: Vision, known: Rules, patches: int, size: int) -> int:
-    """Pixtral's mask of all pictures of a batch (generate_block_attention_mask; xFormers, not installed with
-    vLLM, does without)."""
+    """Return the bytes of Pixtral's attention mask over all images of a batch.
+
+    The source is generate_block_attention_mask. xFormers, which vLLM does not install, needs no mask.
+    """
     return patches * patches * size if vision.tower == "pixtral" and known.pixtral_mask else 0
 
 
 def _one(vision: Vision, found: Profiled) -> int:
-    """Patches of one picture, or of a frame of a video."""
+    """Return the patches of one image, or of one frame of a video."""
     frames = {item.modality: item.frames for item in vision.others}
     return found.patches // frames.get(found.modality, 1)
 
@@ -158,12 +181,14 @@ def _one(vision: Vision, found: Profiled) -> int:
 def _running(
     vision: Vision, known: Rules, chosen: Resolved, patches: int, one: int, held: int
 ) -> int:  # fmt: skip
-    """Bytes of the layers, all patches at once; Gemma 4's in pieces, of which the output stays, or those of
-    ``one`` picture."""
+    """Return the bytes of the tower's layers for all patches at once.
+
+    Gemma 4 runs in chunks whose outputs remain, or in older versions on ``one`` image at a time.
+    """
     size = DTYPE_BYTES[chosen.flags.dtype]
     if not vision.places:
         return patches * held * size
-    counted = 4 * vision.places * 8  # of a patch, for both axes and twice
+    counted = 4 * vision.places * 8  # one-hot positions of a patch: two axes, counted twice
     most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
     piece = min(patches, most) if known.gemma4_batches else one
     positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0

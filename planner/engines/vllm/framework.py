@@ -1,14 +1,18 @@
-"""vLLM on a GPU: memory outside PyTorch that appears between its first snapshot and the end of its profile run.
+"""vLLM's memory outside PyTorch on a GPU that appears between its first snapshot and its pool.
 
-What is there before the snapshot (CUDA's context, NCCL's communicators: 0.51 GiB on an H100, 1.5 with several
-ranks) is the engine's too but does not come off the pool: vLLM counts from there (worker/gpu_worker.py
-init_device, utils/mem_utils.py memory_profiling; vLLM 0.9.1 to 0.33). V1 before that took off whatever was in
-use (``_CONTEXT``). Two parts:
+Memory from before the snapshot also belongs to the engine, but does not come off the pool: CUDA's context and
+NCCL's
+communicators, 0.51 GiB on an H100 and 1.5 GiB with several ranks. vLLM counts from the snapshot to the end of
+the
+profile run (init_device in worker/gpu_worker.py, memory_profiling in utils/mem_utils.py; 0.9.1 to 0.33). V1
+before
+0.9.1 subtracted all memory in use (``_CONTEXT``). There are two parts:
 
-* the workspace of fused all-reduce, derived: three allocations that the driver rounds up to what multicast
-  memory is handed out in;
-* the rest, fitted: kernels loaded on first use, local memory, buffers NCCL makes on first use, and from 0.18 to
-  0.27 what the trial capture of CUDA graphs leaves.
+- The workspace of the fused all-reduce is derived: three allocations, each rounded up to the granularity of
+  multicast memory.
+- The rest is fitted: kernels loaded on first use, local memory, NCCL buffers allocated on first use, and from
+  0.18 to
+  0.27 the memory that the trial capture of CUDA graphs leaves.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ from tonnage.planner.plans import Resolved
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB, ceil_div
 
-# CU_MULTICAST_GRANULARITY_RECOMMENDED, which FlashInfer rounds each allocation up to (flashinfer/comm/mnnvl.py
-# SymmDeviceMemory, 0.6.6): 512 MiB with NVSwitch. Eight starts of 0.19.0 with TP 2 and 4 hold three of them.
+# CU_MULTICAST_GRANULARITY_RECOMMENDED: FlashInfer rounds each allocation up to it (SymmDeviceMemory in
+# flashinfer/comm/mnnvl.py, 0.6.6). It is 512 MiB with NVSwitch. Eight starts of 0.19.0 with TP 2 and 4 have
+# three such allocations.
 _MULTICAST = 512 * MiB
 # Largest all-reduce that is fused, in MiB by compute capability and ranks (FI_ALLREDUCE_FUSION_MAX_SIZE_MB in
 # compilation/passes/fusion/allreduce_rms_fusion.py, 0.17 to 0.32).
@@ -37,17 +42,23 @@ _FUSED_MIB = {
     (10, 0): {2: 64.0, 4: 32.0, 8: 1.0},
     (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
 }
-# What is there before the first snapshot: 0.51 GiB printed on an H100, 1.0 GiB more with several ranks; on
-# other GPUs what starts of 0.8.5 lack on a T4 and a 4090 (tests/data/field_reports.jsonl).
+# Memory before the first snapshot: 0.51 GiB printed on an H100, 1.0 GiB more with several ranks. Other GPUs
+# have the difference seen in starts of 0.8.5 on a T4 and a 4090 (tests/data/field_reports.jsonl).
 _CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
-SMALL = 32 * GiB  # fewer multiprocessors hold less: 0.02 to 0.08 GiB printed, 0.07 to 0.11 on larger ones
+SMALL = 32 * GiB  # smaller GPUs need less: 0.02 to 0.08 GiB printed, 0.07 to 0.11 on larger ones
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """``fused``: allocations of the fused all-reduce; ``counts``: of tokens each sequence has used, for
-    penalties; ``context``: what was there before vLLM's first snapshot; ``embeddings``: of a step, for pictures
-    and a draft; ``rest``: what is fitted. Bytes."""
+    """Bytes outside PyTorch's allocator, and buffers from before the profile run.
+
+    Attributes:
+        fused: Workspaces of the fused all-reduce.
+        counts: Token counts of each sequence, for penalties.
+        context: Memory from before vLLM's first snapshot.
+        embeddings: Embeddings of a step, for images and a draft.
+        rest: Fitted remainder.
+    """
 
     fused: int
     counts: int
@@ -57,10 +68,12 @@ class Held:
 
     @property
     def total(self) -> int:
+        """Return the sum of all parts in bytes."""
         return self.fused + self.counts + self.context + self.embeddings + self.rest
 
     @property
     def formula(self) -> str:
+        """Return the sum with its numbers, for ``--explain``."""
         text = f"non-torch memory {self.rest:,}"
         if self.fused:
             text += f" + workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})"
@@ -74,7 +87,7 @@ class Held:
 
 
 def held(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Held:
-    """Of one rank."""
+    """Return the bytes of one rank."""
     return Held(
         fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
         _embeddings(architecture, chosen), _rest(chosen, fitted),
@@ -90,9 +103,12 @@ def _context(chosen: Resolved) -> int:
 
 
 def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
-    """Of the second model runner: 4 bytes and a bit for each sequence and token of the vocabulary
-    (v1/worker/gpu/sample/penalties.py). PyTorch's memory, but from before the profile: it came off the pool
-    only once vLLM counted what the device lost."""
+    """Return the bytes of the second model runner's token counts, for sampling penalties.
+
+    They take 4 bytes and a bit per sequence and vocabulary entry. PyTorch allocates them before the profile run
+    (v1/worker/gpu/sample/penalties.py). They come off the pool only in versions that count the device's
+    consumed memory.
+    """
     known = rules(chosen.version)
     if not known.counts_consumed or not on_second_runner(architecture, known):
         return 0
@@ -100,9 +116,13 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
-    """Of the second model runner, and from before the profile as above: a step's embeddings where there are
-    pictures (EncoderRunner in v1/worker/gpu/mm/encoder_runner.py), on the first stage, and the hidden states
-    that a draft is given (v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py), on the last."""
+    """Return the bytes of the second model runner's embedding buffers, allocated before the profile run.
+
+    On the first stage, they hold a step's embeddings for images (EncoderRunner in
+    v1/worker/gpu/mm/encoder_runner.py). On
+    the last stage, they hold the hidden states passed to a draft
+    (v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py).
+    """
     known = rules(chosen.version)
     if not known.counts_consumed or not on_second_runner(architecture, known):
         return 0
@@ -133,19 +153,24 @@ def _rest(chosen: Resolved, fitted: Coefficients) -> int:
 
 
 def is_hopper(flags: Deployment) -> bool:
-    """Data centre GPUs from Hopper on, and those nothing is known of that are as large."""
+    """Return whether the GPU is a data centre GPU from Hopper on; an unnamed GPU is assumed to be one."""
     found = capability_of(flags.gpu)
     return flags.gpu is None or (found is not None and (9, 0) <= found < (12, 0))
 
 
 def fused_all_reduce(architecture: Architecture, chosen: Resolved) -> int:
-    """vLLM fuses all-reduce and norm on Hopper and Blackwell GPUs (config/vllm.py enable_allreduce_rms_fusion).
-    FlashInfer's TensorRT-LLM workspace is the ranks' inputs once, flags, and the inputs three times
-    (trtllm_create_ipc_workspace_for_all_reduce_fusion); its MNNVL workspace one allocation."""
+    """Return the workspace's bytes for all-reduce fused with the norm, on Hopper and Blackwell GPUs.
+
+    vLLM enables it in enable_allreduce_rms_fusion (config/vllm.py). FlashInfer's TensorRT-LLM workspace has
+    three
+    allocations: the ranks' inputs, flags, and the inputs three times
+    (trtllm_create_ipc_workspace_for_all_reduce_fusion).
+    Its MNNVL workspace has one.
+    """
     flags, known = chosen.flags, rules(chosen.version)
     ranks, size = flags.tensor_parallel_size, DTYPE_BYTES[flags.dtype]
     largest = _FUSED_MIB.get(capability_of(flags.gpu) or (0, 0), {}).get(ranks)
-    if "pcie" in (flags.gpu or ""):  # no multicast memory without NVSwitch: vLLM warns and does without
+    if "pcie" in (flags.gpu or ""):  # no multicast memory without NVSwitch: vLLM warns and does not fuse
         return 0
     if not known.fused_all_reduce or largest is None or flags.enforce_eager:
         return 0

@@ -1,9 +1,12 @@
-"""vLLM on a GPU: CUDA graphs, as vLLM estimates them before it sizes the pool.
+"""CUDA graphs of vLLM on a GPU, as vLLM estimates them before it sizes the pool.
 
-From 0.18 on two graphs of each kind are captured on trial: the largest, and one more that stands for all others
-(v1/worker/gpu_model_runner.py profile_cudagraph_memory). The sum comes off the pool from 0.20 on; before, what
-is captured lies outside the share of --gpu-memory-utilization. How many there are follows from the flags; what
-one takes is the driver's, in steps of 2 MiB, and fitted: the estimate was 0.7 to 2.2 times what was captured.
+From 0.18 on, vLLM captures two graphs of each kind on trial: the largest, and one more that represents the
+others
+(profile_cudagraph_memory in v1/worker/gpu_model_runner.py). From 0.20 on, their sum comes off the pool. Earlier
+versions capture graphs outside the share of --gpu-memory-utilization. The number of graphs follows from the
+flags.
+The driver decides a graph's bytes, in steps of 2 MiB, so they are fitted: the estimate was 0.7 to 2.2 times the
+captured memory.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ _LARGEST = 512  # tokens of the largest graph (config/vllm.py _set_cudagraph_siz
 
 
 def largest(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Tokens of the largest graph."""
+    """Return the tokens of the largest graph."""
     return min(2 * max_num_seqs, _LARGEST, max_num_batched_tokens)
 
 
 def sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """How many batch sizes are captured: 1, 2, 4, multiples of 8 below 256, of 16 from there on, up to twice
-    the sequences."""
+    """Return the number of captured batch sizes.
+
+    They are 1, 2, 4, multiples of 8 below 256 and multiples of 16 from there, up to twice max_num_seqs.
+    """
     most = largest(max_num_seqs, max_num_batched_tokens)
     return (
         sum(size <= most for size in (1, 2, 4))
@@ -33,20 +38,21 @@ def sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
 
 
 def per_size(architecture: Architecture, fitted: Coefficients) -> int:
-    """Bytes of each batch size after the first: a graph of all layers, and one of each piece between two
-    attentions."""
+    """Return the bytes of each batch size after the first: a full graph and its piecewise graphs."""
     layers = len({layer.layer for layer in architecture.cache_layers}) or architecture.layers
     return fitted.graph_each + layers * fitted.graph_layer
 
 
 def first(chosen: Resolved, fitted: Coefficients) -> int:
-    """Bytes of the largest batch size, in proportion to its tokens."""
+    """Return the bytes of the largest batch size, proportional to its tokens."""
     return fitted.graph_first * largest(chosen.max_num_seqs, chosen.max_num_batched_tokens) // _LARGEST
 
 
 def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
-    """(bytes, batch sizes) of vLLM's own estimate on one rank, whose share ``architecture`` is; (0, 0) where it
-    captures none."""
+    """Return (bytes, batch sizes) of vLLM's own estimate on one rank; (0, 0) if it captures none.
+
+    ``architecture`` is the rank's share of the model.
+    """
     if chosen.flags.enforce_eager or not rules(chosen.version).graphs_estimated:
         return 0, 0
     count = sizes(chosen.max_num_seqs, chosen.max_num_batched_tokens)
@@ -54,7 +60,10 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
 
 def subtracted(architecture: Architecture, chosen: Resolved) -> bool:
-    """Whether the estimate comes off the pool: the second model runner's was 0 until it had one
-    (v1/worker/gpu/model_runner.py profile_cudagraph_memory, vllm#49224), though it captures as many."""
+    """Return whether the estimate comes off the pool.
+
+    The second model runner's estimate was 0 in older versions, although it captures as many graphs
+    (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).
+    """
     known = rules(chosen.version)
     return known.graphs_subtracted and (known.runner_v2_graphs or not on_second_runner(architecture, known))

@@ -1,8 +1,8 @@
-"""vLLM on GPUs: the host's memory of its processes, by cause. Files named are those of vLLM 0.32; 0.30, 0.31
-and 0.33 were read too.
+"""Host memory of vLLM's processes on GPUs, by cause. Named source files are from vLLM 0.32.
 
-The processes: an API server; the engine core, which is the only worker too where there is one rank
-(config/parallel.py, "uni"); else a worker for each rank (v1/executor/multiproc_executor.py).
+0.30, 0.31 and 0.33 were read too. The processes are an API server, the engine core, and one worker per rank
+(v1/executor/multiproc_executor.py). With one rank, the engine core is also the worker ("uni",
+config/parallel.py).
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.units import GiB, MiB, ceil_div, gib
 
-_READ = (0, 30, 0)  # from here on the sources were at hand
-# Anonymous memory of a GPU worker: imports, CUDA, NCCL, compiled kernels. Assumed, from reports of
+_READ = (0, 30, 0)  # first version whose source was read
+# Anonymous memory of a GPU worker: imports, CUDA, NCCL, compiled kernels. Assumed from reports of
 # vllm-project/vllm: 2.99 GiB while loading (#57469, anon-rss), 3 GB of RSS with the libraries' files (#48436),
 # 4 GB of a whole pod (#3035).
 _WORKER, _WORKER_LOW, _WORKER_HIGH = 5 * GiB // 2, GiB, 5 * GiB
-# What importing a torch with CUDA may add to the other processes; assumed.
+# Memory that importing torch with CUDA may add to the other processes; assumed.
 _CUDA_IMPORTS = GiB // 2
-_PICTURES = GiB  # being decoded and resized by the API process at a time; assumed
+_PICTURES = GiB  # images that the API process decodes and resizes at a time; assumed
 # VLLM_XGRAMMAR_CACHE_MB in envs.py
 _GRAMMARS = 512 * MiB
-# Of the engine core's block pool, by block: objects and, once hashed, the prefix index (RssAnon of
+# Bytes per block in the engine core's block pool: objects, and for a hashed block the prefix index (RssAnon of
 # v1/core/block_pool.py, benchmarks/host_memory.py).
 _BLOCK, _HASHED_BLOCK = 136, 282
-# A token id of a waiting or running request: an int of 28 bytes in a list of 8 (CPython 3.11), in the API
-# process and in the engine core, which keeps a list of prompt and output together beside it.
+# Bytes of one token id of a request: an int of 28 bytes and its list entry of 8 (CPython 3.11), in the API
+# process and in the engine core. The engine core has a second list entry, for prompt and output together.
 _TOKEN = 2 * (28 + 8) + 8
 
-# Rings in /dev/shm (distributed/device_communicators/shm_broadcast.py): ten chunks of
+# Ring buffers in /dev/shm (distributed/device_communicators/shm_broadcast.py): ten chunks of
 # VLLM_MQ_MAX_CHUNK_BYTES_MB to all workers, ten of 24 MiB from each, six of 4 MiB within a tensor-parallel
-# group (parallel_state.py); check_shm_free_space wants the room of each when it is made, pages come with use.
+# group (parallel_state.py). check_shm_free_space requires their full size at creation; pages are allocated on
+# use.
 _CHUNKS, _TO_WORKERS, _FROM_WORKER = 10, 16 * MiB, 24 * MiB
 _GROUP_CHUNKS, _GROUP_CHUNK = 6, 4 * MiB
-# Buffers of NCCL where ranks have no direct way to each other: each as large as those of a trace
-# (tonyd2wild/DeepSeek-V4.1-Flash-vLLM-DGX-Spark#8), assumed at most one to and one from in each of 32 channels.
+# NCCL buffers of ranks without direct GPU-to-GPU access, with the size seen in a trace
+# (tonyd2wild/DeepSeek-V4.1-Flash-vLLM-DGX-Spark#8). Assumed upper bound: one send and one receive buffer in
+# each of 32 channels.
 _NCCL_BUFFER, _NCCL_BUFFERS = 9641984, 64
 
-# V0 allocated --swap-space for each GPU, 4 GiB unless asked otherwise (config.py of 0.7 and
-# worker/cache_engine.py).
+# Default of --swap-space, which V0 allocated per GPU (config.py of 0.7 and worker/cache_engine.py).
 _SWAP = 4 * GiB
 _V1 = (0, 8, 0)
-_PAGE = 4096  # a chunk of the CPU tier is whole pages (v1/kv_offload/cpu/shared_offload_region.py)
+_PAGE = 4096  # the CPU tier's chunks are whole pages (v1/kv_offload/cpu/shared_offload_region.py)
 
 
 def host_memory(hosted: Hosted) -> HostMemory:
-    """Bytes of all processes of one replica, part by part, and the page cache of its files."""
+    """Return the bytes of all processes of one replica, part by part, and the page cache of its files."""
     parts = (
         *_processes(hosted), *_pinned(hosted), *reading(hosted), *_queues(hosted), *_pictures(hosted),
         *_grammars(hosted), *_offloaded(hosted), *_tier(hosted),
@@ -62,7 +63,7 @@ def _processes(hosted: Hosted) -> list[HostPart]:
     ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
     low, high = cpu.VLLM_INTERVAL
     api = cpu.api_bytes(vocabulary)
-    imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0  # one rank: within the worker's
+    imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0  # with one rank, counted with the worker
     core = imports + vocabulary * cpu.VLLM_CORE_TOKEN_BYTES
     blocks, tokens = hosted.num_blocks, hosted.tokens * _TOKEN
     more = _PICTURES if has_towers(hosted.architecture) else 0
@@ -92,10 +93,14 @@ def _processes(hosted: Hosted) -> list[HostPart]:
 
 
 def _pinned(hosted: Hosted) -> list[HostPart]:
-    """Of each worker, for all sequences that may run: vLLM's second model runner pins every token id of each
-    (v1/worker/gpu/states.py) and of models with M-RoPE every position (mm/rope.py); the first has its rows of
-    token ids not pinned, so that pages come with use (v1/worker/gpu_input_batch.py), block tables and
-    embeddings of a step pinned."""
+    """Return the buffers of token ids and positions of each worker, for all running sequences.
+
+    The second model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
+    M-RoPE it also
+    pins every position (mm/rope.py). The first model runner does not pin token ids, so their pages are
+    allocated on use
+    (v1/worker/gpu_input_batch.py). It pins block tables and the embeddings of a step.
+    """
     chosen, architecture, ranks = hosted.chosen, hosted.architecture, len(hosted.ranks)
     cells = chosen.max_num_seqs * chosen.max_model_len
     rows = f"{chosen.max_num_seqs:,} sequences x {chosen.max_model_len:,} tokens"
@@ -148,9 +153,14 @@ def _queues(hosted: Hosted) -> list[HostPart]:
 
 
 def _pictures(hosted: Hosted) -> list[HostPart]:
-    """Items are kept by the engine core, or, with several API servers or replicas, by the API processes; the
-    other side has their hashes (multimodal/cache/factories.py). The documentation counts both, which older
-    versions may have kept."""
+    """Return the cache of processed images.
+
+    The engine core keeps the items, or the API processes if there are several servers or replicas. The other
+    side keeps
+    only hashes (multimodal/cache/factories.py). vLLM's documentation counts both, so older versions are assumed
+    to keep
+    both.
+    """
     size = hosted.chosen.flags.mm_processor_cache_bytes
     if not size or not has_towers(hosted.architecture):
         return []
@@ -173,8 +183,11 @@ def _grammars(hosted: Hosted) -> list[HostPart]:
 
 
 def _offloaded(hosted: Hosted) -> list[HostPart]:
-    """--cpu-offload-gb pins each weight (model_executor/offloader/uva.py); a sleeping engine each allocation
-    (device_allocator/cumem.py)."""
+    """Return the host memory of offloaded weights.
+
+    --cpu-offload-gb pins each weight (model_executor/offloader/uva.py), and sleep mode pins each allocation
+    (device_allocator/cumem.py).
+    """
     found, flags = [], hosted.chosen.flags
     away = sum(rank.offloaded_bytes for rank in hosted.ranks)
     if away:
@@ -206,9 +219,12 @@ def _offloaded(hosted: Hosted) -> list[HostPart]:
 
 
 def tier_bytes(hosted: Hosted) -> tuple[int, int, int]:
-    """(bytes of a chunk, chunks, copies) of --kv-offloading-size: a block of every rank side by side, padded to
-    whole pages; latents once where every rank has the same (v1/kv_offload/cpu/spec.py, replicated_layout of
-    kv_connector/v1/offloading/config.py)."""
+    """Return (bytes of a chunk, chunks, copies) of --kv-offloading-size.
+
+    A chunk holds one block of every rank side by side, padded to whole pages. Latents are stored once if every
+    rank has the
+    same (v1/kv_offload/cpu/spec.py, replicated_layout in kv_connector/v1/offloading/config.py).
+    """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     latent = all(group.kind == "mla" for group in hosted.layout.groups)
     once = latent and ranks == flags.tensor_parallel_size > 1 and flags.decode_context_parallel_size == 1
@@ -219,9 +235,12 @@ def tier_bytes(hosted: Hosted) -> tuple[int, int, int]:
 
 
 def tier_tokens(hosted: Hosted, chunks: int) -> int:
-    """What ``chunks`` of the tier hold of requests of max_model_len, as vLLM 0.33 exports it: each is one
-    group's; sliding layers keep their window, states one (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py,
-    kv_connector/v1/offloading/config.py)."""
+    """Return the tokens that ``chunks`` of the tier hold for requests of max_model_len, as vLLM 0.33 does.
+
+    Each chunk belongs to one group. Sliding layers keep their window, and states one chunk
+    (_kv_cache_size_tokens in
+    v1/kv_offload/cpu/common.py, kv_connector/v1/offloading/config.py).
+    """
     length, layout = hosted.chosen.max_model_len, hosted.layout
     ranks = hosted.chosen.flags.decode_context_parallel_size
     each = 0
@@ -250,6 +269,6 @@ def _tier(hosted: Hosted) -> list[HostPart]:
         said += f", each for one of {len(layout.groups)} groups"
     said += f": {tier_tokens(hosted, chunks):,} tokens of requests of {hosted.chosen.max_model_len:,}"
     source = "--kv-offloading-size; v1/kv_offload/cpu/spec.py"
-    # stages of unlike layers have unlike blocks: no more than was asked for
+    # Stages with different layers have different blocks; the requested size is the upper bound.
     high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
     return [HostPart("KV tier", held, held, high, said, source, "serving", shared=True)]

@@ -1,10 +1,14 @@
-"""vLLM's --kv-cache-dtype: what the engine makes of the flag, and bytes of one token in one layer.
+"""vLLM's --kv-cache-dtype: the effective cache format, and the bytes of one token in one layer.
 
-Files named are those of vLLM 0.32.0. Layers ask their attention backend for its packing (customize_spec):
-per-token-head, UltraQuant with their scales (v1/attention/backends/triton_attn.py, ops/ultraquant/format.py),
-TurboQuant K and V in one slot of an even number of bytes (layers/quantization/turboquant/config.py), NVFP4 with
-an fp8 scale for each 16 values (utils/torch_utils.py, nvfp4_kv_cache_full_dim), Octave from 0.33 on
-(v1/attention/ops/rocm_octave.py). tests/planner/test_kv_formats.py holds pages against the spec classes.
+Source files are from vLLM 0.32.0. Each layer's attention backend defines its packing (customize_spec):
+
+- Per-token-head and UltraQuant store their scales (v1/attention/backends/triton_attn.py,
+  ops/ultraquant/format.py).
+- TurboQuant stores K and V in one slot of an even number of bytes (layers/quantization/turboquant/config.py).
+- NVFP4 has an fp8 scale per 16 values (nvfp4_kv_cache_full_dim in utils/torch_utils.py).
+- Octave exists from 0.33 on (v1/attention/ops/rocm_octave.py).
+
+tests/planner/test_kv_formats.py compares page sizes with the spec classes.
 """
 
 from __future__ import annotations
@@ -22,34 +26,35 @@ from tonnage.planner.units import ceil_div
 
 _FLAG = "--kv-cache-dtype"
 
-# Sparse latents with their scales, one opaque row for each token (layers/attention/mla_attention.py,
-# get_kv_cache_spec): 512 fp8 values, 16 bytes of scales, 64 bf16 rotary values; 4-bit ones on Blackwell.
+# Bytes of one token's row of a sparse latent with its scales (get_kv_cache_spec in
+# layers/attention/mla_attention.py): 512 fp8 values, 16 bytes of scales, 64 bf16 rotary values. Blackwell also
+# has rows with 4-bit values.
 ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
-# (bits of a key, of a value); 8: fp8 without a scale (TQ_PRESETS)
+# (bits of a key, bits of a value); 8 means fp8 without a scale (TQ_PRESETS).
 _TURBOQUANT = {
     "turboquant_k8v4": (8, 4),
     "turboquant_4bit_nc": (4, 4),
     "turboquant_k3v4_nc": (3, 4),
     "turboquant_3bit_nc": (3, 3),
 }
-# (bits of a value, whether one scale is for a whole key)
+# (bits of a value, whether a whole key has one scale).
 _OCTAVE = {"octave_k3v4": (4, False), "octave_k3v3": (3, False), "octave_k3v3_compact": (3, True)}
 _OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # HADAMARD_BLOCK; the only head size of its kernels
-# config/cache.py of 0.31 to 0.33
+# First version of each format (config/cache.py of 0.31 to 0.33).
 _SINCE = {"ultraquant_4bit": (0, 32, 0), **dict.fromkeys(_OCTAVE, (0, 33, 0))}
 _ULTRAQUANT_GROUP = 32  # GROUP_SIZE: values that share a scale of one byte
 _NVFP4_GROUP = 16
 
 
 def _per_token_head(bits: int) -> Callable[[int, int], int]:
-    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # an fp32 scale for each side
+    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # one fp32 scale each for K and V
 
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
         keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # fp16 norm
-        values = ceil_div(key * value_bits, 8) + 4  # fp16 scale and zero; V is taken to be as wide as K
+        values = ceil_div(key * value_bits, 8) + 4  # fp16 scale and zero; V is assumed to be as wide as K
         return keys + values + (keys + values) % 2
 
     return slot
@@ -63,7 +68,7 @@ def _nvfp4(key: int, value: int) -> int:
     return 2 * (key // 2 + key // _NVFP4_GROUP)
 
 
-# Bytes of one token in one KV head, of the sizes of K and V. Octave's follow from the rotary dimensions too.
+# Bytes of one token in one KV head, from the sizes of K and V. Octave also depends on the rotary dimensions.
 PACKED: dict[str, Callable[[int, int], int]] = {
     "int4_per_token_head": _per_token_head(4),
     "int8_per_token_head": _per_token_head(8),
@@ -79,15 +84,20 @@ NAMES = (*PLAIN, *ROW_BYTES, *PACKED, *_OCTAVE)
 
 
 def element_bytes(kv_dtype: str) -> int:
-    """Bytes of one value as the plan shows them; of packed formats those of their storage, uint8."""
+    """Return the bytes of one value as the plan shows them; packed formats have 1, their storage is uint8."""
     return PLAIN.get(kv_dtype, 1)
 
 
 def choose(
     flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
 ) -> str:
-    """What keys and values are stored in. ``stored``: what the checkpoint says of its cache. Raises
-    DeploymentError."""
+    """Return the effective cache format of keys and values.
+
+    ``stored`` is the cache format that the checkpoint requests.
+
+    Raises:
+        DeploymentError: the format is unknown, or not supported for this deployment.
+    """
     asked = flags.kv_cache_dtype
     if asked != "auto" and asked not in NAMES:
         raise DeploymentError(
@@ -106,7 +116,7 @@ def choose(
 
 
 def sparse_latent(architecture: Architecture) -> bool:
-    """Latents of which an indexer chooses some (DeepSeek-V3.2, GLM-5), a row for each token."""
+    """Return whether an indexer selects latents, one row per token (DeepSeek-V3.2, GLM-5)."""
     return any(
         layer.kind == "mla" and layer.index_size and layer.compression == 1
         for layer in architecture.cache_layers
@@ -114,9 +124,13 @@ def sparse_latent(architecture: Architecture) -> bool:
 
 
 def _of_sparse(found: str, flags: Deployment, architecture: Architecture, version: Version) -> str:
-    """The format by GPU and version. FlashMLA makes fp8_ds_mla of any 8-bit cache, FlashInfer on SM10x keeps
-    plain fp8, and SM12x has nothing else (mla_attention.py, _canonicalize_sparse_mla_kv_cache_dtype;
-    platforms/cuda.py, _get_backend_priorities)."""
+    """Return the cache format of sparse latents, by GPU and version.
+
+    FlashMLA converts any 8-bit format to fp8_ds_mla. FlashInfer on SM10x keeps plain fp8, and SM12x supports
+    only
+    fp8_ds_mla (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py, _get_backend_priorities in
+    platforms/cuda.py).
+    """
     known = rules(version)
     nvidia = flags.device == "cuda" and not (flags.gpu or "").startswith("mi")
     if not nvidia:
@@ -133,7 +147,7 @@ def _of_sparse(found: str, flags: Deployment, architecture: Architecture, versio
 
 
 def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version: Version) -> None:
-    """Refuse what no attention backend takes. Raises DeploymentError."""
+    """Raise DeploymentError for a format that no attention backend supports."""
     if kv_dtype in PLAIN:
         return
     layers = architecture.cache_layers
@@ -166,13 +180,17 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
 
 
 def packs_whole_layers(kv_dtype: str) -> bool:
-    """Whether K and V of a head share a slot, and the first and last layers of a model without state stay in
-    the model's own dtype (engine/arg_utils.py, get_boundary_skip_layers)."""
+    """Return whether K and V of a head share a slot in this format.
+
+    The first and last layers of a model without states then keep the model's own dtype
+    (get_boundary_skip_layers in
+    engine/arg_utils.py).
+    """
     return kv_dtype in _TURBOQUANT or kv_dtype == "ultraquant_4bit"
 
 
 def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
-    """Layers that keep the model's own dtype: two at each end, at most half of them; none beside states."""
+    """Return the layers that keep the model's own dtype: two at each end, at most half; none with states."""
     layers = architecture.layers
     if not packs_whole_layers(kv_dtype) or any(layer.kind == "state" for layer in architecture.cache_layers):
         return frozenset()
@@ -181,7 +199,7 @@ def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]
 
 
 def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
-    """Bytes of one token in one KV head. ``rotary``: rotated dimensions of a key."""
+    """Return the bytes of one token in one KV head; ``rotary`` is the number of rotated dimensions of a key."""
     if kv_dtype in PACKED:
         return PACKED[kv_dtype](key, value)
     if kv_dtype in _OCTAVE:
@@ -190,8 +208,12 @@ def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
 
 
 def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
-    """Rotated dimensions of a key in 4 bits, the others in 3; fp16 scales for each 64 of a key (or one) and one
-    of the value; rounded up to 8 bytes (compact: 4)."""
+    """Return the bytes of one token in one KV head of an Octave format.
+
+    Rotated dimensions of a key have 4 bits, the others 3. There is one fp16 scale per 64 dimensions of a key
+    (one per key
+    in compact form) and one for the value. The sum is rounded up to 8 bytes (4 in compact form).
+    """
     wide = 0 if compact else rotary
     scales = 1 + (1 if compact else head // _OCTAVE_BLOCK)
     size = wide * 4 // 8 + (head - wide) * 3 // 8 + head * value_bits // 8 + 2 * scales
@@ -200,5 +222,5 @@ def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
 
 
 def latent_bytes(layer: CacheLayer, kv_dtype: str) -> int:
-    """Bytes of one token's latent, the same on every rank."""
+    """Return the bytes of one token's latent, which is the same on every rank."""
     return ROW_BYTES.get(kv_dtype) or layer.head_size * PLAIN[kv_dtype]

@@ -1,13 +1,17 @@
-"""Lines of vLLM's start-up log, 0.5 to 0.33. "GB" in older ones means GiB.
+"""Patterns of vLLM's start-up log, 0.5 to 0.33. "GB" in older versions means GiB.
 
-Sources: worker/worker.py (0.6 to 0.9, V0), v1/worker/gpu_worker.py, gpu_model_runner.py, gpu/model_runner.py,
-cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_planning.py), utils/mem_utils.py and config/vllm.py of
-0.9.2 to 0.33. What the figures mean:
+The sources are worker/worker.py (0.6 to 0.9, V0), and of 0.9.2 to 0.33 v1/worker/gpu_worker.py,
+gpu_model_runner.py,
+gpu/model_runner.py, cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_planning.py), utils/mem_utils.py
+and
+config/vllm.py. Some figures are corrected:
 
-* ``activation_bytes``: up to 0.26 the peak of the profile run beside the weights. The line that speaks of
-  "consumed memory" counts the estimate of the CUDA graphs into "peak activation"; it is taken off here.
-* ``peak_torch_memory`` of 0.6.3 to 0.6.5 has the weights in it; they are taken off here.
-* a rank that does not print its pool prints what the pool is left of: requested less "non KV cache memory".
+- ``activation_bytes`` is the peak of the profile run beside the weights, up to 0.26. In lines with "consumed
+  memory",
+  "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
+- ``peak_torch_memory`` of 0.6.3 to 0.6.5 includes the weights, which are subtracted here.
+- A rank that does not print its pool prints its inputs: requested memory and "non KV cache memory". The pool is
+  their difference.
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ _LINES = (
     ("cuda_graph_bytes", GiB, rf"CUDA graph pool memory: {NUMBER}GiB \(actual\)"),
     ("graph_estimate_bytes", GiB, rf"Estimated CUDA graph memory: {NUMBER}GiB total"),
     ("graph_estimate_bytes", GiB, rf"\(actual\), {NUMBER}GiB \(estimated\)"),
-    ("consumed_bytes", GiB, rf"{NUMBER}GiB for consumed memory"),  # weights and what is not torch's
+    ("consumed_bytes", GiB, rf"{NUMBER}GiB for consumed memory"),  # weights and memory outside torch
     ("consumed_bytes", GiB, rf"total consumed \(from mem_get_info\): {NUMBER}GiB"),
     ("non_kv_bytes", GiB, rf"Total non KV cache memory: {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"Available KV cache memory: {NUMBER}GiB"),
-    ("kv_pool_bytes", GiB, rf"KV cache memory reduced to {NUMBER}GiB"),  # by what decodes pictures in front
+    ("kv_pool_bytes", GiB, rf"KV cache memory reduced to {NUMBER}GiB"),  # reduced by the image encoder's memory
     ("kv_pool_bytes", GiB, rf"reserved for KV Cache is {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"available_kv_cache_memory {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"kv_cache_size={NUMBER}GiB"),
@@ -57,8 +61,9 @@ _LINES = (
     ("device_bytes", GiB, rf"total_gpu_memory \(?=?{NUMBER}GiB"),
     ("device_bytes", GiB, rf"(?:Explicitly|Auto) set \([\d.]+/{NUMBER}\)GiB for KV cache"),
 )
-# "worker init memory snapshot: torch_peak=0.0GiB, free_memory=77.71GiB, total_memory=79.19GiB, ...": before the
-# model. Its non_torch_memory is the context's and NCCL's, and no part of the figure of that name below.
+# "worker init memory snapshot: torch_peak=0.0GiB, free_memory=77.71GiB, total_memory=79.19GiB, ..." is taken
+# before the model is loaded. Its non_torch_memory is CUDA's context and NCCL, another figure than the one
+# below.
 _SNAPSHOT = (
     ("free_bytes", GiB, rf"free_memory={NUMBER}GiB"),
     ("device_bytes", GiB, rf"total_memory={NUMBER}GiB"),
@@ -79,7 +84,7 @@ _LENGTH = r"Using max model len (\d+)"
 _VERSION = r"(?:vLLM (?:API)? (?:server)? version|LLM engine \(v|█ version|▄ version) [:v]* (\d+\.\d+[\w.+-]*)"
 _GIVEN = (("non-default args: {", ":"), ("args: Namespace(", "="))
 _CONFIG = "with config: "
-# names of the config's line that are other flags'
+# Names in the config line that differ from the flag's name.
 _NAMES = {"max_seq_len": "max_model_len", "model_tag": "model", "speculative_model": "speculative_model"}
 _TYPES = r"torch\.(\w+)"
 
@@ -97,7 +102,7 @@ _RANKS = (
 
 
 def read_line(line: str, out: LogFigures) -> None:
-    """``line``: one record, wrapped or not, without colours."""
+    """Add the figures and flags of one log record, wrapped or not and without colour codes, to ``out``."""
     text = squeezed(line)
     before = len(out.figures)
     if "memorysnapshot:" in text:
@@ -136,7 +141,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # each replica's own engine says 1
+                continue  # each replica's engine prints 1
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":
@@ -152,21 +157,23 @@ def _keep_flags(given: dict[str, str], out: LogFigures) -> None:
 
 
 def _plain(value: str) -> str:
-    if value.startswith("{"):  # a dict, as Python writes it
+    if value.startswith("{"):  # a dict in Python's notation
         return value.replace("'", '"')
     match = re.fullmatch(_TYPES, value)
     return match[1] if match else value
 
 
 def rank_of(line: str) -> tuple[str, str]:
-    """(rank, process) that a line names in front: ``PP0_TP1``, ``TP1``, ``DP1``; the process is "" where it is
-    not said, the rank where only the process is."""
+    """Return the (rank, process) prefix of a line, such as ``PP0_TP1``, ``TP1`` or ``DP1``.
+
+    A missing part is "".
+    """
     for pattern in _RANKS:
         if (match := re.search(pattern, line[:400])) is None:
             continue
         found = match.groupdict()
         process = ":".join(filter(None, (found.get("ip"), found.get("pid"))))
-        if name := found.get("name"):  # EP goes with TP
+        if name := found.get("name"):  # the EP rank follows from the TP rank
             return "_".join(part for part in name.split("_") if not part.startswith("EP")) or name, process
         if number := found.get("number"):
             return f"TP{number}", process
@@ -177,7 +184,7 @@ def rank_of(line: str) -> tuple[str, str]:
 
 
 def settle(out: LogFigures) -> None:
-    """Figures that follow from others of the same rank."""
+    """Derive figures of a rank from its other figures."""
     found, rounding = out.figures, out.rounding
 
     def follows(name: str, whole: str, *parts: str) -> None:
@@ -197,5 +204,5 @@ def settle(out: LogFigures) -> None:
 
 
 def started(line: str) -> bool:
-    """Whether the line says that the engine serves."""
+    """Return whether the line reports that the engine serves."""
     return any(mark in line for mark in _STARTED)

@@ -1,9 +1,11 @@
-"""vLLM's budget for pictures and videos: how many of the largest its profile run encodes, by the flags given.
+"""vLLM's budget for images and videos: the number of largest items that its profile run encodes, by flags.
 
-vLLM 0.32.0: MultiModalBudget (multimodal/encoder_budget.py), compute_mm_encoder_budget
+The source is vLLM 0.32.0: MultiModalBudget (multimodal/encoder_budget.py), compute_mm_encoder_budget
 (v1/core/encoder_cache_manager.py), and each model's processing info (get_max_image_tokens,
-get_max_video_tokens, get_image_size_with_most_features in model_executor/models). The same since 0.10; 0.9 took
-a picture's tokens off a video's.
+get_max_video_tokens,
+get_image_size_with_most_features in model_executor/models). The rules are the same since 0.10; 0.9 subtracted
+an
+image's tokens from a video's.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _FLAGS = (
     "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
     "disable_chunked_mm_input", "mm_encoder_tp_mode",
 )  # fmt: skip
-_COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")  # understood whatever their size
+_COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")  # independent of image sizes
 _MODALITIES = ("image", "video", "audio")
 _UNLIMITED = 999  # get_limit_per_prompt, config/multimodal.py
-_ASPECT = 200  # widest of Qwen's pictures, closest_factor_pair in models/qwen2_vl.py
+_ASPECT = 200  # largest aspect ratio of Qwen's images (closest_factor_pair in models/qwen2_vl.py)
 _DATA_PARALLEL = (
     "qwen2",
     "qwen2_5",
@@ -44,14 +46,21 @@ _DATA_PARALLEL = (
     "llama4",
     "minimax",
 )  # supports_encoder_tp_data in models
-# What a caller may change of a processor without a larger picture coming of it
+# Processor arguments that cannot make images larger.
 _HARMLESS = ("min_pixels", "fps", "do_resize", "use_fast")
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """``count`` items of ``modality``, the largest there are: ``tokens`` embeddings of ``patches`` patches
-    each. ``budget``: embeddings the encoder cache holds."""
+    """The largest items that the profile run encodes.
+
+    Attributes:
+        modality: Image, video or audio.
+        count: Number of items.
+        tokens: Embeddings of one item.
+        patches: Patches of one item.
+        budget: Embeddings that the encoder cache holds.
+    """
 
     modality: str
     count: int
@@ -61,7 +70,11 @@ class Profiled:
 
 
 def limits(flags: Deployment) -> dict[str, int]:
-    """Modality -> most items of a prompt, of those that were given. Raises DeploymentError."""
+    """Return the configured maximum number of items per prompt, by modality.
+
+    Raises:
+        DeploymentError: --limit-mm-per-prompt is not understood.
+    """
     if flags.language_model_only:
         return dict.fromkeys(_MODALITIES, 0)
     found = {}
@@ -79,8 +92,7 @@ def limits(flags: Deployment) -> dict[str, int]:
 
 
 def check(architecture: Architecture, flags: Deployment) -> None:
-    """Raise DeploymentError for a flag about pictures that the model has no use for, or whose effect on it is
-    not known."""
+    """Raise DeploymentError for an image flag that has no effect, or an unknown effect, on the model."""
     given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
     if not given:
         return
@@ -98,7 +110,7 @@ def check(architecture: Architecture, flags: Deployment) -> None:
 
 
 def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
-    """Where flags about pictures were given and their size is not known."""
+    """Return a note if image flags are set for a model whose image sizes are not known."""
     flags = chosen.flags
     if architecture.vision is not None or not any(limits(flags).values()):
         return ()
@@ -109,7 +121,7 @@ def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
 
 
 def _object(text: str, option: str) -> dict[str, Any]:
-    """A flag's JSON object; ``image=2,video=0`` as older versions have it."""
+    """Return the JSON object of a flag, or of the older notation ``image=2,video=0``."""
     if text and not text.lstrip().startswith("{"):
         parts = [part.partition("=") for part in text.split(",")]
         if all(value.strip().isdigit() for _, _, value in parts):
@@ -124,11 +136,13 @@ def _object(text: str, option: str) -> dict[str, Any]:
 
 
 def lost_towers(architecture: Architecture, flags: Deployment, version: Version) -> frozenset[str]:
-    """Roles of the towers that are left without a modality, and not loaded (_mark_tower_model,
-    models/interfaces.py)."""
+    """Return the roles of towers that are not loaded, because the limit of each of their modalities is zero.
+
+    The rule is _mark_tower_model in models/interfaces.py.
+    """
     if not rules(version).drops_towers or not (flags.language_model_only or flags.limit_mm_per_prompt != "{}"):
         return frozenset()
-    # of a tower whose pictures are not known, whether it reads videos is not either: both have to be at zero
+    # For a tower without known image sizes, it is not known whether it reads videos: both limits must be zero.
     sees = ("image", "video") if architecture.vision is None else architecture.vision.modalities
     reads = {"vision": tuple(name for name in sees if name != "audio"), "audio": ("audio",)}
     given = limits(flags)
@@ -137,13 +151,13 @@ def lost_towers(architecture: Architecture, flags: Deployment, version: Version)
 
 
 def drops_towers(architecture: Architecture, flags: Deployment, version: Version) -> bool:
-    """Whether no tower is left."""
+    """Return whether no tower is loaded."""
     lost = lost_towers(architecture, flags, version)
     return bool(lost) and lost >= {tensor.role for tensor in architecture.tensors} & {"vision", "audio"}
 
 
 def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
-    """Whether it is of a tower in ``lost``, or of what takes that tower's output into the language model."""
+    """Return whether the tensor belongs to a tower in ``lost``, or to that tower's projector."""
     role = tensor.role
     if role == "projector":
         role = "audio" if "audio" in tensor.name else "vision"
@@ -151,14 +165,18 @@ def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
 
 
 def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:
-    """Whether ranks divide the pictures, each with a whole tower (--mm-encoder-tp-mode, where there is one)."""
+    """Return whether ranks divide the images and each holds a whole tower (--mm-encoder-tp-mode data)."""
     vision = architecture.vision
     return flags.mm_encoder_tp_mode == "data" and vision is not None and vision.tower in _DATA_PARALLEL
 
 
 def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
-    """What the profile run encodes; None: nothing. Raises DeploymentError naming a flag that is not understood,
-    EngineRefusal for an item that a step has no room for."""
+    """Return the items that the profile run encodes, or None if there are none.
+
+    Raises:
+        DeploymentError: a flag is not understood.
+        EngineRefusal: a step cannot hold one item.
+    """
     vision, flags = architecture.vision, chosen.flags
     if vision is None:
         return None
@@ -188,7 +206,11 @@ def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
 
 
 def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
-    """The sizes that --mm-processor-kwargs asks for. Raises DeploymentError for one that is not understood."""
+    """Return the image sizes that --mm-processor-kwargs requests.
+
+    Raises:
+        DeploymentError: an argument is not understood.
+    """
     given = dict(_object(flags.mm_processor_kwargs, _KWARGS))
     for name in _HARMLESS:
         given.pop(name, None)
@@ -206,11 +228,11 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
 
 
 def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
-    """Modality -> (embeddings, patches) of its largest item."""
+    """Return the (embeddings, patches) of the largest item, by modality."""
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":
-        if vision.frames:  # a learned end of line behind them
+        if vision.frames:  # a learned end-of-line embedding follows the frames
             frames = max(1, min(vision.frames, (max_model_len - 1) // vision.frame))
             others["video"] = (frames * vision.frame + 1, frames * vision.left)
         return {"image": (vision.image, vision.patches)} | others
@@ -223,7 +245,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
         seen = video
-        if vision.left:  # of a square frame
+        if vision.left:  # the patches of a square frame
             seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
         found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}
         return found | others
@@ -232,7 +254,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
 
 
 def _most_square(most: int) -> int:
-    """The largest number up to ``most`` that is height x width of a picture not too wide."""
+    """Return the largest number up to ``most`` that is height x width with a valid aspect ratio."""
     for count in range(most, 0, -1):
         height = next(d for d in range(isqrt(count), 0, -1) if count % d == 0)
         if count // height <= _ASPECT * height:
@@ -241,8 +263,10 @@ def _most_square(most: int) -> int:
 
 
 def _padded(vision: Vision, unit: int) -> int:
-    """Embeddings on a side of a square picture scaled down to at most so many patches, then padded
-    (get_num_image_tokens, models/kimi_vl.py)."""
+    """Return the embeddings per side of a square image, scaled down to the patch limit and then padded.
+
+    The rule is get_num_image_tokens in models/kimi_vl.py.
+    """
     whole = (vision.side // vision.patch) ** 2
     side = vision.side
     if whole > vision.image:

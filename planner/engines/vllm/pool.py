@@ -1,8 +1,9 @@
-"""vLLM's KV pool: pages per layer, block size, blocks per sequence and the two lines it prints, by version.
+"""vLLM's KV pool: pages per layer, block size, blocks per sequence, and its two start-up lines, by version.
 
-Sources: vllm 0.32.0 (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, platforms/cpu.py,
-platforms/interface.py, model_executor/layers/mamba/mamba_utils.py); older versions after their published
-start-up logs (tests/data/field_reports.jsonl) and the pull requests named below.
+The source is vLLM 0.32.0 (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, platforms/cpu.py,
+platforms/interface.py, model_executor/layers/mamba/mamba_utils.py). Older versions follow their published
+start-up logs
+(tests/data/field_reports.jsonl) and the pull requests named below.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tonnage.planner.units import ceil_div
 # Smallest kernel block: CPU attention (v1/attention/backends/cpu_attn.py) and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
 CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
-# platforms/cpu.py; config/cache.py DEFAULT_BLOCK_SIZE
+# Defaults in platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py.
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
-_MAMBA1_CHUNK = 2048  # stands for a kernel's chunk where it has none (config/model.py get_mamba_chunk_size)
+_MAMBA1_CHUNK = 2048  # chunk assumed for a kernel without one (get_mamba_chunk_size in config/model.py)
 HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
@@ -35,14 +36,14 @@ _WHOLE_PROMPTS = (
     "and a step takes up to max(max_model_len, 2048) tokens"
 )
 
-# Keys of DeepSeek's sparse indexer: FP8 with one fp32 scale per 128 elements
-# (v1/attention/backends/mla/indexer.py)
+# Keys of DeepSeek's sparse indexer are fp8 with one fp32 scale per 128 elements
+# (v1/attention/backends/mla/indexer.py).
 _INDEX_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMDeployment:
-    """What of a deployment decides the pool. ``block_size`` None: the engine's default."""
+    """The settings of a deployment that determine the pool; a block_size of None is the engine's default."""
 
     device: str
     version: Version
@@ -56,14 +57,18 @@ class VLLMDeployment:
     speculative_tokens: int = 0
     amx: bool = False
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
-    ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype, None: as the model has it
-    native_layers: frozenset[int] = frozenset()  # stay in the model's dtype beside packed ones
+    ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's own
+    native_layers: frozenset[int] = frozenset()  # layers that keep the model's dtype in a packed format
     rotary: int = 0  # rotated dimensions of a key
-    float32_states: bool = False  # --mamba-ssm-cache-dtype float32, or where that is the default
+    float32_states: bool = False  # states are float32, by flag or by default
 
 
 def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
-    """For one rank. Raises UnsupportedArchitecture for a cache that vLLM (or this planner) cannot lay out."""
+    """Return the pool of one rank.
+
+    Raises:
+        UnsupportedArchitecture: vLLM, or this planner, cannot lay out the model's cache.
+    """
     if not architecture.cache_layers:
         raise UnsupportedArchitecture(
             f"{architecture.class_name} keeps no KV cache: there is no pool to size", field="model_type"
@@ -120,7 +125,7 @@ def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolS
 
 
 def capacity(pool: PoolSpec, num_blocks: int, max_model_len: int, version: Version) -> PoolCapacity:
-    """The start-up lines. vLLM counts the null block (block 0) among the blocks."""
+    """Return the figures of the start-up lines; vLLM counts the null block (block 0) among the blocks."""
     per_sequence = pool.sequence_blocks(max_model_len)
     concurrency = num_blocks / per_sequence
     if rules(version).token_line == "concurrency":
@@ -142,7 +147,7 @@ def _expanded(architecture: Architecture) -> Architecture:
 
 
 def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int, tuple[str, ...]]:
-    """Tokens per block before hybrids are aligned."""
+    """Return the tokens per block before hybrids are aligned, and notes."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
     if mla and flags.device == "cpu" and not flags.amx:
         notes: tuple[str, ...] = (_WHOLE_PROMPTS,)
@@ -152,13 +157,13 @@ def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int,
     if flags.block_size is not None:
         return flags.block_size, ()
     if mla and flags.device == "cuda":
-        # FlashMLA's block (platforms/cuda.py; v1/attention/backends/mla/flashmla.py)
+        # FlashMLA's block size (platforms/cuda.py; v1/attention/backends/mla/flashmla.py).
         return 64, ()
     return DEFAULT_BLOCK[flags.device], ()
 
 
 def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) -> int:
-    """Bytes per token of one attention layer, by which hybrids with state are aligned; 0 without one."""
+    """Return the bytes per token of one attention layer, to which states are aligned; 0 without attention."""
     for layer in architecture.cache_layers:
         if layer.kind in ("full", "sliding", "mla"):
             return _entry_bytes(layer, flags)
@@ -168,7 +173,7 @@ def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) ->
 def _aligned_block(
     architecture: Architecture, flags: VLLMDeployment, block: int, state: int, token: int
 ) -> int:
-    """The smallest block whose attention page holds the largest state (_align_hybrid_block_size)."""
+    """Return the smallest block whose attention page holds the largest state (_align_hybrid_block_size)."""
     step = _kernel_block(flags)
     if flags.device == "cpu" or flags.block_size is not None:
         step = max(step, block)
@@ -182,12 +187,12 @@ def _aligned_block(
 
 
 def _kernel_block(flags: VLLMDeployment) -> int:
-    """CPU attention took multiples of 16 tokens before 0.29 (v1/attention/backends/cpu_attn.py)."""
+    """Return the smallest block of the attention kernel; CPUs had 16 tokens before 0.29 (cpu_attn.py)."""
     return 16 if flags.version < (0, 29, 0) else KERNEL_BLOCK[flags.device]
 
 
 def _keeps_every_state(layers: tuple[CacheLayer, ...], flags: VLLMDeployment) -> bool:
-    """A state for each block of a sequence (mamba_cache_mode "all"): Mamba layers with prefix caching."""
+    """Return whether a sequence keeps a state per block (mamba_cache_mode "all"): Mamba with prefix caching."""
     mamba = any(state.name == "ssm" for layer in layers for state in layer.states)
     return mamba and flags.every_state and _caches_states(flags)
 
@@ -198,9 +203,12 @@ def _caches_states(flags: VLLMDeployment) -> bool:
 
 
 def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
-    """The smallest block whose packed page holds a kernel's block of the layers in the model's own dtype
-    (_align_heterogeneous_kv_block_size). Both are counted by the first layer's backend, which is one of these:
-    a value of the packed cache is a byte to it."""
+    """Return the smallest block whose packed page holds a kernel block of the layers in the model's own dtype.
+
+    The rule is _align_heterogeneous_kv_block_size. The first layer's backend counts both page sizes. This layer
+    keeps the
+    model's own dtype, so its backend counts one byte per value of the packed cache.
+    """
     layer = next(layer for layer in architecture.cache_layers if layer.kind == "full")
     values = heads_per_rank(layer.kv_heads, flags.tensor_parallel) * 2 * layer.head_size
     kernel = KERNEL_BLOCK[flags.device]
@@ -209,7 +217,7 @@ def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int)
 
 
 def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
-    """Bytes of one token in one layer on one rank."""
+    """Return the bytes of one token in one layer on one rank."""
     if layer.kind == "mla":
         return kv_formats.latent_bytes(layer, flags.kv_dtype)
     value = layer.head_size if layer.value_head_size is None else layer.value_head_size
@@ -220,7 +228,7 @@ def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
 
 
 def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPages]:
-    """The specs one layer registers: none when it reads another layer's cache."""
+    """Return the cache specs that one layer registers; none if it reads another layer's cache."""
     if layer.shares is not None:
         return []
     if layer.kind == "state":
@@ -242,8 +250,10 @@ def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPa
 
 
 def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
-    """A recurrent state on one rank. The convolution keeps one more column per speculative token
-    (mamba_utils.py: conv_kernel - 1 + num_spec)."""
+    """Return the bytes of a recurrent state on one rank.
+
+    The convolution has one more column per speculative token (conv_kernel - 1 + num_spec in mamba_utils.py).
+    """
     shape = list(state.shape)
     if state.name.startswith("conv"):
         shape[0] += flags.speculative_tokens
@@ -259,9 +269,12 @@ def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
 
 
 def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
-    """State blocks of one sequence: one, or with prefix caching ("align" mode) the running one and the
-    last whole block's, and for Mamba-2 a checkpoint of the prefill; one more per speculative token. None: one
-    for each block of tokens."""
+    """Return the state blocks of one sequence; None is one per block of tokens.
+
+    Without prefix caching there is one. With it ("align" mode) there are two, the running state and the last
+    whole block's,
+    and for Mamba-2 a checkpoint of the prefill. Each speculative token adds one.
+    """
     if not _caches_states(flags):
         return 1 + flags.speculative_tokens
     if _keeps_every_state((layer,), flags):
@@ -277,14 +290,17 @@ def _padded(page: LayerPages, size: int) -> LayerPages:
 
 
 def _promoted(page: LayerPages) -> LayerPages:
-    """Before hybrid groups, sliding layers kept every token beside full ones (unify_hybrid_kv_cache_specs)."""
+    """Return a sliding layer's page as a full one; versions before hybrid groups kept every token.
+
+    The rule is unify_hybrid_kv_cache_specs.
+    """
     if page.kind not in ("sliding", "chunked"):
         return page
     return LayerPages(page.layer, "full", page.block_size, page.page_bytes, page.shape)
 
 
 def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
-    """Pages of one size lie slot by slot; one group of layers of different bytes is a single slot."""
+    """Return the KV layout: one slot per layer for pages of one size, else one slot for the whole group."""
     sizes = {page.page_bytes for group in groups for page in group}
     slots, size = max(len(group) for group in groups), max(sizes)
     if len(sizes) > 1:
@@ -323,7 +339,7 @@ def _demands(groups: Groups, flags: VLLMDeployment, version: Rules) -> tuple[Dem
         if page.fixed is not None:
             out.append(Demand(page.block_size, fixed=page.fixed))
         elif page.kind == "sliding":
-            # one more because the window may begin inside a block (SlidingWindowSpec)
+            # One more block, because the window may begin inside a block (SlidingWindowSpec).
             out.append(Demand(page.block_size, most=(page.window or 1) - 1 + in_flight, extra=1))
         elif page.kind == "chunked":
             out.append(Demand(page.block_size, most=(page.window or 1) + in_flight))

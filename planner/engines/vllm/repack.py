@@ -1,10 +1,14 @@
-"""What a kernel's padding adds to weights after vLLM loaded them.
+"""Bytes that kernel padding adds to weights after vLLM loaded them.
 
-MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/mxfp4.py): the Triton kernel of
-Hopper GPUs rounds a rank's intermediate size up to 64, and pads the packed values to a multiple of 256 along
-the side that is multiplied and summed (gate and up: the hidden one, down: the intermediate one). Marlin (GPUs
-before Hopper) pads hidden to 256 and the intermediate size to 128, values and scales. Held against the start-up
-reports of gpt-oss-20b and 120b on one GPU (tests/data/field_reports.jsonl).
+MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/mxfp4.py) have two kernels:
+
+- Triton, on Hopper GPUs, rounds a rank's intermediate size up to 64. It pads the packed values to a multiple of
+  256
+  along the reduced dimension (hidden for gate and up, intermediate for down).
+- Marlin, on GPUs before Hopper, pads hidden to 256 and the intermediate size to 128, for values and scales.
+
+The formulas were compared with start-up reports of gpt-oss-20b and 120b on one GPU
+(tests/data/field_reports.jsonl).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ _VALUE_BITS, _SCALE_BITS = 4, 0.25  # MXFP4: 32 values share one 8-bit scale
 
 
 def mxfp4_kernel(gpu: str | None) -> Kernel:
-    """The kernel vLLM picks on a GPU of the catalogue."""
+    """Return the MXFP4 kernel that vLLM selects on a catalogue GPU."""
     return "marlin" if _before_hopper(gpu) else "triton"
 
 
@@ -34,12 +38,12 @@ def _before_hopper(gpu: str | None) -> bool:
 
 
 def repacking_class(gpu: str) -> str | None:
-    """A GPU whose kernels pad as this one's; None: none is known."""
+    """Return a catalogue GPU with the same kernel padding, or None if none is known."""
     return "t4-16g" if _before_hopper(gpu) else None
 
 
 def kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """Of one rank, whose share ``architecture`` is, on a GPU."""
+    """Return the bytes that padding and copies add on one rank; ``architecture`` is its share of the model."""
     if flags.device == "cpu":
         return 0
     copies = latent_copies(architecture, quantization, flags)
@@ -49,8 +53,12 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 
 
 def latent_copies(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """MLA multiplies by its up-projections in 16 bits: of quantized ones a copy is kept (mla_attention.py
-    process_weights_after_loading, 0.19 to 0.32); others are only seen from another side."""
+    """Return the bytes of 16-bit copies of MLA's quantized up-projections.
+
+    MLA multiplies by them in 16 bits (process_weights_after_loading in mla_attention.py, 0.19 to 0.32).
+    Unquantized
+    projections need no copy, only a view.
+    """
     if quantization.scheme == "none" or not any(layer.kind == "mla" for layer in architecture.cache_layers):
         return 0
     return sum(
@@ -61,7 +69,7 @@ def latent_copies(architecture: Architecture, quantization: Quantization, flags:
 
 
 def mxfp4_padding(architecture: Architecture, kernel: Kernel, ranks: int) -> int:
-    """Bytes beyond the checkpoint's own that one rank holds for the experts."""
+    """Return the bytes of padding that one rank holds for MXFP4 experts."""
     total = 0.0
     hidden = architecture.hidden_size
     wide = ceil_div(hidden, 256) * 256

@@ -1,6 +1,6 @@
-"""What a request takes of vLLM's pool, by its block manager (``tonnage.planner.model.requests``).
+"""The blocks that a request takes from vLLM's pool, by its block manager (``tonnage.planner.model.requests``).
 
-Source: vllm 0.32.0, v1/core/kv_cache_coordinator.py and v1/core/kv_cache_utils.py
+The source is vLLM 0.32.0: v1/core/kv_cache_coordinator.py and v1/core/kv_cache_utils.py
 (resolve_kv_cache_block_sizes, partial_hash_hits_enabled).
 """
 
@@ -18,7 +18,11 @@ from tonnage.planner.plans import Resolved
 
 
 def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-    """Raises UnsupportedArchitecture for a cache or a deployment whose requests are not known here."""
+    """Return the rule for the blocks of a request.
+
+    Raises:
+        UnsupportedArchitecture: the rule is not known for the cache or the deployment.
+    """
     flags, version = chosen.flags, rules(chosen.version)
     if any(layer.compression > 1 for layer in architecture.cache_layers):
         raise _refused("layers that compress tokens", "compress_ratios")
@@ -26,7 +30,7 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         raise _refused("a draft, whose tokens take blocks before they are accepted", "--speculative-model")
     if not version.cuts_prompts:
         raise _refused("the block manager of V0 (before 0.8)", "--engine-version")
-    # an encoder's output is no prefix: caching is off (CrossAttentionManager)
+    # An encoder's output cannot be a prefix, so caching is off (CrossAttentionManager).
     caching = bool(flags.enable_prefix_caching) and all(group.kind != "cross" for group in pool.layout.groups)
     groups = tuple(
         _group(group, demand, caching) for group, demand in zip(pool.layout.groups, pool.demands, strict=True)
@@ -39,7 +43,7 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         bytes_per_block=pool.layout.bytes_per_block,
         step_tokens=chosen.max_num_batched_tokens,
         in_flight=version.in_flight_batches if flags.device != "cpu" else 1,
-        # hits end where a block of every group ends
+        # Hits end at a common block border of all groups.
         hit_tokens=lcm(*sizes) if caching else None,
         source="vLLM's block manager (v1/core of 0.32)",
         note=_note(chosen, aligned),
@@ -47,8 +51,11 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
 
 
 def _note(chosen: Resolved, aligned: bool) -> str:
-    """What of the managers of other versions is known to differ, or was not read: 0.30, 0.31 and 0.33 were, and
-    cut the prompts of hybrids elsewhere before 0.32 (get_mamba_prefill_checkpoint_position)."""
+    """Return a note if the block manager of the planned version differs from 0.32's, or was not read.
+
+    0.30, 0.31 and 0.33 were read. Before 0.32, prompts of hybrids are cut at other places
+    (get_mamba_prefill_checkpoint_position).
+    """
     version = chosen.version
     if version >= (0, 32, 0) or (version >= (0, 30, 0) and not aligned):
         return ""
@@ -66,7 +73,7 @@ def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
     if group.kind == "state":
         if demand.fixed is None:
             raise _refused("a state for each block of tokens", "--mamba-cache-mode")
-        # 1 without prefix caching; with it the running one, that of the last border and a checkpoint
+        # One state without prefix caching; with it the running one, the last block border's and a checkpoint.
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:
         return GroupLaw("fixed", size, blocks=demand.fixed)

@@ -1,4 +1,4 @@
-"""The command lines that serve a plan with vLLM."""
+"""Shell commands that serve a plan with vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tonnage.planner.units import GiB
 
 
 def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, ...]:
-    """Under this project's server, and vLLM's own. ``made_while_loading``: formats that need a flag."""
+    """Return the commands of this project's server and of vLLM's own server.
+
+    ``made_while_loading`` is the quantization formats that need a flag.
+    """
     line = ["vllm", "serve", *model_and_revision(plan.model.id), *common_flags(plan)]
     line += [*changed(plan.deployment, RANKS), *own_flags(plan.deployment, made_while_loading)]
     asked = plan.deployment.quantization
@@ -29,7 +32,7 @@ def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, .
 
 
 def loaded_as(scheme: str) -> str:
-    """vLLM's name of a format that it makes while loading."""
+    """Return vLLM's name of a format that it quantizes to while loading."""
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
@@ -38,7 +41,7 @@ _HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_b
 
 
 def _host_flags(flags: Deployment) -> list[str]:
-    """What puts something into the host's memory, or reads through it."""
+    """Return the options that affect host memory."""
     line = changed(flags, _HOST)
     for name in _HOST_SIZES:
         flag, size = flags_of(Deployment)[name], getattr(flags, name)
@@ -56,7 +59,10 @@ _OWN = (
 
 
 def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[str]:
-    """``base.Engine.own_flags``, with formats that need a flag."""
+    """Return the options of ``vllm serve`` that differ from their defaults, except devices, sizes and dtypes.
+
+    ``made_while_loading`` is the quantization formats that need a flag.
+    """
     line = [*prefix_flags(flags), *changed(flags, (*SHARED, *_OWN))]
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]

@@ -1,11 +1,16 @@
-# ruff: noqa: E501 (sentences of the engine)
-"""Starts of vLLM that fail, before anybody tries: what stops each, in the words of the version planned.
+# ruff: noqa: E501 (vLLM's own messages are long)
+"""Start-up failures of vLLM that a plan predicts: the cause of each, and the planned version's error message.
 
-The sentences are those of vLLM's sources, 0.8.5 to 0.33.0: config/model.py (length, heads, dtype), config/vllm.py
-(dtype of the cache), config/parallel.py and v1/worker/gpu_worker.py (GPUs), v1/worker/utils.py (memory in use),
-v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py (the pool), config/compilation.py (states),
-distributed/utils.py (what ranks divide), model_executor/models/registry.py (classes). ``sentence``
-gives an error its own; ``foresee`` finds what a complete plan runs into, in the order vLLM would.
+The messages are from vLLM's sources, 0.8.5 to 0.33.0:
+
+- config/model.py: length, heads, dtype. config/vllm.py: dtype of the cache.
+- config/parallel.py and v1/worker/gpu_worker.py: GPUs. v1/worker/utils.py: memory in use.
+- v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py: the pool. config/compilation.py: states.
+- distributed/utils.py: sizes that ranks divide. model_executor/models/registry.py: classes.
+
+``sentence`` returns vLLM's message for an error. ``foresee`` finds the first failure of a complete plan, in the
+order
+in which vLLM checks.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
 
 
 def sentence(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
-    """What vLLM of ``version`` says when ``cause`` stops it; None: nothing of its own."""
+    """Return the message of vLLM ``version`` for ``cause``, or None if it has none."""
     found = _SENTENCES.get(cause)
     return None if found is None else found(version, facts)
 
@@ -65,7 +70,7 @@ def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
 
 def _length(version: Version, facts: Mapping[str, Any]) -> str:
     own = facts["own"]
-    if version >= (0, 12, 0) and facts["rope"]:  # multiplied by a factor that is 1.0 for most
+    if version >= (0, 12, 0) and facts["rope"]:  # vLLM multiplies by a factor that is 1.0 for most models
         own = float(own)
     text = (
         f"ValueError: User-specified max_model_len ({facts['asked']}) is greater than the derived max_model_len "
@@ -136,7 +141,7 @@ _SENTENCES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
 def foresee(
     architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
 ) -> Failure | None:
-    """What stops the start first, if anything does. ``rank``: the one that decides."""
+    """Return the first failure that stops the start, or None; ``rank`` is the rank with the smallest pool."""
     for failure in _failures(architecture, chosen, rank, pool, held):
         return failure
     return None
@@ -186,12 +191,18 @@ def _failures(
 
 
 def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
-    """What may stop a start that fits, with its margin. ``beside``: bytes of CUDA graphs outside the share."""
+    """Return notes on risks of a start that fits, with the margin.
+
+    ``beside`` is the bytes of CUDA graphs outside the share of --gpu-memory-utilization.
+    """
     return (*_transformers_notes(architecture, chosen.version), *_memory_notes(chosen, rank, beside))
 
 
 def _transformers_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
-    """A model newer than the transformers that this vLLM requires: with its own code, or a newer one, it starts."""
+    """Return a note if the model is newer than the transformers version that this vLLM requires.
+
+    The model starts with its own code, or with a newer transformers.
+    """
     minor, name = ".".join(map(str, version[:2])), architecture.model_type
     if minor not in _architectures()["unknown_before_5"].get(name, ()):
         return ()
@@ -248,8 +259,10 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
 
 
 def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:
-    """An indexer chooses latents on GPUs alone (platforms/cpu.py, get_attn_backend_cls); DeepSeek-V4 has a class of
-    its own for CPUs."""
+    """Yield a failure for sparse latents on a CPU, except DeepSeek-V4, which has a CPU class of its own.
+
+    The check is get_attn_backend_cls in platforms/cpu.py.
+    """
     if sparse_latent(architecture):
         text = ".".join(map(str, version))
         yield Failure(
@@ -294,11 +307,11 @@ def _gpus_sentence(version: Version, world: int, here: int) -> str:
                 f"ValueError: Tensor parallel size ({world}) cannot be larger than the number of available GPUs "
                 f"({here})."
             )
-        ray = "ValueError: Unable to load Ray"  # unless it is there, and then the start waits for a cluster
+        ray = "ValueError: Unable to load Ray"  # with Ray installed, the start waits for a cluster instead
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
-    # the first local rank without a GPU is as many as there are
+    # The index of the first local rank without a GPU equals the number of GPUs.
     if version >= (0, 24, 0):
         return f"AssertionError: DP adjusted local rank {here} is out of bounds for {here} devices."
     if version >= (0, 11, 0):
@@ -307,8 +320,10 @@ def _gpus_sentence(version: Version, world: int, here: int) -> str:
 
 
 def _in_use(chosen: Resolved) -> Iterator[Failure]:
-    """Memory that others hold: vLLM wants its whole share free. Given bytes of a pool it only notices when they
-    do not fit."""
+    """Yield a failure if other programs use memory of the share that vLLM requires to be free.
+
+    With --kv-cache-memory-bytes, vLLM does not check this before allocation.
+    """
     flags, version, used = chosen.flags, chosen.version, chosen.flags.device_memory_used
     if not used or flags.kv_cache_memory_bytes is not None or version < (0, 9, 0):
         return
@@ -328,8 +343,12 @@ def _in_use(chosen: Resolved) -> Iterator[Failure]:
 
 
 def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
-    """A pool of given bytes is not profiled for: it is allocated, and then the sampler is warmed up. On a CPU it
-    must be free first."""
+    """Return vLLM's message for a pool of --kv-cache-memory-bytes that is too large.
+
+    vLLM does not profile such a pool. It allocates the pool and then warms up the sampler. On a CPU the memory
+    must be
+    free first.
+    """
     if chosen.flags.device == "cpu":
         free = max(0, rank.free_bytes + rank.kv_pool_bytes)
         return (
@@ -379,7 +398,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # blanks in other places
+    if version < (0, 9, 0):  # older messages place the blanks differently
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):
@@ -393,7 +412,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
 
 
 def _rounded(size: int) -> str:
-    """As utils/mem_utils.py format_gib."""
+    """Return the size in GiB as format_gib prints it (utils/mem_utils.py)."""
     return f"{round(size / GiB, 2)}"
 
 

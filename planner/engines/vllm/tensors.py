@@ -1,4 +1,4 @@
-"""The tensors vLLM really holds: those of its merged modules, and four scales in each attention layer."""
+"""The tensors that vLLM holds: its merged modules, and four scales in each attention layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import replace
 
-# Positions of pictures and videos may run ahead of the tokens: MRotaryEmbedding's table is four times as long
+# Length factor of MRotaryEmbedding's table, because positions of images and videos may exceed the token count
 # (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
@@ -21,6 +21,7 @@ _GATES = (".gate.weight", ".router.weight")
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+    """Return the tensors that vLLM holds for one rank's share of the model."""
     if architecture.kind == "encoder":
         return _encoder_tensors(architecture)
     version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
@@ -28,17 +29,17 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     if lost:
         left = tuple(tensor for tensor in architecture.tensors if not is_lost(tensor, lost))
         architecture = replace(architecture, tensors=left)
-    # of queries, keys, values and probabilities, whatever the cache's dtype (set_default_quant_scales in
-    # model_executor/layers/attention/attention.py)
+    # Scales of queries, keys, values and probabilities exist for every cache dtype (set_default_quant_scales in
+    # model_executor/layers/attention/attention.py).
     scales = [
         _scales(f"model.layers.{layer.layer}.{layer.kind}.quant_scales", layer.layer)
         for layer in architecture.cache_layers
         if layer.kind != "state"
     ]
     held = merged_tensors(architecture, _position_factor(architecture, flags))
-    # MiMo's own class has them, vLLM's leaves them to the draft (model_executor/models/mimo.py)
+    # MiMo's own class has the MTP layers; vLLM loads them only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if flags.runner == "pooling":  # no head is made (model_executor/models/adapters.py)
+    if flags.runner == "pooling":  # pooling models have no head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
     wide = family_of(architecture.model_type).vllm.wide_router
     if wide:
@@ -48,7 +49,7 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
             else tensor
             for tensor in held
         )
-    # a parameter there, not a buffer (model_executor/models/deepseek_v2.py)
+    # The bias is a parameter in vLLM, not a buffer (model_executor/models/deepseek_v2.py).
     biases = [
         replace(tensor, dtype="float32")
         for tensor in architecture.tensors
@@ -66,9 +67,12 @@ def _position_factor(architecture: Architecture, flags: Deployment) -> int:
 
 
 def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
-    """Tensors of vLLM's classes (models/bert.py, roberta.py, modernbert.py): every table of embeddings padded
-    to 64 rows, no pooler and no head, position ids kept, token types decoded from the ids; one cos/sin table
-    for each rope; four scales in each attention layer."""
+    """Return the tensors of vLLM's encoder classes (models/bert.py, roberta.py, modernbert.py).
+
+    - Every embedding table is padded to 64 rows.
+    - There is no pooler and no head. Position ids are kept; token types are decoded from the ids.
+    - There is one cos/sin table per rope, and four scales in each attention layer.
+    """
     out = []
     for tensor in architecture.tensors:
         if (

@@ -1,6 +1,6 @@
-"""vLLM by version: a row for each release at which something the planner counts changed.
+"""vLLM's rules by version: one row for each release that changed a planned figure.
 
-A new version is a row here (an empty one where nothing changed): the last is the newest whose rules are known.
+A new version is a new row, empty if nothing changed. The last row is the newest version with known rules.
 """
 
 from __future__ import annotations
@@ -15,67 +15,68 @@ from tonnage.planner.records import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What differs between versions; the defaults are those of 0.7."""
+    """The rules that differ between versions; the defaults are the rules of 0.7."""
 
-    # what has larger defaults: H100 and H200 by their names, devices of 70 GiB and more
+    # devices with larger batch defaults: H100 and H200 by name, or all devices of 70 GiB and more
     large_batches: Literal["", "hopper", "memory"] = ""
-    many_sequences: bool = False  # every GPU takes 1,024 sequences
-    cuts_prompts: bool = False  # V1: chunked prefill unless something speaks against it
-    hybrid_groups: bool = False  # False: sliding layers keep every token beside full ones
+    many_sequences: bool = False  # 1,024 sequences are the default on every GPU
+    cuts_prompts: bool = False  # V1: chunked prefill by default
+    hybrid_groups: bool = False  # False: sliding layers keep every token, like full layers
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
-    huge_batches: bool = False  # and those of 160 GiB and more
-    # top-k and top-p of the profile run: a sort, FlashInfer's on probabilities where it is installed (as in
-    # vLLM's image), one Triton kernel with a buffer, FlashInfer's
+    huge_batches: bool = False  # devices of 160 GiB and more have still larger batch defaults
+    # top-k and top-p in the profile run: a sort, FlashInfer's kernel on probabilities where it is installed (as
+    # in vLLM's image), one Triton kernel with a buffer, FlashInfer's kernel on logits
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # what runs on the second model runner: models of these classes, and all that are dense and without state
-    # ("*",): everything
+    # model classes that run on the second model runner, ("*",) for all; and whether all dense models without
+    # states do
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
-    runner_v2_encodes: bool = False  # its profile run encodes pictures too
-    drops_towers: bool = False  # towers whose modalities are all at zero are not loaded
-    pixels_as_bytes: bool = False  # processors hand over bytes, which the GPU turns into the model's dtype
-    pixtral_mask: bool = True  # Pixtral's attention has a mask of all patches of a batch
-    expert_buffer: bool = False  # fused experts of all layers share a buffer that is never given back
-    expert_chunk: int = 16 * 1024  # most tokens of a step that they take at once
+    runner_v2_encodes: bool = False  # the second runner's profile run encodes images too
+    drops_towers: bool = False  # towers are not loaded if the limits of all their modalities are zero
+    # Processors pass pixels as bytes, and the GPU converts them to the model's dtype.
+    pixels_as_bytes: bool = False
+    pixtral_mask: bool = True  # Pixtral's attention has a mask over all patches of a batch
+    expert_buffer: bool = False  # fused experts of all layers share a persistent buffer
+    expert_chunk: int = 16 * 1024  # maximum tokens per call of the fused experts
     # workspace of FlashInfer's all-reduce fused with the norm after it, on Hopper and Blackwell
     fused_all_reduce: Literal["", "trtllm", "mnnvl"] = ""
-    fused_alone: bool = False  # it is off with pipeline and data parallelism
+    fused_alone: bool = False  # the fusion is off with pipeline and data parallelism
     torch_2_8: bool = False  # PyTorch 2.8 and later
-    # "blocks": num_blocks // groups x smallest block; "concurrency": concurrency x length
+    # printed tokens: "blocks" is num_blocks // groups x smallest block, "concurrency" is concurrency x length
     token_line: Literal["blocks", "concurrency"] = "blocks"
     graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
-    graphs_within_profile: bool = False  # and what that leaves outside PyTorch counts as non-torch memory
-    counts_context: bool = False  # CUDA's context and NCCL's communicators come off too
-    counts_consumed: bool = False  # what the runner allocates before the profile comes off too
+    graphs_within_profile: bool = False  # memory that the trial capture leaves counts as non-torch memory
+    counts_context: bool = False  # CUDA's context and NCCL's communicators come off the pool
+    counts_consumed: bool = False  # memory that the runner allocates before the profile comes off the pool
     graphs_subtracted: bool = False  # the estimate of the CUDA graphs comes off the KV budget
-    runner_v2_graphs: bool = False  # on the second model runner too
-    sized_workspace: bool = False  # FlashInfer's attention has a workspace as large as a step wants
+    runner_v2_graphs: bool = False  # the second model runner's graphs come off the KV budget too
+    sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
     in_flight_batches: int = 1  # batches whose tokens a sliding layer still holds, on a GPU
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
-    cache_mode: Literal["all", "align", "inert"] = "all"  # most that --mamba-cache-mode may ask for
+    cache_mode: Literal["all", "align", "inert"] = "all"  # strongest valid --mamba-cache-mode; inert: no effect
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
-    cpu_states: bool = False  # pages of attention are aligned with those of states on a CPU too
-    cpu_latents: bool = False  # latent attention runs on a CPU
-    sliding_kernel_block: bool = False  # blocks of sliding layers are as short as their kernel takes them
-    padded_pages: bool = False  # pages of attention that do not divide the largest are padded to it
+    cpu_states: bool = False  # attention pages are aligned with state pages on a CPU too
+    cpu_latents: bool = False  # MLA runs on a CPU
+    sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
+    padded_pages: bool = False  # attention pages that do not divide the largest are padded to it
     cublas_first: bool = False  # cuBLAS is set up before the first snapshot, and does not come off the pool
-    draft_limits: bool = False  # no sequence is longer than the draft model's own length
-    compressed_cache: bool = False  # layers that compress tokens (DeepSeek-V4) as planned here
-    stored_kv_dtype: bool = False  # --kv-cache-dtype auto is what the checkpoint says of its cache
+    draft_limits: bool = False  # the draft model's maximum length limits every sequence
+    compressed_cache: bool = False  # layers that compress tokens (DeepSeek-V4) follow the rules known here
+    stored_kv_dtype: bool = False  # --kv-cache-dtype auto follows the checkpoint's cache dtype
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
-    sparse_flashinfer: bool = False  # sparse latents in fp8 on SM10x are FlashInfer's, plain fp8
+    sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
-    gb10_small: bool = False  # a GB10 has the defaults of small devices, whatever its memory
-    same_kv_dtype: bool = False  # a cache in 16 bits is in the model's own dtype, or refused
-    one_mrope_length: bool = False  # a table of one length for models whose positions do not run ahead
-    one_hot_positions: bool = True  # transformers of its time multiplies Gemma 4's positions out
-    gemma4_batches: bool = False  # Gemma 4's pictures are encoded many at once
+    gb10_small: bool = False  # a GB10 has the batch defaults of small devices
+    same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
+    one_mrope_length: bool = False  # rotary tables have one context length if positions cannot exceed it
+    one_hot_positions: bool = True  # this version's transformers multiplies Gemma 4's one-hot positions
+    gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
 
 
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
-# (from this version on, what changed)
+# Rows of (first version, changed rules). The comments name the sources.
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # V1 is the default (release notes of 0.8.0); _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler
     # in v1/sample/ops/topk_topp_sampler.py, determine_available_memory in v1/worker/gpu_worker.py of 0.8.2
@@ -89,7 +90,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "counts_context": True,
         },
     ),
-    # FlashInfer from 0.2.3 on is not used
+    # FlashInfer from 0.2.3 on is no longer used.
     ((0, 8, 3), {"sampler": "sort"}),
     # pull request 16158
     ((0, 8, 4), {"many_sequences": False}),
@@ -97,19 +98,19 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 9, 0), {"large_batches": "memory"}),
     # pull request 18974: memory_profiling counts from the first snapshot
     ((0, 9, 1), {"counts_context": False}),
-    # V1's hybrid KV cache manager
+    # V1's hybrid KV cache manager.
     ((0, 9, 2), {"hybrid_groups": True}),
-    # before, AMD GPUs ran on V0 (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl)
+    # AMD GPUs ran on V0 before (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl).
     ((0, 10, 0), {"chunked_on_rocm": True}),
-    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py: 32,768 before; reports of 0.11.0 on
-    # and pull request 25988, a cherry-pick of 0.11.0; one of the next releases took it back
+    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. The default fp8 cache is
+    # pull request 25988, a cherry-pick of 0.11.0 that a later release reverted.
     ((0, 11, 0), {"torch_2_8": True, "sparse_default_fp8": True}),
     ((0, 11, 1), {"sparse_default_fp8": False}),
-    # v1/worker/workspace.py, first in the sources of 0.13.0
+    # v1/worker/workspace.py, first in the sources of 0.13.0.
     ((0, 13, 0), {"expert_buffer": True}),
-    # 0.9.2 to 0.13 gave an MI300X (192 GiB) the 70 GiB defaults
+    # In 0.9.2 to 0.13, an MI300X (192 GiB) had the 70 GiB defaults.
     ((0, 14, 0), {"huge_batches": True}),
-    # _mark_tower_model in models/interfaces.py, first in 0.15.1's wheel, not in 0.14.1's
+    # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
     # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py), first in 0.17.0;
     # starts of 0.16.0 and 0.17.0 in tests/data/startups: 5.64 and 2.23 GiB of activations
@@ -201,13 +202,13 @@ NEWEST = _CHANGES[-1][0]
 
 
 def releases() -> list[str]:
-    """Those at which something changed, the newest first."""
+    """Return the releases that changed a rule, newest first."""
     return [".".join(map(str, since)) for since, _ in reversed(_CHANGES)]
 
 
 @cache
 def rules(version: Version) -> Rules:
-    """What holds in ``version``."""
+    """Return the rules of ``version``."""
     found = Rules()
     for since, changed in _CHANGES:
         if version >= since:
@@ -216,14 +217,17 @@ def rules(version: Version) -> Rules:
 
 
 def on_second_runner(architecture: Architecture, known: Rules) -> bool:
-    """config/vllm.py _is_default_v2_model_runner_model."""
+    """Return whether vLLM runs the model on its second model runner.
+
+    The rule is _is_default_v2_model_runner_model in config/vllm.py.
+    """
     if architecture.class_name in known.runner_v2 or known.runner_v2 == ("*",):
         return True
     plain = not architecture.experts and all(layer.kind != "state" for layer in architecture.cache_layers)
     return known.runner_v2_dense and plain
 
 
-# What a rule means for who upgrades; where it depends on which way it turned, both.
+# What a changed rule means for an upgrade. A rule that was turned on and off again has both descriptions.
 _WORDS: dict[str, str] = {
     "large_batches": "H100 and H200, from 0.9 on devices of 70 GiB and more, have larger steps (1,024 "
     "sequences, 8,192 tokens) by default",
@@ -284,7 +288,7 @@ _WORDS: dict[str, str] = {
 
 
 def changes(since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-    """The releases after ``since`` up to ``until``, with what changed at each in words."""
+    """Return the releases after ``since`` up to ``until``, each with descriptions of its changes."""
     return tuple(
         (version, tuple(_WORDS.get(name, name.replace("_", " ")) for name in changed))
         for version, changed in _CHANGES
