@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec
 
 from tonnage.planner.deployment import Deployment
@@ -13,7 +14,6 @@ from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of, spelled
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 _Fields = ParamSpec("_Fields")

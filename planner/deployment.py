@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tonnage.planner.flags import flag
 from tonnage.planner.model.dtypes import DTYPE_BYTES
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB
 
 EngineName = Literal["hf", "vllm", "sglang", "llama.cpp"]

@@ -11,12 +11,12 @@ is known (``tonnage.planner.planning.deployment``, ``tonnage.planner.training.se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.dtypes import SPELLINGS
-from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import GiB, MiB, parse_count, parse_size
 
 if TYPE_CHECKING:
@@ -231,13 +231,12 @@ class Flag:
 def flags_of(record: type) -> Mapping[str, Flag]:
     """The flags among the fields of ``record``, by name, in their order."""
     found = {}
-    told: Mapping[str, Mapping[str, Any]] = record._record_metadata  # type: ignore[attr-defined]
-    for name, rest in told.items():
-        kind = record.__annotations__[name]
-        plain = kind.removesuffix(" | None")
-        option = rest["option"] or "--" + name.replace("_", "-")
-        default = record._record_defaults[name]  # type: ignore[attr-defined]
-        found[name] = Flag(name, plain, plain != kind, default, **{**rest, "option": option})
+    for declared in fields(record):
+        if rest := declared.metadata:
+            name, kind = declared.name, str(declared.type)
+            plain = kind.removesuffix(" | None")
+            option = rest["option"] or "--" + name.replace("_", "-")
+            found[name] = Flag(name, plain, plain != kind, declared.default, **{**rest, "option": option})
     return found
 
 

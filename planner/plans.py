@@ -3,6 +3,7 @@ from, and what the metrics compare reality with. Built by ``tonnage.planner.plan
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -21,7 +22,6 @@ from tonnage.planner.model.capacity import (
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import gib
 
 SCHEMA_VERSION = 1

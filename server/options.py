@@ -7,12 +7,12 @@ these lines. No library of the server is imported, so that help and completion n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flag
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import parse_seconds
 
 if TYPE_CHECKING:

@@ -31,8 +31,9 @@ class Planned:
         )  # fmt: skip
 
     def under(self, version: str) -> KVCachePlan:
+        from dataclasses import replace
+
         from tonnage.planner.planning.build import plan_source
-        from tonnage.planner.records import replace
 
         return plan_source(self._source, replace(self._flags, engine_version=version), self._sizer).kv_cache
 

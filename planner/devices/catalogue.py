@@ -7,12 +7,12 @@ it, the nominal memory less ``NOMINAL_RESERVE`` stands in, and ``Gpu.basis`` say
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB
 
 NOMINAL_RESERVE = 0.0125

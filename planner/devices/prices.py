@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from pathlib import Path
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div
 
 FIELD = "--price"

@@ -10,6 +10,8 @@ off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longes
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.errors import DeploymentError
@@ -17,7 +19,6 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.plans import Term
-from tonnage.planner.records import replace
 
 NOTE = (
     "an encoder reads a whole text in one step and keeps nothing between steps: no KV cache, 0 bytes per token"

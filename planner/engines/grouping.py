@@ -8,9 +8,10 @@ them with these functions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.layout import GroupKind
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
 # A kind with fewer than this many times the layers of the smallest kind stays one group; a larger kind is

@@ -5,6 +5,7 @@ Layers are grouped as in vLLM (``grouping``), so that plans for both engines are
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from tonnage.planner.deployment import Deployment
@@ -19,7 +20,6 @@ from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.plans import Plan, Resolved
-from tonnage.planner.records import replace
 from tonnage.planner.units import ceil_div
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -30,7 +31,6 @@ from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Plan, Resolved
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
-
-from tonnage.planner.records import dataclass, field
 
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?)"
 Lines = tuple[tuple[str, float, str], ...]

@@ -12,10 +12,11 @@ The rules are vLLM 0.32.0's:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py, vLLM 0.32.0

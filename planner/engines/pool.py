@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.layout import KVGroup, KVLayout
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div
 
 

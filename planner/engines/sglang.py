@@ -11,6 +11,7 @@ rules are checked against the logs in tests/data/field_reports.jsonl.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import ClassVar
 
 from tonnage.planner.deployment import Deployment
@@ -37,7 +38,6 @@ from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
-from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 
 _AMPERE = (8, 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from tonnage.planner.errors import NotSupported
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass
 
 if TYPE_CHECKING:
     from tonnage.planner.engines.base import Engine

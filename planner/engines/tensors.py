@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import replace
 
 VOCABULARY_PADDING = 64
 """Rows to which vLLM pads a vocabulary: DEFAULT_VOCAB_PADDING_SIZE, layers/vocab_parallel_embedding.py."""

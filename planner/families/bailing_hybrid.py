@@ -10,6 +10,8 @@ model_type.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
@@ -18,7 +20,6 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import replace
 
 # Switches of the hub's files (vLLM 0.32.0, models/bailing_moe_v3.py) and the value that transformers builds
 _ONE_FORM: dict[str, object] = {

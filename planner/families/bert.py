@@ -7,6 +7,7 @@ KV cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import dataclass
 
 # Fields of published files about training, the tokenizer or other heads; none changes a shape
 _NO_SHAPE = (

@@ -6,6 +6,7 @@ Such a model is an embedding, layers of attention and MLP, a final norm and a he
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
@@ -27,7 +28,6 @@ from tonnage.planner.model.recipe import (
     Table,
     layer_of,
 )  # fmt: skip
-from tonnage.planner.records import dataclass, replace
 
 Bias = bool | tuple[str, bool]  # always or never | (config field, its default)
 _TABLE = "model.rotary_emb."

@@ -7,12 +7,12 @@ a new family needs one file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import NormKind
-from tonnage.planner.records import dataclass
 
 Values = tuple[object, ...] | str
 """Harmless values of a leftover field: a tuple of values, an empty tuple for any value, or the name of a field

@@ -6,6 +6,7 @@ multimodal Gemma 3 is in multimodal.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tonnage.planner.errors import ConfigError
@@ -29,7 +30,6 @@ from tonnage.planner.model.recipe import (
     layer_of,
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ shapes).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
@@ -17,7 +19,6 @@ from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ say.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.dense import Variant
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, QV_DOWN, Family, InGGUF, InVLLM, Values
@@ -13,7 +15,6 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Attention, Layer, Mlp, Norm
 from tonnage.planner.model.tensor import Role, TensorSpec
-from tonnage.planner.records import replace
 
 _ATTENTION_BIAS = ("attention_bias", False)
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")

@@ -9,6 +9,8 @@ A Mamba layer keeps per sequence the last kernel - 1 inputs of its convolution a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family
@@ -16,7 +18,6 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import dataclass
 
 TIME_STEP = (
     "time_step_floor", "time_step_init_scheme", "time_step_limit", "time_step_max", "time_step_min",

@@ -5,6 +5,7 @@ Shapes after transformers 5.19 / 5.23, models/<family>/; the mixers are in mamba
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from tonnage.planner.errors import ConfigError
@@ -15,7 +16,6 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import replace
 
 
 def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:

@@ -7,6 +7,7 @@ latent of an earlier layer. Shapes after transformers 5.23, models/mistral_large
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -18,7 +19,6 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import replace
 
 
 def text(fields: Fields, model_type: str) -> Architecture:

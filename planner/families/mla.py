@@ -8,6 +8,7 @@ per token on every tensor-parallel rank (DeepSeek-V2, section 2.1).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
@@ -31,7 +32,6 @@ from tonnage.planner.model.recipe import (
     layer_of,
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import dataclass, replace
 
 
 def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> LatentAttention:

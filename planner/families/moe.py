@@ -6,6 +6,8 @@ Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed exp
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.dense import ROPES, Bias
@@ -31,7 +33,6 @@ from tonnage.planner.model.recipe import (
     layer_of,
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

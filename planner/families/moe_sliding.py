@@ -5,6 +5,8 @@ Each head of Q and K has a norm. Shapes after transformers 5.23, models/<family>
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family
@@ -12,7 +14,6 @@ from tonnage.planner.families.moe import sparse_layers
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.model.vision import Vision
-from tonnage.planner.records import replace
 
 _TOP = (
     "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",

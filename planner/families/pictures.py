@@ -15,6 +15,7 @@ Files named without a version are of vLLM 0.32.0.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isqrt
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import towers
 from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.vision import Item, Tower, Vision
-from tonnage.planner.records import replace
 
 FILES = ("preprocessor_config", "video_preprocessor_config")
 """Config fields under which read_config passes the processor's files to a builder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,6 @@ from tonnage.planner.families.family import NO_FAMILY, Family
 from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.records import replace
 
 # Modules with the most common families, searched first: importing all modules takes 5 ms of CPU time, importing
 # llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).

@@ -6,6 +6,7 @@ Shapes after transformers 5.23, models/<family>/. The KV cache is the text model
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -16,7 +17,6 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import replace
 
 _TOP = (
     "text_config", "vision_config", "adapter_config", "image_token_id", "video_token_id", "image_patch_id",

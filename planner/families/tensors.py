@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Rotary
 from tonnage.planner.model.recipe import Attention, Experts, Heads, LatentAttention, Mlp, Norm, Recipe
 from tonnage.planner.model.tensor import Role, TensorSpec
-from tonnage.planner.records import replace
 
 Shard = Literal["column", "row"] | None
 

@@ -5,6 +5,7 @@ Shapes after transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -15,7 +16,6 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import replace
 
 
 def zamba(fields: Fields, model_type: str) -> Architecture:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
@@ -18,7 +19,6 @@ from tonnage.planner.planning.calibration import shape_of
 from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.planning.stages import Stage
 from tonnage.planner.quantization.read import read_quantization
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import gib
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.errors import ConfigError, printable
-from tonnage.planner.records import dataclass, field
 
 MAX_LOG_BYTES = 256 << 20
 _LONGEST_RECORD = 200  # lines of a wrapped one; the longest seen (its configuration, 80 columns) has 60

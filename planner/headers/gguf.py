@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from tonnage.planner.headers.ggml_types import GGML_TYPES
 from tonnage.planner.headers.partial import size_of
 from tonnage.planner.headers.safetensors import MAX_TENSORS
 from tonnage.planner.model.tensor import HeaderTensor
-from tonnage.planner.records import dataclass
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {

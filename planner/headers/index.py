@@ -7,13 +7,13 @@ metadata ``total_size``, the bytes of all tensors; it has no shapes.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.safetensors import read_header
 from tonnage.planner.model.tensor import HeaderTensor
-from tonnage.planner.records import dataclass
 
 INDEX = "model.safetensors.index.json"
 # Kimi-K2-Thinking (60 layers of 384 experts, three matrices, three tensors each) has 207,000 tensors in 62

@@ -7,11 +7,11 @@ reads.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from tonnage.planner.errors import ModelNotFound
 from tonnage.planner.headers.hub import endpoint, modelscope
-from tonnage.planner.records import dataclass
 
 _HOSTS = ("huggingface.co", "hf.co")
 _REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
-from tonnage.planner.records import dataclass
 
 if TYPE_CHECKING:  # not loaded for families without one
     from tonnage.planner.model.recipe import Recipe

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.requests import RequestBlocks, RequestLaw
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import gib
 
 

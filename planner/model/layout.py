@@ -8,9 +8,8 @@ slots unused.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-from tonnage.planner.records import dataclass
 
 GroupKind = Literal["full", "sliding", "chunked", "mla", "state", "cross"]
 

@@ -9,10 +9,10 @@ Names are those of transformers' state dict, relative to the layer (``self_attn`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import dataclass
 
 NormKind = Literal[
     "rms",

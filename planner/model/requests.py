@@ -14,10 +14,10 @@ tests/planner/test_vllm_requests.py holds it against these. Nothing is fitted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div
 
 HeldKind = Literal["all", "window", "chunk", "state", "fixed"]

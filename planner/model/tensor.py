@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
-
-from tonnage.planner.records import dataclass
 
 Role = Literal[
     "embedding", "attention", "mlp", "expert", "router", "mixer", "norm", "head",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-from tonnage.planner.records import dataclass
 
 Tower = Literal[
     "qwen2",

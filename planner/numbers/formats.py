@@ -8,10 +8,9 @@ per 16 values and one fp32 per tensor); NF4 (QLoRA, arXiv 2305.14314, appendix E
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
-
-from tonnage.planner.records import dataclass
 
 Overflow = Literal["infinity", "saturate"]
 Real = float | Fraction

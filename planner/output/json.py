@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.plans import Plan, RankPlan
-from tonnage.planner.records import asdict
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
 from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.plans import Plan
-from tonnage.planner.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ refusals are those of headers/remote.py.
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from email.message import Message
 from http import HTTPStatus
 from typing import Any
@@ -18,7 +19,6 @@ from tonnage.planner.headers.index import MAX_INDEX_BYTES
 from tonnage.planner.headers.names import HubModel
 from tonnage.planner.headers.remote import Remote
 from tonnage.planner.model.tensor import HeaderTensor
-from tonnage.planner.records import dataclass
 from tonnage.planner.source.hub import read
 from tonnage.planner.source.resolve import ModelSource, keep
 

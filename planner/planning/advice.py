@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
@@ -11,7 +12,6 @@ from tonnage.planner.flags import MAX_BYTES
 from tonnage.planner.model.capacity import at_most
 from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.plans import Plan
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import gib
 

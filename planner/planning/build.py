@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -22,7 +23,6 @@ from tonnage.planner.planning.terms import (
     quantized_terms,
 )
 from tonnage.planner.plans import KVCachePlan, ModelInfo, Plan, RankPlan, Resolved, Term
-from tonnage.planner.records import asdict
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 PLANNER_RULES = "1"

@@ -14,6 +14,7 @@ interval, divided by the number of starts plus one: one start halves the doubt, 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,6 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import replace
 
 FORMAT = 1
 TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")

@@ -7,6 +7,7 @@ Old files also store buffers of the code that wrote them. They are recognized by
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tonnage.planner.families.registry import family_of
@@ -18,7 +19,6 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Term
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

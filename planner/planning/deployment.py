@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from tonnage.planner.deployment import Deployment, default_engine
@@ -14,7 +15,6 @@ from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.flags import check_values, flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import replace
 
 
 def spelled(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ qwen3_eagle3.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.engines.tensors import padded_rows
@@ -21,7 +22,6 @@ from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArch
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
-from tonnage.planner.records import dataclass, replace
 
 _FIELD = "--speculative-model"
 # Class name -> family of the decoder layer (vLLM model_executor/models/registry.py). A plain class name means

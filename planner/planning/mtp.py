@@ -15,13 +15,13 @@ tensors with those modules (tests/planner/test_drafts.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
-from tonnage.planner.records import dataclass, replace
 
 FIELD = "--speculative-model"
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.capacity import MixCapacity, RequestCapacity
 from tonnage.planner.planning.terms import request_terms
 from tonnage.planner.plans import Plan
-from tonnage.planner.records import replace
 from tonnage.planner.units import parse_count
 
 FLAG = "--request"

@@ -10,6 +10,8 @@ try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan m
 except ImportError:
     from hashlib import sha256
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
@@ -28,7 +30,6 @@ from tonnage.planner.planning.weights import as_stored, hold_weights
 from tonnage.planner.plans import Drafting, Failure, Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 
 

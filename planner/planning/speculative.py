@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
@@ -17,7 +18,6 @@ from tonnage.planner.planning.weights import sum_weights
 from tonnage.planner.plans import Drafting, Resolved
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 OWN_LAYERS = "mtp"

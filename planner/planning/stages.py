@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
@@ -12,7 +14,6 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.weights import HeldWeights, hold_weights
 from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass, replace
 
 Part = tuple[Architecture, HeldWeights]
 """One rank's share of the model, and the weights of that share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -13,7 +14,6 @@ from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Term, WeightFormat
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass, replace
 
 # Largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3). On a CPU, vLLM stores
 # linear layers in them (model_executor/layers/utils.py, vLLM 0.32.0).

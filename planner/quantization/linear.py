@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-from tonnage.planner.records import dataclass, field
 
 Storages = dict[str, int]
 """Name of a storage -> its bytes."""

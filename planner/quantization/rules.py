@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.fields import shown
-from tonnage.planner.records import dataclass
 
 _PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))

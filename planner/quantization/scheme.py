@@ -7,13 +7,13 @@ compare it with bitsandbytes 0.50 on a CPU, difference 0 (tests/planner/test_qua
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.quantization.linear import LinearFormat
 from tonnage.planner.quantization.rules import Patterns, spelling
-from tonnage.planner.records import dataclass, field
 
 _SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
 

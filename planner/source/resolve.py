@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.headers.index import INDEX, CheckpointIndex, read_folder
 from tonnage.planner.model.fields import load_config
 from tonnage.planner.model.tensor import HeaderTensor
-from tonnage.planner.records import dataclass
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _HINT = 'give a folder with config.json, a hub id "org/name" or "org/name@revision", or "demo"'

@@ -6,12 +6,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flags_of
-from tonnage.planner.records import dataclass, replace
 
 if TYPE_CHECKING:
     from tonnage.planner.devices.catalogue import Gpu

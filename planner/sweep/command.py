@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.prices import read_prices
@@ -17,7 +18,6 @@ from tonnage.planner.flags import flags_of
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.deployment import version_of
 from tonnage.planner.planning.requests import parse_request
-from tonnage.planner.records import asdict, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, default_grid, sweep
@@ -130,7 +130,7 @@ def _print_json(rows: list[SweepRow], left_out: list[SweepRow], serve: list[str]
 
 
 def _table(rows: list[SweepRow]) -> Table:
-    columns = (*SweepRow.__dataclass_fields__, "usd_per_sequence")
+    columns = (*(column.name for column in fields(SweepRow)), "usd_per_sequence")
 
     def cell(row: SweepRow, name: str) -> object:
         value = getattr(row, name)

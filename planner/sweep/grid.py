@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from tonnage.planner.deployment import Deployment
@@ -19,7 +20,6 @@ from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.planning.stages import Stage, stage_of
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import flag_formats
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.sweep.parts import Parts
 from tonnage.planner.sweep.rows import SweepRow

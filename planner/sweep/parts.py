@@ -7,6 +7,7 @@ Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tonnage.planner.deployment import Deployment
@@ -29,7 +30,6 @@ from tonnage.planner.planning.weights import HeldWeights
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 
 V = TypeVar("V")

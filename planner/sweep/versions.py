@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
@@ -20,7 +21,6 @@ from tonnage.planner.output.terminal import for_this_cpu
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import gib
 

@@ -6,6 +6,7 @@ are estimated from the shapes of their tensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ from tonnage.planner.model.recipe import (
     Recipe,
     Table,
 )  # fmt: skip
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.layers import MASK, norm
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.precision import Convention

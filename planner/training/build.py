@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 
-from tonnage.planner.records import replace
 from tonnage.planner.training.activations import Activations, activations_of
 from tonnage.planner.training.communication import NO_COMMUNICATION, communication_of
 from tonnage.planner.training.device import attention_of, check_device

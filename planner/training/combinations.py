@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations as of_size
 from typing import Any
 
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tonnage.planner.arguments import Parser, refused
@@ -189,7 +190,6 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _trick(trick: Any) -> dict[str, Any]:
     """Return a trick as a JSON object."""
-    from tonnage.planner.records import asdict
 
     return {**asdict(trick), "changes": dict(trick.changes)}
 

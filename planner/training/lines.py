@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tonnage.planner.records import replace
+from dataclasses import replace
+
 from tonnage.planner.training.activations import ESTIMATE_HIGH, ESTIMATE_LOW
 from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.methods import Trained

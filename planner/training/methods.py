@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -18,7 +19,6 @@ from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.quantization.read import quantized_to
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.precision import frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import nf4_torchao_bytes, stack_of

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.recipe import Recipe
-from tonnage.planner.records import dataclass
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_sums, taped
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.communication import Communication
 from tonnage.planner.training.precision import Convention
 from tonnage.planner.training.setup import TrainingSetup

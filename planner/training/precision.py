@@ -8,7 +8,8 @@ follow one of the mixed conventions.
 
 from __future__ import annotations
 
-from tonnage.planner.records import dataclass, replace
+from dataclasses import dataclass, replace
+
 from tonnage.planner.training.setup import DTYPE_BYTES, TrainingSetup
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tonnage.planner.bars import cells, shades
-from tonnage.planner.records import asdict
 from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import SCHEMA_VERSION, Line, TrainingPlan

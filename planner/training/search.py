@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import check_values, flag, flags_of
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.links import parse_speed
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -5,7 +5,8 @@ The figures are relative to the same setup without the trick. They do not predic
 
 from __future__ import annotations
 
-from tonnage.planner.records import dataclass
+from dataclasses import dataclass
+
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.methods import Trained
 from tonnage.planner.training.plans import TrainingPlan

@@ -6,10 +6,10 @@ plans with the totals the stacks publish (benchmarks/training_accuracy.py --stac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.values import Kernels
 

@@ -5,10 +5,10 @@ Also counted are the buffers of sharding strategies and the weights they gather.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.records import dataclass
 from tonnage.planner.training.methods import Held, Trained
 from tonnage.planner.training.optimizers import (
     OPTIMIZER,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import flags_of
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.setup import TrainingSetup
 

@@ -10,7 +10,8 @@ Tests compare the tapes with real models, to within a few bytes (tests/planner/t
 
 from __future__ import annotations
 
-from tonnage.planner.records import dataclass, field
+from dataclasses import dataclass, field
+
 from tonnage.planner.training.values import Kernels, Size, Value
 
 # Last components of module names that PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import TrainingPlan

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from tonnage.planner.records import dataclass, field
 
 
 class Kernels(NamedTuple):

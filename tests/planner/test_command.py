@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -19,7 +20,6 @@ from tonnage.planner.devices import catalogue
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.records import replace
 from tonnage.planner.units import gib, parse_count, parse_size
 
 CODE = "import sys; from tonnage.planner.command import run; sys.exit(run(sys.argv[1:]))"
@@ -174,7 +174,7 @@ def test_the_planner_imports_nothing_heavy(tmp_path):
         "import sys; from tonnage.planner.command import run\n"
         "code = run(['demo', '--json', '--explain', '--device-memory', '16GiB'])\n"
         "heavy = {'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub', 'importlib.metadata',"
-        "'dataclasses', 'inspect', 'hashlib', 'urllib.request'}\n"
+        "'hashlib', 'urllib.request'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path)}

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -16,7 +17,6 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.output.emit import FORMS, SCRATCH_BYTES, emit, memory_limit_bytes, shared_memory_bytes
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from tonnage.planner.fitlog.command import refit_terms, run
 from tonnage.planner.fitlog.compare import Comparison, Row
 from tonnage.planner.fitlog.read import parse_log, read_log
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.grid import Grid, sweep
 

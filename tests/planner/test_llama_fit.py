@@ -9,6 +9,7 @@ npm @node-llama-cpp/linux-x64 3.22.1), of files made for it with F16 weights of 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import MiB
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from tonnage.planner.engines.runtime.gpu import coefficients
 from tonnage.planner.engines.vllm import activation, framework, graphs
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.size import Sizer
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import GiB, MiB
 

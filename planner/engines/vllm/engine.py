@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tonnage.planner.deployment import Deployment
@@ -28,7 +29,6 @@ from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ before
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import log2
 
 from tonnage.planner.deployment import Deployment
@@ -28,7 +29,6 @@ from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB, ceil_div
 
 # CU_MULTICAST_GRANULARITY_RECOMMENDED: FlashInfer rounds each allocation up to it (SymmDeviceMemory in

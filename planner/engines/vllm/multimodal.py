@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
@@ -25,7 +26,6 @@ from tonnage.planner.model.fields import shown
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.model.vision import Vision
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
 _LIMIT = "--limit-mm-per-prompt"

@@ -8,6 +8,7 @@ start-up logs
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
@@ -20,7 +21,6 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
-from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
 # Smallest kernel block: CPU attention (v1/attention/backends/cpu_attn.py) and FlashAttention on GPUs.

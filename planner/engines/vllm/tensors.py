@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
 from tonnage.planner.engines.version import parse_version
@@ -10,7 +12,6 @@ from tonnage.planner.engines.vllm.versions import NEWEST, rules
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.records import replace
 
 # Length factor of MRotaryEmbedding's table, because positions of images and videos may exceed the token count
 # (model_executor/layers/rotary_embedding/mrope.py).

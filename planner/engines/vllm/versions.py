@@ -5,12 +5,12 @@ A new version is a new row, empty if nothing changed. The last row is the newest
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from tonnage.planner.engines.version import Version
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.emit import emit
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.records import asdict
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.vllm.deployment import asked_of
 
