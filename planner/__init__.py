@@ -1,11 +1,13 @@
-"""Arithmetic: config -> tensors -> bytes -> capacity. Imports no torch, transformers or numpy.
+"""Memory planner for language models: config -> tensors -> bytes -> capacity.
+
+It imports no torch, transformers or numpy:
 
     from tonnage.planner import plan
     found = plan("demo", gpu="h100-80g", max_model_len=8192)
     found.fits, found.rank.weights_bytes, found.kv_cache.tokens
 
-The names below are the interface and stay where they are; the modules they come from may move. Each is imported
-when it is first asked for, since a command that answers in 50 ms cannot import what it does not need.
+The names below are the public interface and stay importable from here; the modules that define them may move.
+Each name is imported on first access, so that a command loads only what it uses.
 """
 
 from typing import TYPE_CHECKING

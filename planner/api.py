@@ -1,4 +1,4 @@
-"""The planner from Python: ``plan`` answers as ``tonnage plan`` does."""
+"""The planner's Python interface: `plan` returns the plan that `tonnage plan` prints."""
 
 from __future__ import annotations
 
@@ -22,24 +22,35 @@ _Fields = ParamSpec("_Fields")
 def _takes(
     made: Callable[_Fields, Deployment],
 ) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
-    """For type checkers and editors: the model, then what ``made`` takes."""
+    """Give the decorated function the parameters of `made`, after `model`, for type checkers and editors."""
     return lambda function: function
 
 
 @_takes(Deployment)
 def plan(model: str, **fields: Any) -> Plan:
-    """Plan ``model`` (``demo``, a folder, a .gguf file or a hub id) before anything loads.
+    """Plan a model before anything loads.
 
-    ``fields``: those of `Deployment`, by keyword: vLLM's flags with underscores, sizes in bytes. What is left
-    out is chosen as ``tonnage plan`` chooses it: engine vllm with a GPU or a version, else hf; with a draft
-    model one token drafted a step. A plan that does not fit has ``fits`` False, ``reasons``, and in ``advice``
-    what would make it fit.
+    Fields that are left out get the defaults of `tonnage plan`. The engine is vllm with a GPU or an engine
+    version, else hf. A draft model drafts one token per step.
 
-    Raises TonnageError subclasses for what is not understood: ModelNotFound, ConfigError, CheckpointError,
-    UnsupportedArchitecture, DeploymentError; TypeError for a keyword that is no field.
+    Args:
+        model: `demo`, a folder, a .gguf file or a hub id.
+        **fields: fields of `Deployment`, named as vLLM's flags with underscores; sizes are in bytes.
+
+    Returns:
+        The plan. If it does not fit, `fits` is False, `reasons` says why and `advice` lists changes that make
+            it fit.
+
+    Raises:
+        ModelNotFound: `model` is no folder, file or reachable hub id.
+        ConfigError: config.json is broken, incomplete or contradictory.
+        CheckpointError: a weight file's header is broken.
+        UnsupportedArchitecture: the planner does not know the model or one of its fields.
+        DeploymentError: a field has an invalid value or contradicts another one.
+        TypeError: a keyword is no field of `Deployment`.
     """
     fields, flags = spelled(fields), flags_of(Deployment)
-    for name in fields.keys() & flags.keys():  # a command line can give text alone, Python anything
+    for name in fields.keys() & flags.keys():  # unlike a command line, Python can pass a value of any type
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)
 
@@ -55,8 +66,19 @@ def _sizer_of(source: ModelSource) -> Sizer:
 
 
 def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given: bool = True) -> Plan:
-    """The plan; one that does not fit says in ``advice`` which single changes would make it fit. A model that
-    the default engine does not serve is planned for the one that does, and a note says so."""
+    """Plan a deployment and, if it does not fit, add the single changes that make it fit.
+
+    A model that the default engine does not serve is planned for an engine that does; a note of the plan says
+    so.
+
+    Args:
+        source: the model's config and tensor headers.
+        deployment: the requested flags.
+        engine_given: whether the caller chose the engine; then no other engine is tried.
+
+    Raises:
+        TonnageError: the model or the flags are not supported.
+    """
     sizer = _sizer_of(source)
     try:
         found = plan_source(source, deployment, sizer)

@@ -1,4 +1,4 @@
-"""The command line of every command: its parser, its help, and how a refusal is told."""
+"""The argument parser shared by all commands, with its help and its error messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean, nearest
 
-BAD_INPUT = 2  # exit code of a refusal
+BAD_INPUT = 2  # exit code of a command that rejects its input
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose refusals are ours (DeploymentError, exit code 2) and name what was probably meant.
+    """An argparse parser that raises DeploymentError on bad input and suggests the probable spelling.
 
-    As in vLLM, ``--help=KEYWORD`` prints the options with that word in their names, or a whole group, and an
-    underscore in a flag is read as a dash.
+    As in vLLM, `--help=KEYWORD` prints the options whose names contain the keyword, or a whole group. An
+    underscore in an option's name is read as a dash.
     """
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=epilog or None,
-            # a given width spares argparse the import of shutil and its compressors (5 ms)
+            # With an explicit width argparse does not import shutil and its compressors (5 ms).
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_width()),
             allow_abbrev=False,
             add_help=False,
@@ -38,35 +38,43 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Raises DeploymentError, naming the first word that is not understood; SystemExit after a help."""
+        """Parse the command line.
+
+        Args:
+            args: the words after the program's name; sys.argv by default.
+            namespace: an object to fill instead of a new one.
+
+        Raises:
+            DeploymentError: an option or value is invalid; the message names the first invalid word.
+            SystemExit: help was printed.
+        """
         words = [self._spelled(word) for word in (sys.argv[1:] if args is None else args)]
         for word in words:
             if word in ("-h", "--help") or word.startswith("--help="):
                 print(self.help_about(word.partition("=")[2]), end="")
                 raise SystemExit(0)
+        # With several models, names may stand before and after options.
         many = any(action.nargs in ("*", "+") for action in self._get_positional_actions())
-        parse = (
-            self.parse_known_intermixed_args if many else self.parse_known_args
-        )  # names before and after flags
+        parse = self.parse_known_intermixed_args if many else self.parse_known_args
         found, rest = parse(words, namespace)
         if rest:
             self._refuse(rest)
-        for action in self._actions:  # "$FILE" of a variable that was not set would be no --html at all
+        for action in self._actions:  # an unset variable in --html "$FILE" gives an empty value
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
-            found.words = (*self.prog.split(), *_without_token(words))  # what the page says was asked
+            found.words = (*self.prog.split(), *_without_token(words))  # the page shows the command line
         return found
 
     def format_help(self) -> str:
-        """argparse's, without the 27 lines in which it would say the options of serve before it lists them."""
+        """Return argparse's help with a one-line usage; its own usage would repeat every option."""
         formatter = self._get_formatter()
         named = [formatter._format_args(a, a.metavar or a.dest) for a in self._get_positional_actions()]  # type: ignore[arg-type]
         self.usage = " ".join(["%(prog)s [OPTIONS]", *named])
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """argparse's sentence, with the option where our own have it."""
+        """Raise argparse's error as a DeploymentError whose field is the option's name."""
         about, _, rest = message.partition(": ")
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
@@ -76,14 +84,20 @@ class Parser(argparse.ArgumentParser):
         raise DeploymentError(message, hint=self._listed())
 
     def options(self) -> tuple[str, ...]:
-        """The long spellings of all its options."""
+        """Return the long spellings of all options."""
         return tuple(
             option for action in self._actions for option in action.option_strings if option.startswith("--")
         )
 
     def help_about(self, keyword: str) -> str:
-        """Help on the group or the options that ``keyword`` names; ``all``: everything. Raises DeploymentError
-        where nothing has that name."""
+        """Return help on the group or the options that a keyword names.
+
+        Args:
+            keyword: a group's title, a part of an option's name, or `all` for the whole help.
+
+        Raises:
+            DeploymentError: no option or group has the keyword in its name or description.
+        """
         wanted = keyword.lower().replace("_", "-").lstrip("-")
         if wanted in ("", "all"):
             return self.format_help()
@@ -103,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _spelled(self, word: str) -> str:
-        """``--max_model_len`` is --max-model-len."""
+        """Return a word with dashes for underscores if that is an option, for example --max-model-len."""
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
         return (
@@ -114,9 +128,9 @@ class Parser(argparse.ArgumentParser):
         word = next((word for word in rest if word.startswith("-") and word != "-"), rest[0])
         name = word.partition("=")[0]
         if not name.startswith("-"):
-            raise DeploymentError(f"{word[:80]!r} is one word too many", hint=self._listed())
-        if name in self._option_string_actions:  # behind a --
-            raise DeploymentError("comes before the --", field=name)
+            raise DeploymentError(f"unexpected argument {word[:80]!r}", hint=self._listed())
+        if name in self._option_string_actions:  # after a --
+            raise DeploymentError("must come before the --", field=name)
         close = nearest(name, self.options())
         guess = f"did you mean {close}? " if close else ""
         raise DeploymentError(f"is no option of {self.prog}", field=name[:80], hint=guess + self._listed())
@@ -125,7 +139,7 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} --help lists the options"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's own, which names neither the flag as it is written nor the choice that was meant."""
+        """Raise DeploymentError, with option and nearest choice, for a value outside `choices`."""
         if action.choices is None or value in action.choices:
             return
         raise DeploymentError(
@@ -135,18 +149,18 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # -qfp8 is -q fp8; but argparse would take -t for -tp as well, whatever allow_abbrev says
+        # -qfp8 means -q fp8. argparse would also accept -t for -tp, even without allow_abbrev.
         return [found for found in super()._get_option_tuples(option_string) if found[1] == option_string[:2]]
 
 
 def refused(error: TonnageError) -> int:
-    """Print a refusal as every command does. Returns the exit code."""
+    """Print an error on stderr as every command does, and return the exit code for bad input."""
     print(f"tonnage: {error}", file=sys.stderr)
     return BAD_INPUT
 
 
 def _without_token(words: Sequence[str]) -> list[str]:
-    """The hub's token is not kept: pages are passed on."""
+    """Replace the hub token in a command line by `...`, because pages that show it are shared."""
     shown: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
         secret = "..." if before == "--hf-token" else "--hf-token=..." if word.startswith("--hf-token=") else ""

@@ -1,4 +1,4 @@
-"""Bars of a terminal: shaded blocks where its encoding has them, ASCII elsewhere."""
+"""Bars for a terminal: shaded blocks where the terminal's encoding has them, else ASCII."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ ASCII = "#+:."
 
 
 def redraws(file: TextIO) -> bool:
-    """Whether it is a terminal where a line can be drawn again. A dumb one (Emacs' shell, some CI) cannot, and
-    rich shows nothing there until the end (Console.is_dumb_terminal)."""
+    """Return whether a file is a terminal that can redraw a line.
+
+    A dumb terminal (Emacs' shell, some CI systems) cannot. There rich shows nothing until the end
+    (Console.is_dumb_terminal).
+    """
     return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def shades(file: TextIO) -> str:
-    """Four characters that ``file`` can encode, from full to empty."""
+    """Return four characters, from full to empty, that `file` can encode."""
     try:
         SHADES.encode(file.encoding or "ascii")
     except (AttributeError, LookupError, UnicodeEncodeError):  # AttributeError: a file without an encoding
@@ -25,5 +28,5 @@ def shades(file: TextIO) -> str:
 
 
 def cells(part: int, whole: int, width: int) -> int:
-    """How many of ``width`` cells ``part`` of ``whole`` fills."""
+    """Return how many of `width` cells to fill for the fraction `part` / `whole`."""
     return max(0, min(width, round(width * part / whole))) if whole > 0 else 0

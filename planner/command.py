@@ -1,4 +1,4 @@
-"""``tonnage plan``: the planner's command line."""
+"""The command `tonnage plan`: its options, the checks between them, and its output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ examples:
 COLUMNS = "what the trace calls arrival, prompt_tokens, output_tokens, ...: arrival=t,prompt_tokens=in,..."
 
 
-# What the flags of one deployment may say here as well (sweep/choices.py).
+# Options of a single deployment that accept several values here (sweep/choices.py); text added to their help.
 SEVERAL = {
     "gpu": "; several, with commas: one table, side by side; 2xa100-80g: two of them",
     "quantization": "; several, with commas, none for the checkpoint's own: one table",
@@ -48,7 +48,7 @@ SEVERAL = {
 
 
 def parser() -> Parser:
-    """Flags are vLLM's own names."""
+    """Return the parser of `tonnage plan`; options have vLLM's names."""
     p = Parser(
         "tonnage plan", "Say what a model needs and what a device carries, before anything loads.", _EPILOG
     )
@@ -106,8 +106,11 @@ def _output_flags(p: _Group) -> None:
 
 
 def _trace_flags(p: _Group) -> None:
-    """Those of commands.lengths and commands.replicas of the server, which know how to read traces: the
-    command ``tonnage`` calls them where --trace or --replicas is given."""
+    """Add the options that read request traces.
+
+    commands.lengths and commands.replicas of the server implement them. The command `tonnage` calls these
+    modules where --trace or --replicas is given.
+    """
     p.add_argument("--trace", metavar="FILE", help="how many requests like those of FILE run at once")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
     p.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
@@ -123,12 +126,15 @@ def _check_trace(args: argparse.Namespace) -> None:
     needs |= dict.fromkeys(("rate", "wait_target", "memory_bandwidth", "flops"), "replicas")
     for name, other in needs.items():
         if getattr(args, name) is not None and getattr(args, other) is None:
-            raise DeploymentError(f"means nothing without --{other}", field="--" + name.replace("_", "-"))
+            raise DeploymentError(f"requires --{other}", field="--" + name.replace("_", "-"))
 
 
 def deployment_from(args: argparse.Namespace) -> Deployment:
-    """The Deployment of the flags given. Raises DeploymentError for flags that contradict each other or need
-    one that was not given."""
+    """Return the Deployment that the parsed options describe.
+
+    Raises:
+        DeploymentError: options contradict each other, or one needs an option that is missing.
+    """
     from tonnage.planner.planning.deployment import deployment_of  # --help needs nothing of what it reads
     from tonnage.planner.sweep.choices import one_of, read_choices
 
@@ -140,7 +146,12 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
 
 
 def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
-    """``several``: models or values."""
+    """Raise DeploymentError for output options that exclude each other.
+
+    Args:
+        args: the parsed options.
+        several: whether several models or values were given, so that the output is a table.
+    """
 
     def refuse(name: str, why: str, hint: str) -> NoReturn:
         raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
@@ -182,7 +193,11 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run ``tonnage plan`` with ``argv`` (without the sub-command's name). Returns the exit code."""
+    """Run `tonnage plan` and return its exit code.
+
+    Args:
+        argv: the words after the sub-command's name.
+    """
     try:
         args = parser().parse_args(argv)
         return answer(args)
@@ -193,8 +208,15 @@ def run(argv: list[str]) -> int:
 
 
 def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]] | None = None) -> int:
-    """Print what the flags ask. ``trace``: name and (prompt, output) tokens of its requests. Returns the exit
-    code; raises TonnageError."""
+    """Print the plan, table or settings that the options request, and return the exit code.
+
+    Args:
+        args: the parsed options.
+        trace: name of a trace and the (prompt, output) tokens of its requests, where --trace is given.
+
+    Raises:
+        TonnageError: the model or the options are not supported.
+    """
     # imported here: --help needs none of it
     from tonnage.planner.planning.deployment import deployment_of
     from tonnage.planner.source.resolve import resolve_model
@@ -246,9 +268,9 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     if args.emit:
         from tonnage.planner.output.emit import emit
 
-        settings = emit(plan, args.emit)  # which may refuse, before anything is said
+        settings = emit(plan, args.emit)  # may raise: before anything is printed
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
-        apart = args.emit or args.serve_line or args.markdown or args.csv  # what another program reads
+        apart = args.emit or args.serve_line or args.markdown or args.csv  # another program reads stdout
         print(line, file=sys.stderr if apart else sys.stdout)
     if settings is not None:
         print(settings, end="")

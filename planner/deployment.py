@@ -1,4 +1,4 @@
-"""How a model is to be served: the flags, declared here and nowhere else."""
+"""Deployment: every flag that describes how a model is to be served, declared in this file only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _DEVICE, _MODEL = "engine and device", "model"
 _CACHE, _EXTRAS = "KV cache and batch", "parallelism and extras"
 _MAX_RANKS = 4096
 
-# Short flags are those of vllm/engine/arg_utils.py, 0.32.
-# int4 is what vLLM and compressed-tensors call INT4 W4A16; the other words are ours with an underscore.
+# Short flags are defined in vllm/engine/arg_utils.py, 0.32.
+# vLLM and compressed-tensors call int4 INT4 W4A16. The other spellings have an underscore instead of a dash.
 _ENGINES = (("llamacpp", "llama.cpp"), ("llama_cpp", "llama.cpp"), ("llama-cpp", "llama.cpp"))
 _FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
 _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))
@@ -24,12 +24,15 @@ _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("f
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """How the model is to be served; field names are vLLM's flags, sizes are bytes. None means: as the engine
-    chooses. Options, settings and checks are made from these lines (``tonnage.planner.flags``)."""
+    """The requested way to serve a model: one field per flag, named as vLLM's flags; sizes are in bytes.
+
+    None means that the engine chooses the value. Command-line options, server settings and checks are generated
+    from these declarations (`tonnage.planner.flags`).
+    """
 
     engine: EngineName = flag(
         "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
-        # whether there is such an engine is the registry's to say (planner/engines/registry.py)
+        # planner/engines/registry.py checks that the engine exists
         metavar="|".join(get_args(EngineName)), spellings=_ENGINES,
     )  # fmt: skip
     engine_version: str | None = flag(
@@ -179,7 +182,7 @@ class Deployment:
     )  # fmt: skip
     enable_lora: bool = flag(False, "hold LoRA slots", group=_EXTRAS)
     max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
-    # beyond vLLM's largest rank nothing is known to be served
+    # 512 is vLLM's largest rank
     max_lora_rank: int = flag(
         16, "rank of each LoRA slot (vllm: 1, 8, 16, 32 ... 512)", group=_EXTRAS, most=512, needs="enable_lora"
     )
@@ -193,7 +196,7 @@ class Deployment:
     mem_fraction_static: float | None = flag(
         None, "share for weights and pool", group=_DEVICE, unit="share", engine="sglang"
     )
-    # server_args.py: sliding tokens for each one of the full pool
+    # SGLang, server_args.py: tokens of the sliding-window pool per token of the full pool
     swa_full_tokens_ratio: float = flag(
         0.8, "sliding tokens for each full one", group=_DEVICE, unit="share", engine="sglang"
     )
@@ -203,5 +206,5 @@ class Deployment:
 
 
 def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
-    """Whose rules are meant where nothing says so: vLLM's with a GPU or a version, else the hf engine's."""
+    """Return the engine to plan for when none is given: vllm with a GPU or an engine version, else hf."""
     return "vllm" if gpu not in (None, "cpu") or engine_version is not None else "hf"

@@ -1,20 +1,22 @@
-"""Errors a user can act on. Each names the field, the value and what would be right.
+"""Errors that a user can act on; each names the field, its value and what would be valid.
 
-The command line prints ``str(error)`` and exits with 2; the server renders it as an OpenAI error body.
+The command line prints `str(error)` and exits with 2. The server renders the error as an OpenAI error body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-# Names in messages come from files and may be a megabyte long; the longest sentence of our own has 700
-# characters.
+# Names in messages come from files and may be a megabyte long. Tonnage's longest message has 700 characters.
 LONGEST_TEXT = 4_000
 
 
 def printable(text: str) -> str:
-    """``text`` on one line: what a terminal or a log would act on (escape sequences, line ends, marks of the
-    direction of writing) is written as Python writes it, and what is longer than `LONGEST_TEXT` is cut."""
+    """Return `text` on one line, without characters that a terminal or a log would interpret.
+
+    Escape sequences, line ends and marks of the writing direction are escaped as in a Python string. A text
+    longer than `LONGEST_TEXT` characters is cut.
+    """
     if len(text) > LONGEST_TEXT:
         text = text[: LONGEST_TEXT - 3] + "..."
     if text.isprintable():
@@ -23,8 +25,8 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that ``word`` probably means, whatever its case, dashes and underscores."""
-    from difflib import get_close_matches  # only for a wrong word
+    """Return the name most similar to `word`, ignoring case, dashes and underscores, or None."""
+    from difflib import get_close_matches  # needed after a typing error only
 
     plain = {_plain(name): name for name in names}
     wanted = _plain(word[:80])
@@ -35,20 +37,22 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # equal beginnings would make all options near
+    return name.lower().replace("_", "-").lstrip("-")  # a common "--" would make all options similar
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:
-    """A hint: ``did you mean X?``; None where none of ``names`` is near."""
+    """Return the hint `did you mean X?` for the name nearest to `word`, or None if no name is near."""
     close = nearest(word, names)
     return f"did you mean {close}?" if close else None
 
 
 class TonnageError(Exception):
-    """Base of every error shown to a user; never a traceback.
+    """Base class of every error shown to a user without a traceback.
 
-    ``code`` is the machine-readable string of the OpenAI envelope, ``field`` the config field, flag or
-    body field at fault, ``hint`` what to do next.
+    Attributes:
+        code: machine-readable error code of the OpenAI error body.
+        field: the config field, flag or body field at fault, or None.
+        hint: what to do next, or None.
     """
 
     code: str = "invalid_request"
@@ -64,7 +68,7 @@ class TonnageError(Exception):
         hint = f" ({self.hint})" if self.hint else ""
         return f"{where}{self.message}{hint}"
 
-    def __reduce__(self) -> tuple[object, ...]:  # crosses the engine's process border
+    def __reduce__(self) -> tuple[object, ...]:  # pickled between the engine's processes
         return (_rebuild, (type(self), self.message, self.field, self.hint), self.__dict__)
 
 
@@ -73,37 +77,42 @@ def _rebuild(kind: type[TonnageError], message: str, field: str | None, hint: st
 
 
 class ModelNotFound(TonnageError):
-    """The name is neither ``demo``, a folder, a file nor a reachable hub id."""
+    """Error for a name that is neither `demo` nor a folder, a file or a reachable hub id."""
 
     code = "model_not_found"
 
 
 class UnsupportedArchitecture(TonnageError):
-    """The model, or a field of its config, is not understood: refused by name, never guessed."""
+    """Error for a model, or a field of its config, that the planner does not know."""
 
     code = "unsupported_architecture"
 
 
 class ConfigError(TonnageError):
-    """config.json is broken, incomplete or contradicts itself."""
+    """Error for a config.json that is broken, incomplete or contradictory."""
 
     code = "invalid_model_config"
 
 
 class CheckpointError(TonnageError):
-    """A safetensors or GGUF header is truncated, lies or is not what it claims to be."""
+    """Error for a safetensors or GGUF header that is truncated or invalid."""
 
     code = "invalid_checkpoint"
 
 
 class DeploymentError(TonnageError):
-    """A flag is out of range or contradicts another one or the model."""
+    """Error for a flag that is out of range or contradicts another flag or the model."""
 
     code = "invalid_deployment"
 
 
 class EngineRefusal(DeploymentError):
-    """The engine itself refuses: ``cause`` and ``facts`` find the sentence of its version (Engine.sentence)."""
+    """Error for a deployment that the engine itself rejects.
+
+    Attributes:
+        cause: key of the engine's own error message (Engine.sentence).
+        facts: values that this message contains.
+    """
 
     def __init__(
         self,
@@ -119,10 +128,10 @@ class EngineRefusal(DeploymentError):
 
 
 class NotSupported(DeploymentError):
-    """The engine does not run this on that device, whatever memory there is."""
+    """Error for a deployment that the engine does not run on this device, however much memory it has."""
 
 
 class DoesNotFit(TonnageError):
-    """The plan does not fit into the memory; the message carries the numbers."""
+    """Error for a plan that does not fit into the memory; the message gives the numbers."""
 
     code = "does_not_fit"

@@ -1,11 +1,11 @@
-"""A flag is a field of a record, declared there and nowhere else.
+"""Flags: a flag is a field of a dataclass, declared there and nowhere else.
 
     max_model_len: int | None = flag(None, "longest sequence", group="model")
 
-From that line are made the option of every command (``--max-model-len``), its reader and its line of
-``--help``, the server's setting and environment variable, and the check of a value given from Python. None as a
-default means: as the engine chooses. What a value means beside the others and for a model is checked where it
-is known (``tonnage.planner.planning.deployment``, ``tonnage.planner.training.setup``).
+This declaration gives every command its option (`--max-model-len`) with parser and help text. It also gives the
+server its setting and environment variable, and Python callers the check of their value. A default of None
+means that the engine chooses. `tonnage.planner.planning.deployment` and `tonnage.planner.training.setup` check
+a value against other flags and the model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX_BYTES = 1 << 60  # one EiB
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
-# What a user would call a value of them; of others their metavar.
+# Names of types in error messages; other types are called by their metavar.
 _WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "tuple[str, ...]": "a list of texts",
     "str": "text", "Path": "the path of a file",
 }  # fmt: skip
-_UNITS = {"GiB": GiB, "MiB": MiB}  # options in them of fields in bytes
+_UNITS = {"GiB": GiB, "MiB": MiB}  # the option's unit; its field is in bytes
 _METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
 
@@ -55,14 +55,30 @@ def flag(
     hint: str | None = None,
     read: Callable[[str, str], Any] | None = None,
 ) -> Any:
-    """Declares a field of a record as a flag.
+    """Declare a dataclass field as a flag.
 
-    ``unit``: bytes, GiB or MiB (an option in them of a field in bytes), share, in (0, 1] (``least`` 0: in [0,
-    1)), or seconds, above 0 (``least`` 0: from it on); other integers are counts from ``least`` to ``most``.
-    ``needs``: the flag without which it means nothing. ``engine``: the only one that has it. ``option``: where
-    it is not the field's name; ``short``: vLLM's short one. ``spellings``: (name in lower case, value) of
-    values without ``choices``. ``secret``: not printed. ``hint``: what would be right. ``read``:
-    (text, field) -> value, where no unit says how.
+    Args:
+        default: value of the field when the flag is not given.
+        help: text of `--help`.
+        group: heading of `--help` under which the option stands.
+        unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` or `seconds`. A share
+            is in
+        (0, 1], with `least` 0 in [0, 1). Seconds are above 0, with `least` 0 also 0. Other integers are counts.
+        metavar: placeholder of the value in `--help`.
+        choices: all valid values.
+        least: smallest count.
+        most: largest count.
+        needs: field name of a flag without which this one has no effect.
+        engine: the only engine that has this flag.
+        option: name of the option where it differs from the field's name.
+        short: short option, as in vLLM.
+        spellings: (lower-case text, value) of other spellings, for a flag without `choices`.
+        secret: whether the value must not be printed.
+        hint: valid values, for error messages.
+        read: function (text, field name) -> value, where the type and unit do not determine the parser.
+
+    Returns:
+        A dataclass field with these values as its metadata.
     """
     rest = {
         "help": help, "group": group, "unit": unit, "metavar": metavar, "choices": choices, "least": least,
@@ -75,7 +91,12 @@ def flag(
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """``kind`` is the field's annotation without None, ``optional`` whether None was in it."""
+    """The declaration of one flag, as read from its dataclass field.
+
+    Attributes:
+        kind: the field's annotation without None.
+        optional: whether the annotation includes None.
+    """
 
     name: str
     kind: str
@@ -98,9 +119,14 @@ class Flag:
     reader: Callable[[str, str], Any] | None
 
     def read(self, text: str, field: str | None = None) -> Any:
-        """What is written on a command line or in the environment, as a value of the field.
+        """Parse the text of a command line or environment variable as a value of the field.
 
-        Raises DeploymentError naming ``field`` (the option, where not given).
+        Args:
+            text: the text.
+            field: name of the option or variable for error messages; the option by default.
+
+        Raises:
+            DeploymentError: the text is not a valid value.
         """
         field = field or self.option
         if self.reader is not None:
@@ -117,14 +143,14 @@ class Flag:
                 value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-            if self.secret and not value:  # a variable that was not set: none would leave the door open
+            if self.secret and not value:  # an unset variable must not turn off authentication
                 raise DeploymentError("is empty", field=field, hint="leave it out to have none")
         elif self.kind == "bool":
             if text not in ("true", "false"):
                 raise DeploymentError(f"{text[:40]!r} is not true or false", field=field)
             value = text == "true"
         elif self.kind == "Path":
-            from pathlib import Path  # the planner's own flags have none
+            from pathlib import Path  # only the server has flags of this type
 
             value = Path(text)
         else:
@@ -133,19 +159,19 @@ class Flag:
         return value
 
     def meant(self, text: str) -> str:
-        """The value that ``text`` is a spelling of: ``FP16`` of float16, ``NF4`` of nf4; else ``text``."""
+        """Return the value that `text` spells, such as float16 for `FP16`; else `text` itself."""
         if self.choices:
             word = text.strip().lower()
             same = next((names for names in SPELLINGS if word in names), frozenset((word,)))
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # several: of a table of plans
+            words = [word.strip().lower() for word in text.split(",")]  # a table of plans takes several
             return ",".join(usual.get(word, word) for word in words)
         return text
 
     def check(self, value: object, field: str | None = None) -> None:
-        """Raise DeploymentError for a value of another type, out of range or none of the choices."""
+        """Raise DeploymentError for a value of the wrong type, out of range or not among the choices."""
         field = field or self.option
         if value is None and self.optional:
             return
@@ -163,7 +189,7 @@ class Flag:
             )
 
     def _wrong(self, value: Any) -> str | None:
-        """What ``value`` is not; None: nothing."""
+        """Return a description of the valid values if `value` is not one of them, else None."""
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
         if not self._is_of_kind(value):
@@ -196,7 +222,7 @@ class Flag:
 
     @property
     def said(self) -> str:
-        """The line of ``--help``."""
+        """Return the line of `--help`."""
         text = f"{self.engine}: {self.help}" if self.engine else self.help
         if self.choices and self.metavar:
             text += f": {', '.join(self.choices)}"
@@ -210,7 +236,7 @@ class Flag:
         return f"{text} (default: {shown})" if text else f"default: {shown}"
 
     def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
-        """Its option; left out, the namespace holds ``default`` under the field's name."""
+        """Add the option to a parser; if it is not given, the namespace holds `default` under the field's name."""
         names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
             from argparse import BooleanOptionalAction
@@ -229,7 +255,7 @@ class Flag:
 
 @cache
 def flags_of(record: type) -> Mapping[str, Flag]:
-    """The flags among the fields of ``record``, by name, in their order."""
+    """Return the flags among the fields of the dataclass `record` by name, in their order."""
     found = {}
     for declared in fields(record):
         if rest := declared.metadata:
@@ -241,7 +267,7 @@ def flags_of(record: type) -> Mapping[str, Flag]:
 
 
 def add_flags(parser: argparse._ActionsContainer, record: type, names: Iterable[str]) -> None:
-    """Options of the flags ``names`` of ``record``."""
+    """Add the options of the flags `names` of the dataclass `record` to a parser."""
     for name in names:
         flags_of(record)[name].add_to(parser)
 
@@ -249,8 +275,14 @@ def add_flags(parser: argparse._ActionsContainer, record: type, names: Iterable[
 def add_groups(
     parser: argparse.ArgumentParser, record: type, names: Iterable[str] | None = None, default: Any = None
 ) -> None:
-    """Options of the flags ``names`` of ``record`` (None: of all), under the headings of their groups; left
-    out, the namespace holds ``default``."""
+    """Add the options of a dataclass's flags to a parser, under the headings of their groups.
+
+    Args:
+        parser: the parser to extend.
+        record: the dataclass.
+        names: fields to add; None adds all.
+        default: value in the namespace of an option that is not given.
+    """
     groups = {str(group.title): group for group in parser._action_groups}
     wanted = None if names is None else set(names)
     for name, found in flags_of(record).items():
@@ -262,21 +294,23 @@ def add_groups(
 
 
 def given(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
-    """Flags of ``record`` that were given, by name."""
+    """Return the flags of the dataclass `record` that were given on the command line, by name."""
     values = vars(arguments)
     return {name: values[name] for name in flags_of(record) if values.get(name) is not None}
 
 
 def check_values(record: Any) -> None:
-    """Raise DeploymentError for the first field of ``record`` with a value it cannot have."""
+    """Raise DeploymentError for the first field of a dataclass instance with an invalid value."""
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
-        if value is not found.default:  # most are at theirs, and a sweep asks for thousands of records
+        if (
+            value is not found.default
+        ):  # most fields have their default, and a sweep checks thousands of instances
             found.check(value)
 
 
 def as_written(value: object) -> str:
-    """Of a refusal: the value as it stands in a file of settings, not as Python has it."""
+    """Return a value as it stands in a settings file rather than in Python, for error messages."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""The modules of a folder, so that what stands in one needs no list beside."""
+"""Discovery of the modules in a package, so that a package needs no list of its modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 
 
 def modules_in(package: str, first: tuple[str, ...], near: str = "") -> Iterator[Any]:
-    """Imported one after another: those whose name begins ``near``, then ``first``, then the others. Stop
-    where it is found what was looked for: the rest is not imported."""
+    """Import and yield the modules of a package one by one; a caller that stops early imports no further ones.
+
+    Args:
+        package: name of the package.
+        first: modules to yield early.
+        near: a name; modules whose own name is a prefix of it come first.
+    """
     files = (file.partition(".") for file in os.listdir(import_module(package).__path__[0]))
     names = {name for name, _, ending in files if ending == "py" and name != "__init__"}
     close = sorted((name for name in names if near.startswith(name)), key=len, reverse=True)

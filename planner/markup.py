@@ -1,7 +1,7 @@
-"""HTML of plans, tables and replays in one look, that of ``tonnage page``: one file a page, no network. A page
-has one script, that of its tables; what a notebook shows has none, and its style touches nothing else.
+"""HTML for plans, tables and replays, in the style of `tonnage page`: one file per page, no network.
 
-Colours are those of planner/page/data/style.css.
+A page has one script, which sorts and filters its tables. HTML for a notebook has no script, and its style
+affects nothing outside it. The colours are defined in planner/page/data/style.css.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.tables import FIRST, SCRIPT
 from tonnage.planner.units import gib
 
-# Classes that have the colours of Plan.memory_rows
+# CSS class of each component that Plan.memory_rows lists
 _COLOURS = {
     "weights": "weights", "KV cache pool": "kv_pool", "activations": "activation", "framework": "framework",
     "CUDA graphs": "cuda_graph", "LoRA slots": "lora", "draft model": "draft", "free": "free",
@@ -99,9 +99,17 @@ font-size:.875rem}}
 
 
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
-    """In a box that scrolls by itself. ``rows``, ``foot``: markup of ``<tr>``; ``words``: heads of columns of
-    text, which are to the left as the first is. Above three columns a row is a card on a phone. Rows
-    after the FIRST are shown when they are asked for."""
+    """Return a table in a box that scrolls horizontally.
+
+    A table of more than three columns shows each row as a card on a phone. Rows after the first `FIRST` are
+    hidden until the reader asks for them.
+
+    Args:
+        heads: titles of the columns.
+        rows: markup of each `<tr>`.
+        words: titles of text columns, which are left-aligned as the first column is.
+        foot: markup of the `<tr>` in the footer.
+    """
     top = "".join(f"<th{' class=words' if head in words else ''}>{escape(head)}</th>" for head in heads)
     below = f"<tfoot>{foot}</tfoot>" if foot else ""
     drawn = (row if at < FIRST else row.replace("<tr", "<tr hidden", 1) for at, row in enumerate(rows))
@@ -111,7 +119,11 @@ def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = ()
 
 
 def figures(shown: Iterable[tuple[str, str, str]]) -> str:
-    """The figures people look for first: name, value, note."""
+    """Return a list of the most important figures.
+
+    Args:
+        shown: (name, value, note) of each figure.
+    """
     boxes = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}"
         f"{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
@@ -121,19 +133,25 @@ def figures(shown: Iterable[tuple[str, str, str]]) -> str:
 
 
 def bar(parts: Iterable[tuple[str, int]], total: int, whole: bool = False) -> str:
-    """``parts``: class (a component's colour) and bytes, of ``total``."""
+    """Return a stacked bar.
+
+    Args:
+        parts: (CSS class, bytes) of each part.
+        total: bytes of the whole bar.
+        whole: whether the bar is the large one at the top of a page.
+    """
     drawn = "".join(f"<i class={kind} style='width:{percent(size, total)}%'></i>" for kind, size in parts)
     kind = "'bar whole'" if whole else "bar"
     return f"<div class={kind}>{drawn}</div>"
 
 
 def key(kind: str, name: str) -> str:
-    """``name`` with the colour of ``kind``."""
+    """Return `name` with a square in the colour of the CSS class `kind`."""
     return f'<i class="key {kind}"></i>{escape(name)}'
 
 
 def paragraphs(lines: Iterable[str], kind: str = "") -> str:
-    """``kind``: a class."""
+    """Return each line as a paragraph, with the CSS class `kind` if it is given."""
     return "".join(
         f'<p class="{kind}">{escape(line)}</p>' if kind else f"<p>{escape(line)}</p>" for line in lines
     )
@@ -143,8 +161,17 @@ def memory_section(
     title: str, subtitle: str, verdict: tuple[Iterable[str], bool], first: Iterable[tuple[str, str, str]],
     rows: Sequence[tuple[str, int, str]], total: int, lines: Iterable[str],
 ) -> str:  # fmt: skip
-    """A plan: a heading, the ``verdict`` and whether it is good, the figures to see ``first``, one bar of
-    ``total`` bytes and a table of ``rows`` (name, bytes, note), and ``lines`` below."""
+    """Return the section of a page that shows one plan.
+
+    Args:
+        title: text of the heading.
+        subtitle: line below the heading.
+        verdict: lines that say whether the plan fits, and whether it does.
+        first: (name, value, note) of the most important figures.
+        rows: (component, bytes, note) of each line of the memory table.
+        total: bytes of the device.
+        lines: paragraphs below the table.
+    """
     said, good = verdict
     cells = (
         f"<tr><td>{key(_COLOURS[name], name)}</td><td>{gib(size)}</td><td>{escape(note)}</td>"
@@ -161,7 +188,7 @@ def memory_section(
 
 
 def fragment(body: str) -> str:
-    """``body`` for a page of others (a notebook): its style touches nothing outside it."""
+    """Return `body` as HTML for a notebook, with a style that affects nothing outside it."""
     return f"<style>{_STYLE}</style>{_framed(body)}"
 
 
@@ -170,13 +197,20 @@ def _framed(body: str) -> str:
 
 
 def percent(size: int, total: int) -> str:
-    """Width of a bar of ``size`` bytes of ``total``."""
+    """Return the width in percent of a bar of `size` bytes out of `total`."""
     return f"{max(0.0, min(100.0, 100 * size / max(1, total))):.2f}"
 
 
 def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), style: str = "") -> str:
-    """A whole document. ``words``: the command line that asked for it; ``facts``: what it is about, to which
-    Tonnage's version and the date are added."""
+    """Return a complete HTML document.
+
+    Args:
+        title: title and first heading.
+        body: markup of the page.
+        words: the command line that produced the page.
+        facts: names and values shown at the top; Tonnage's version and the date are added.
+        style: more CSS.
+    """
     import shlex  # no notebook needs these
     from datetime import UTC, datetime
     from importlib.metadata import version
@@ -199,12 +233,16 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
 
 
 def write_page(path: str, title: str, body: str, words: Sequence[str] = (), facts: Facts = ()) -> None:
-    """``page`` as a file."""
+    """Write the HTML document that `page` returns to the file `path`."""
     save(path, page(title, body, words, facts))
 
 
 def save(path: str, text: str) -> None:
-    """Raises DeploymentError when ``text`` cannot be written; half a page is not left."""
+    """Write `text` to the file `path`; a file that cannot be written completely is removed.
+
+    Raises:
+        DeploymentError: the file cannot be written.
+    """
     file, new = Path(path), False
     try:
         new = not file.exists()

@@ -1,9 +1,12 @@
-"""The Plan: computed once before anything loads, then what the pool is sized by, what admission reserves
-from, and what the metrics compare reality with. Built by ``tonnage.planner.planning.build.make_plan``."""
+"""Plan and its parts: the result of planning.
+
+A plan is computed once before anything loads. The pool size, the reservations of admission and the metrics that
+compare plan and measurement all come from it. `tonnage.planner.planning.build.make_plan` builds plans.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -29,8 +32,13 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A draft beside the model: ``part``, its share of one rank; ``follows``: so many hidden states of a token
-    it is given of the model's last layer, ``reads``: and those of so many inner layers."""
+    """A draft for speculative decoding beside the model.
+
+    Attributes:
+        part: the share of the draft that one rank holds.
+        follows: hidden states of the model's last layer that the draft reads per token.
+        reads: hidden states of inner layers that the draft reads per token.
+    """
 
     part: Architecture
     follows: int = 0
@@ -39,8 +47,21 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A Deployment without open questions: ``flags`` for the Plan, and its integers without None. ``limit``:
-    bytes of the device that the plan may take. ``draft``: of --speculative-model, once it is known."""
+    """A Deployment in which every open value has been chosen.
+
+    Attributes:
+        flags: the Deployment that the plan reports.
+        version: version of the engine.
+        device_memory: bytes of the device.
+        limit: bytes of the device that the plan may use.
+        max_model_len: longest sequence in tokens.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens per step.
+        block_size: tokens per block.
+        given_block_size: the block size that was requested, or None.
+        draft: the draft of --speculative-model, once it is known.
+        given_max_num_seqs: the --max-num-seqs that was requested, or None.
+    """
 
     flags: Deployment
     version: tuple[int, int, int]
@@ -57,22 +78,35 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was planned. ``path`` is the local folder or file the engine loads from (not printed in JSON)."""
+    """The model that was planned.
+
+    Attributes:
+        path: local folder or file from which the engine loads; not part of the JSON.
+        attention: MHA, GQA, MQA, MLA or none.
+        via: the source of the tensor shapes.
+        max_model_len: longest sequence that the model itself allows, in tokens.
+    """
 
     id: str
     path: str
     architecture: str
     parameters: int
-    attention: str  # MHA | GQA | MQA
+    attention: str
     via: Literal["adapter", "headers", "index", "gguf", "meta"]
-    max_model_len: int  # what the model itself allows
+    max_model_len: int
     vocab_size: int
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Bytes on one rank. ``total_bytes`` is the device; a negative ``free_bytes`` means: does not fit."""
+    """Bytes on one rank by component.
+
+    Attributes:
+        total_bytes: bytes of the device.
+        draft_bytes: weights of the speculative draft.
+        offloaded_bytes: weights kept in the host's memory, not on the device.
+    """
 
     weights_bytes: int
     kv_pool_bytes: int
@@ -81,12 +115,12 @@ class RankPlan:
     framework_bytes: int
     total_bytes: int
     lora_bytes: int = 0
-    draft_bytes: int = 0  # weights of the speculative draft
-    offloaded_bytes: int = 0  # weights kept in the host's memory, not on the device
+    draft_bytes: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def components(self) -> dict[str, int]:
-        """Bytes by what takes them on the device."""
+        """Return the bytes of each component that occupies device memory."""
         return {
             "weights": self.weights_bytes,
             "kv_pool": self.kv_pool_bytes,
@@ -99,41 +133,55 @@ class RankPlan:
 
     @property
     def used_bytes(self) -> int:
-        """What the processes of the server are expected to hold at their peak."""
+        """Return the bytes that the server's processes are expected to hold at their peak."""
         return sum(self.components.values())
 
     @property
     def free_bytes(self) -> int:
+        """Return the unused bytes of the device; negative where the plan does not fit."""
         return self.total_bytes - self.used_bytes
 
 
 def check_components(components: dict[str, int], rank: RankPlan) -> None:
-    """The law of a rank's memory: its components, ``free`` among them, add up to the device, and whatever
-    ``rank`` has a field of bytes for is in them. AssertionError where not."""
+    """Assert that the components of a rank, including `free`, add up to the device's memory.
+
+    Every field of `rank` in bytes must be among the components.
+
+    Raises:
+        AssertionError: the sums differ.
+    """
     elsewhere = {"total_bytes", "offloaded_bytes"}
-    held = [getattr(rank, name) for name in rank.__match_args__ if name not in elsewhere]
+    held = [size for name, size in asdict(rank).items() if name not in elsewhere]
     assert sum(components.values()) == rank.total_bytes, (components, rank)
     assert sum(held) == sum(components.values()) - components["free"], (components, rank)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Capacity of the pool. ``usable_blocks`` = ``num_blocks`` - 1: block 0 is the null block."""
+    """Capacity of the block pool.
+
+    Attributes:
+        usable_blocks: `num_blocks` - 1, because block 0 is the null block.
+        bytes_per_sequence: bytes of one sequence of max_model_len tokens.
+        longest: most tokens of one sequence that the usable blocks hold, at most max_model_len.
+        law: the blocks that a request needs for its lengths, or None if that is not known.
+        no_law: the reason why `law` is None.
+    """
 
     layout: KVLayout
     num_blocks: int
     usable_blocks: int
     tokens: int
     max_concurrency: float
-    bytes_per_sequence: int  # one sequence of max_model_len tokens
-    longest: int | None = None  # most tokens of one sequence the usable blocks hold, at most max_model_len
-    law: RequestLaw | None = None  # what a request takes by its lengths
-    no_law: str = ""  # why that is not known
+    bytes_per_sequence: int
+    longest: int | None = None
+    law: RequestLaw | None = None
+    no_law: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of ``--explain``: value, formula with the numbers in it, the config field or source."""
+    """One line of `--explain`: a value, its formula with the numbers in it, and the config field or source."""
 
     name: str
     value: int
@@ -143,8 +191,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What stops a start. ``why``: and what would not, empty where it is that something does not fit;
-    ``sentence``: the engine's own."""
+    """The reason why an engine does not start.
+
+    Attributes:
+        why: the planner's explanation and remedy; empty where the plan simply does not fit.
+        sentence: the engine's own error message.
+    """
 
     why: str
     sentence: str
@@ -152,7 +204,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Weights of one rank stored in one dtype under one quantization (none: as trained)."""
+    """The weights of one rank that have the same dtype and quantization (none: as trained), and their bytes."""
 
     dtype: str
     quantization: str
@@ -161,7 +213,22 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole answer. ``deployment`` has every None replaced by the value chosen."""
+    """A complete plan of one deployment.
+
+    Attributes:
+        deployment: the flags, with every None replaced by the chosen value.
+        worst_rank: index of the rank that decides whether the plan fits.
+        reasons: why the plan does not fit.
+        intervals: lower and upper bound of each figure that is estimated.
+        notes: assumed rules and settings that override others.
+        advice: if the plan does not fit, changes that make it fit, smallest first.
+        stops_with: the engine's error message when it does not start.
+        engine_name: title of the engine, with its version if it has one.
+        host: host memory beside the GPUs; None on a CPU, where the whole plan is about host memory.
+        requests: capacity for each requested pair of lengths.
+        mix: capacity for the requests of a trace.
+        unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
+    """
 
     plan_id: str
     revision: int
@@ -172,36 +239,39 @@ class Plan:
     kv_cache: KVCachePlan
     fits: bool
     reasons: tuple[str, ...] = ()
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # of what no file or flag decides
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     terms: tuple[Term, ...] = ()
     weight_formats: tuple[WeightFormat, ...] = ()
-    notes: tuple[str, ...] = ()  # what a reader should know: rules assumed, settings that override
-    advice: tuple[str, ...] = ()  # when it does not fit: changes that make it fit, smallest first
+    notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
-    stops_with: str | None = None  # what the engine says, when it does not start
-    engine_name: str = ""  # as people call it: with its version, where it has one
-    host: HostMemory | None = None  # beside the GPUs; None on a CPU, where the plan itself is of the host
-    requests: tuple[RequestCapacity, ...] = ()  # of the lengths asked for
-    mix: MixCapacity | None = None  # of a trace
-    unsupported: tuple[
-        str, ...
-    ] = ()  # the ``reasons`` for which no memory would help: the engine does not run it
+    stops_with: str | None = None
+    engine_name: str = ""
+    host: HostMemory | None = None
+    requests: tuple[RequestCapacity, ...] = ()
+    mix: MixCapacity | None = None
+    unsupported: tuple[str, ...] = ()
 
     @property
     def rank(self) -> RankPlan:
-        """The rank that decides."""
+        """Return the rank that decides whether the plan fits."""
         return self.ranks[self.worst_rank]
 
     @property
     def running(self) -> float:
-        """Sequences of max_model_len tokens that run at once: what the pool holds, at most --max-num-seqs."""
+        """Return how many sequences of max_model_len tokens run at once, at most --max-num-seqs."""
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """How many requests of these lengths, none sharing a prefix, the pool holds at once.
+        """Return how many requests of these lengths the pool holds at once if none shares a prefix.
 
-        Raises DeploymentError for one longer than max_model_len, UnsupportedArchitecture where it is not known
-        what a request takes.
+        Args:
+            prompt_tokens: tokens of each prompt.
+            output_tokens: tokens of each answer.
+
+        Raises:
+            DeploymentError: a request is longer than max_model_len.
+            UnsupportedArchitecture: the blocks that a request of this model needs are not known.
         """
         if self.kv_cache.law is None:
             raise UnsupportedArchitecture(self.kv_cache.no_law, field="--request")
@@ -211,14 +281,14 @@ class Plan:
 
     @property
     def usable_bounds(self) -> tuple[int, int, int]:
-        """Usable blocks: as planned, the fewest and the most there may be."""
+        """Return the usable blocks as planned, their lower bound and their upper bound."""
         cache = self.kv_cache
         empty = cache.num_blocks - cache.usable_blocks
         low, high = self.intervals.get("num_blocks", (cache.num_blocks, cache.num_blocks))
         return cache.usable_blocks, max(0, int(low) - empty), max(0, int(high) - empty)
 
     def headline(self) -> tuple[str, str]:
-        """Two lines: the model, and how it is served."""
+        """Return two lines: one describes the model, the other the engine, device and main limits."""
         model, flags = self.model, self.deployment
         first = f"{model.id}: {model.architecture}, {model.parameters:,} parameters, {model.attention}, "
         first += model.dtype + (f", {flags.quantization}" if flags.quantization else "") + f" (via {model.via})"
@@ -229,7 +299,7 @@ class Plan:
         return first, second
 
     def device_name(self) -> str:
-        """The GPU with their number, or the device."""
+        """Return the name of the GPU with its count, or of the device."""
         flags = self.deployment
         name = flags.gpu or flags.device
         if len(self.ranks) > 1:
@@ -239,7 +309,7 @@ class Plan:
         )
 
     def memory_rows(self) -> list[tuple[str, int, str]]:
-        """(component, bytes, note) of the worst rank, in the order they are taken."""
+        """Return (component, bytes, note) of the worst rank, in the order in which memory is taken."""
         rank = self.rank
 
         def bounds(name: str) -> str:
@@ -265,7 +335,7 @@ class Plan:
         return rows
 
     def capacity_lines(self) -> list[str]:
-        """What the pool holds; the groups of a hybrid apart."""
+        """Return lines that describe what the pool holds; a hybrid model has one line per group of layers."""
         cache, layout, flags = self.kv_cache, self.kv_cache.layout, self.deployment
         if not layout.groups:
             return [f"KV cache: none (an encoder); at most {flags.max_num_seqs:,} texts in a step"]
@@ -294,7 +364,7 @@ class Plan:
         return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:
-        """What is held beside the GPUs."""
+        """Return lines about the host memory beside the GPUs; none if the plan has no host part."""
         host = self.host
         if host is None:
             return []
@@ -308,7 +378,7 @@ class Plan:
         return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can take back"]
 
     def verdict_lines(self) -> list[str]:
-        """Whether it fits, or why not and what would; notes."""
+        """Return lines that say whether the plan fits, otherwise why not and what would fit, and the notes."""
         lines = ["Fits."] if self.fits else [
             f"Does not {'run' if reason in self.unsupported else 'fit'}: {reason}" for reason in self.reasons
         ]  # fmt: skip
@@ -318,14 +388,14 @@ class Plan:
         return lines + [f"Note: {note}" for note in self.notes]
 
     def __repr__(self) -> str:
-        """A few lines for people; the fields are in ``plan_to_dict``."""
+        """Return a few readable lines; `plan_to_dict` returns the fields."""
         rows = [f"{name} {gib(size)}" for name, size, _ in self.memory_rows() if name != "device"]
         memory = f"{', '.join(rows)} of {gib(self.rank.total_bytes)}"
         verdict = "Fits." if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
         return "\n  ".join(("<Plan", *self.headline(), memory, *self.capacity_lines()[:2], verdict)) + ">"
 
     def figures(self) -> list[tuple[str, str, str]]:
-        """What people look for first: name, figure, its bounds or what it is of."""
+        """Return the most important figures as (name, figure, bounds or unit)."""
         cache, flags, each = self.kv_cache, self.deployment, gib(self.rank.total_bytes)
         shown = [("device", self.device_name(), f"{each} each" if len(self.ranks) > 1 else each)]
         if not cache.layout.groups:
@@ -343,7 +413,7 @@ class Plan:
         ]
 
     def html(self) -> str:
-        """A section of a page: verdict, figures, the table with the memory bar, capacity."""
+        """Return an HTML section with verdict, figures, memory table with its bar, and capacity."""
         from tonnage.planner.markup import memory_section  # for pages and notebooks alone
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
@@ -354,11 +424,11 @@ class Plan:
         return memory_section(*self.headline(), verdict, self.figures(), rows, self.rank.total_bytes, lines)
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What a page says that the plan is about."""
+        """Return (name, value) of the model, engine and device, for the head of a page."""
         return ("model", self.model.id), ("engine", self.engine_name), ("device", self.device_name())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows; its style touches nothing outside it."""
+        """Return HTML for a notebook, with a style that affects nothing outside it."""
         from tonnage.planner.markup import fragment  # for pages and notebooks alone
 
         return fragment(self.html())

@@ -1,7 +1,7 @@
-"""A plan in a terminal: colours, columns, words wrapped at its width.
+"""Terminal output of plans: colours, columns, and text wrapped to the width.
 
-Not rich, which has 14 MB with what it brings, more than all else that a planner needs, and takes longer to load
-than a plan to compute.
+It replaces rich, which occupies 14 MB with its dependencies, more than the rest of the planner needs, and takes
+longer to import than a plan takes to compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Cell = str | tuple[str, str]  # text, or text and its style
 
 
 class Screen:
-    """``file``: a terminal. What it would act on in a text is written as Python writes it."""
+    """A terminal, or another text file, to which plans are printed.
+
+    Control characters in a text are escaped as in a Python string.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -28,8 +31,8 @@ class Screen:
         self.width = _width(file)
 
     def print(self, text: str = "", style: str = "") -> None:
-        """One paragraph; lines after its first are indented as that is."""
-        import textwrap  # regular expressions, that nothing else here needs
+        """Print one paragraph; its further lines are indented as its first line is."""
+        import textwrap  # loads `re`, which nothing else here needs
 
         plain = printable(text)
         indent = plain[: len(plain) - len(plain.lstrip())]
@@ -37,7 +40,13 @@ class Screen:
             print(self._in(style, line), file=self._file)
 
     def table(self, rows: Sequence[Sequence[Cell]], right: Collection[int] = (), titles: bool = False) -> None:
-        """Columns as wide as their widest cell, those of ``right`` flush right. ``titles``: the first row."""
+        """Print rows in columns that are as wide as their widest cell.
+
+        Args:
+            rows: cells of each row, each a text or (text, style).
+            right: indices of right-aligned columns.
+            titles: whether the first row has titles, printed in bold.
+        """
         split = [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in rows]
         table = [[(printable(text), style) for text, style in row] for row in split]
         widths = [
@@ -56,7 +65,7 @@ class Screen:
 
 
 def _width(file: TextIO) -> int:
-    """Columns: what COLUMNS says, else what the terminal does, else 80."""
+    """Return the columns of a terminal: $COLUMNS, else the terminal's own answer, else 80."""
     if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said) > 0:
         return int(said)
     try:

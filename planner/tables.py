@@ -1,9 +1,8 @@
-"""The script of pages with tables: they sort, and long ones show their first rows, those with certain words, or
-all.
+"""The script of HTML pages with tables: sorting, searching, and showing only the first rows of a long table.
 
-A browser takes seconds to lay out the thousands of rows of a sweep, and as long each time it sorts them. On a
-phone each row of a wide table is a card, whose cells say their column; its heads stay, to sort by. Cells that
-begin with a number sort by it and its unit, before cells of words; a row too short for the column is last.
+A browser needs seconds to lay out the thousands of rows of a sweep, and again for each sort. On a phone each
+row of a wide table is a card whose cells repeat their column's title. Numbers sort by value and unit, before
+cells of text; rows without that column come last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them. Inside the planner bytes are always ``int``."""
+"""Sizes, counts and times as text: parsing and formatting. Inside the planner, bytes are always `int`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _MAX_BYTES = 1 << 60  # one EiB: above it the figure is a typing error
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def parse_seconds(text: str, field: str) -> float:
-    """Return the seconds that ``500ms``, ``1s``, ``2min`` or a plain number of seconds says.
+    """Return the seconds in a text such as `500ms`, `1s`, `2min` or a plain number.
 
-    Raises DeploymentError naming ``field``.
+    Raises:
+        DeploymentError: the text is no time; the error names `field`.
     """
     for unit, factor in (("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
@@ -46,9 +47,12 @@ def parse_seconds(text: str, field: str) -> float:
 
 
 def parse_size(text: str, field: str) -> int:
-    """``512MiB``, ``2GB``, ``1.5GiB`` or plain bytes -> bytes (rounded down).
+    """Return the bytes in a text such as `512MiB`, `2GB`, `1.5GiB` or a plain number, rounded down.
 
-    ``2G`` is refused: some tools read it as GiB, others as GB. Raises DeploymentError naming ``field``.
+    `2G` is rejected, because some tools read it as GiB and others as GB.
+
+    Raises:
+        DeploymentError: the text is no size; the error names `field`.
     """
     match = re.fullmatch(_SIZE, text, re.ASCII)
     factor = _FACTORS.get(match[3].lower()) if match else None
@@ -65,9 +69,10 @@ def parse_size(text: str, field: str) -> int:
 
 
 def parse_count(text: str, field: str, *, least: int = 1) -> int:
-    """An integer from ``least`` on, with vLLM's suffixes: ``8k`` = 8,000 and ``8K`` = 8,192 (also m, M).
+    """Return the integer in a text with vLLM's suffixes: `8k` is 8,000 and `8K` is 8,192 (also m and M).
 
-    Raises DeploymentError naming ``field``.
+    Raises:
+        DeploymentError: the text is no integer of at least `least`; the error names `field`.
     """
     match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip(), re.ASCII)
     factor = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2] if match else ""]
@@ -78,14 +83,18 @@ def parse_count(text: str, field: str, *, least: int = 1) -> int:
 
 
 def parse_port(text: str) -> int:
-    """Of ``--port``. Raises DeploymentError."""
+    """Return the port number of `--port`.
+
+    Raises:
+        DeploymentError: the text is no port from 0 to 65535.
+    """
     if not text.isdecimal() or not text.isascii() or len(text) > 5 or int(text) > 65_535:
         raise DeploymentError(f"{text[:40]!r} is no port", field="--port", hint="from 0 (a free one) to 65535")
     return int(text)
 
 
 def gib(size: int) -> str:
-    """``1.98 GiB``; below 1 GiB in MiB, so that small terms stay readable."""
+    """Format bytes as `1.98 GiB`, or in MiB below 1 GiB so that small terms stay readable."""
     if abs(size) >= GiB:
         return f"{size / GiB:,.2f} GiB"
     return f"{size / MiB:,.1f} MiB"

@@ -228,7 +228,7 @@ def test_the_table_has_biases(capsys):
         (["3.3", "--format", "NF4"], ["nf4 stores no value by itself", "absmax per 64"]),
         (["3.3", "--format", "mxfp4"], ["one E8M0 scale", "--format fp4_e2m1"]),
         (["inf", "--format", "int8"], ["int8 has neither infinity nor NaN"]),
-        (["--", "-1.5", "--format", "fp16"], ["--format: comes before the --"]),
+        (["--", "-1.5", "--format", "fp16"], ["--format: must come before the --"]),
     ],
 )
 def test_a_format_that_shows_no_single_value_says_why(capsys, arguments, words):
