@@ -236,7 +236,7 @@ class Flag:
         return f"{text} (default: {shown})" if text else f"default: {shown}"
 
     def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
-        """Add the option to a parser; if it is not given, the namespace holds `default` under the field's name."""
+        """Add the option to a parser; the namespace holds `default` where the option is not given."""
         names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
             from argparse import BooleanOptionalAction
@@ -303,9 +303,8 @@ def check_values(record: Any) -> None:
     """Raise DeploymentError for the first field of a dataclass instance with an invalid value."""
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
-        if (
-            value is not found.default
-        ):  # most fields have their default, and a sweep checks thousands of instances
+
+        if value is not found.default:  # a sweep checks thousands of records, most of them defaults
             found.check(value)
 
 

@@ -6,7 +6,7 @@ compare plan and measurement all come from it. `tonnage.planner.planning.build.m
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -151,7 +151,7 @@ def check_components(components: dict[str, int], rank: RankPlan) -> None:
         AssertionError: the sums differ.
     """
     elsewhere = {"total_bytes", "offloaded_bytes"}
-    held = [size for name, size in asdict(rank).items() if name not in elsewhere]
+    held = [getattr(rank, part.name) for part in fields(rank) if part.name not in elsewhere]
     assert sum(components.values()) == rank.total_bytes, (components, rank)
     assert sum(held) == sum(components.values()) - components["free"], (components, rank)
 

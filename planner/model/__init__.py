@@ -1,1 +1,1 @@
-"""A model's config and what follows from it alone: tensors, what each layer caches, the layout of a pool."""
+"""A model as its config describes it: tensors, what each layer caches, and the layout of the block pool."""

@@ -1,4 +1,4 @@
-"""Architecture: what the forward pass holds, tensor by tensor, before any engine or flag is known."""
+"""Architecture: the shapes of a model, tensor by tensor, before any engine or flag is known."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Literal
 from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 
-if TYPE_CHECKING:  # not loaded for families without one
+if TYPE_CHECKING:  # families without a recipe or a tower do not load these
     from tonnage.planner.model.recipe import Recipe
     from tonnage.planner.model.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor one layer keeps per sequence, whatever its length. ``dtype`` None: the model's dtype.
-    Tensor parallelism divides ``shape[shard_dim]`` (None: every rank holds all). ``chunk``: tokens that its
-    kernel takes at once (Mamba-2)."""
+    """A tensor of fixed size that one layer keeps per sequence, such as a Mamba state.
+
+    Attributes:
+        dtype: the tensor's dtype, or None for the model's.
+        shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
+            tensor.
+        chunk: tokens that the kernel processes at a time (Mamba-2).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,21 +33,24 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """What one layer keeps while it generates.
+    """The cache of one layer.
 
-    ``full``, ``sliding``, ``chunked``, ``cross``: ``kv_heads`` x (``head_size`` for K +
-    ``value_head_size`` for V, None: the same) elements per token. ``mla``: one latent of ``head_size``
-    elements per token (compressed KV and the rotary key), the same on every rank; an engine that expands
-    it keeps ``Architecture.heads`` x (``Architecture.head_size`` for K + ``value_head_size`` for V).
-    ``state``: ``states``
-    per sequence, nothing per token.
+    A `full`, `sliding`, `chunked` or `cross` layer stores kv_heads x (head_size + value_head_size) elements per
+    token. An `mla` layer stores one latent of head_size elements per token (compressed KV and the rotary key),
+    the same on every rank. An engine that expands the latent stores Architecture.heads x
+    (Architecture.head_size + value_head_size) elements. A `state` layer stores `states` per sequence and
+    nothing per token.
 
-    ``window`` counts the tokens a query sees, itself included (``chunked``: the chunk size).
-    ``transformers_kv_heads`` differs from ``kv_heads`` where transformers repeats K and V before it
-    stores them. ``shares``: the layer whose cache this one reads; it stores nothing itself.
-    ``compression``: one entry stands for so many tokens. ``index_size``: elements of the sparse indexer's key
-    per token, beside (0: no indexer). ``source_tokens``: the most tokens a cross-attention cache holds (the
-    encoder's output), None where the request decides.
+    Attributes:
+        window: tokens that a query attends to, itself included; the chunk size of a `chunked` layer.
+        transformers_kv_heads: KV heads that transformers caches, where it repeats K and V before it stores
+            them.
+        value_head_size: elements of V per head; None if it equals head_size.
+        shares: index of the layer whose cache this layer reads instead of storing its own.
+        compression: tokens per cached entry.
+        index_size: elements per token of the sparse indexer's key, stored beside K and V; 0 without an indexer.
+        source_tokens: most tokens of a cross-attention cache (the encoder's output); None if the request
+            decides.
     """
 
     layer: int
@@ -60,7 +68,7 @@ class CacheLayer:
 
     @property
     def elements_per_entry(self) -> int:
-        """Elements of one cached entry (one token, or ``compression`` tokens), without the indexer's key."""
+        """Return the elements of one cached entry (`compression` tokens), without the indexer's key."""
         if self.kind == "mla":
             return self.head_size
         value = self.head_size if self.value_head_size is None else self.value_head_size
@@ -69,9 +77,14 @@ class CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary embedding: rotated dimensions per head, and how many distinct frequency tables there are
-    (Gemma 3: one for full, one for sliding layers). ``mrope``: a position has three axes (time and a
-    picture's two). ``positions``: rows of a table where they are not ``max_model_len``."""
+    """Rotary position embedding of a model.
+
+    Attributes:
+        dim: rotated dimensions per head.
+        tables: number of distinct frequency tables (Gemma 3: one for full and one for sliding layers).
+        mrope: whether a position has three axes: time, height and width.
+        positions: rows of the table, where it has another number than max_model_len.
+    """
 
     dim: int
     tables: int
@@ -81,14 +94,22 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Shapes of a model; ``tensors`` and ``cache_layers`` in layer order.
+    """The shapes of a model; `tensors` and `cache_layers` are in layer order.
 
-    ``layers``, ``hidden_size`` ... are those of the language model (of the decoder, where there is an
-    encoder too). ``cache_layers`` is empty for an encoder. ``experts`` and ``experts_per_token`` count
-    routed experts (0: dense); ``intermediate_size`` is the widest MLP of one token (with MoE: all experts
-    a token goes through, and the shared ones). ``unread``: switches of the config that no adapter knows and
-    that may add biases and norms to ``tensors``. ``recipe``: the layers as data (None: not written as one).
-    ``vision``: the tower that reads pictures, where its processor's sizes are known.
+    `layers`, `hidden_size` and the other sizes describe the language model; of an encoder-decoder model, the
+    decoder.
+
+    Attributes:
+        intermediate_size: width of the MLP that one token passes; with MoE, of its experts and the shared ones.
+        max_model_len: longest sequence in tokens.
+        cache_layers: caches of the layers; empty for an encoder.
+        position_field: the config field from which max_model_len was read.
+        experts: number of routed experts; 0 for a dense model.
+        experts_per_token: routed experts that one token passes.
+        unread: switches in the config that no adapter knows and that may add biases or norms to `tensors`.
+        via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
+        recipe: the layers as data, or None if the family has no recipe.
+        vision: the tower that reads pictures, if the sizes of its processor are known.
     """
 
     model_type: str
@@ -104,24 +125,24 @@ class Architecture:
     tensors: tuple[TensorSpec, ...]
     cache_layers: tuple[CacheLayer, ...]
     rotary: Rotary | None
-    position_field: str  # the config field max_model_len came from
+    position_field: str
     gated_mlp: bool = True
     experts: int = 0
     experts_per_token: int = 0
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
     unread: tuple[str, ...] = ()
-    via: Literal["adapter", "meta"] = "adapter"  # meta: transformers' own modules (planner/families/meta.py)
+    via: Literal["adapter", "meta"] = "adapter"
     recipe: Recipe | None = None
     vision: Vision | None = None
 
     @property
     def parameters(self) -> int:
-        """Parameters, each tied tensor counted once (as ``model.parameters()`` does)."""
+        """Return the number of parameters; a tied tensor counts once, as in `model.parameters()`."""
         return sum(t.elements for t in self.tensors if t.is_parameter and t.tied_to is None)
 
     @property
     def tower_parameters(self) -> dict[str, int]:
-        """Parameters of vision, audio and projector modules by role; empty for a text model."""
+        """Return the parameters of the vision, audio and projector modules by role; empty for a text model."""
         out: dict[str, int] = {}
         for tensor in self.tensors:
             if tensor.role in TOWER_ROLES and tensor.tied_to is None:
@@ -130,6 +151,7 @@ class Architecture:
 
     @property
     def attention(self) -> str:
+        """Return the kind of attention: MHA, GQA, MQA or MLA, or `none` if all layers have recurrent states."""
         kinds = {layer.kind for layer in self.cache_layers}
         if kinds == {"state"}:
             return "none"

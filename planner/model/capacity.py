@@ -1,4 +1,7 @@
-"""How many requests a pool holds at once, from what one takes (``requests``), and both in words."""
+"""Capacity of a block pool: how many requests it holds at once, and the lines that report it.
+
+`requests.py` computes the blocks of one request.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,32 @@ from tonnage.planner.units import gib
 
 
 def at_most(held: float, limit: int | None) -> float:
-    """Sequences that run of so many that a pool holds. ``limit``: --max-num-seqs."""
+    """Return the number of running sequences: what the pool holds, at most `limit` (--max-num-seqs)."""
     return held if limit is None else min(held, limit)
 
 
 def most_at_once(usable: int, peak: int, each: int) -> int:
-    """Requests in ``usable`` blocks of which one holds ``peak`` and the others ``each``: one after the other is
-    admitted and grows until there is no block for it."""
+    """Return how many requests fit when they are admitted one after the other and grow until no block is free.
+
+    Args:
+        usable: blocks of the pool.
+        peak: blocks of the request that holds the most.
+        each: blocks of each other request.
+    """
     return 0 if peak > usable else 1 + (usable - peak) // each
 
 
 def never_preempted(usable: int, blocks: RequestBlocks, together: int) -> int:
-    """Requests in ``usable`` blocks of which ``together`` hold what a prompt takes while it is computed, the
-    others what the fullest step of a decode takes: a decode that wants a block then finds one, whichever steps
-    all of them are at."""
+    """Return how many requests run at once without any preemption, at whatever step each of them is.
+
+    Requests whose prompt is being computed hold their arrival blocks. All others hold the blocks of the fullest
+    step of their decode, so that a decode that needs a block finds one.
+
+    Args:
+        usable: blocks of the pool.
+        blocks: blocks of one request.
+        together: number of prompts that may be computed at the same time.
+    """
     if blocks.arrival <= blocks.fullest:
         return usable // blocks.fullest
     prompts = min(together, usable // blocks.arrival)
@@ -34,13 +49,17 @@ def never_preempted(usable: int, blocks: RequestBlocks, together: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestCapacity:
-    """How many requests of ``prompt_tokens`` + ``output_tokens`` a pool holds at once.
+    """How many requests with the same prompt and output length a pool holds at once.
 
-    ``at_once``: none preempted, whichever steps they are at (``never_preempted``); ``bounds``: the same at
-    the ends of the pool's interval. ``at_last``: admitted one after the other and grown to their last tokens.
-    ``started``: admitted and their prompts processed; more of them than ``at_once`` are preempted later.
-    ``together``: prompts that may be computed at one time. ``limit``: --max-num-seqs, below which all of these
-    count.
+    Attributes:
+        bytes: bytes of one request at the fullest step of its decode.
+        at_once: requests that run without any preemption (`never_preempted`).
+        bounds: lower and upper bound of `at_once`, from the interval of the pool's size.
+        at_last: requests that fit if they are admitted one by one and have grown to their last tokens.
+        started: requests that fit once their prompts are processed; above `at_once`, some are preempted later.
+        together: prompts that may be computed at the same time.
+        limit: --max-num-seqs; the counts above do not include it.
+        share: text that says which share of a trace's requests needs no more blocks than these.
     """
 
     prompt_tokens: int
@@ -53,18 +72,26 @@ class RequestCapacity:
     started: int
     together: int
     limit: int
-    share: str = ""  # of the requests of a trace that take no more
+    share: str = ""
 
     @property
     def running(self) -> int:
+        """Return the requests that run at once without preemption, at most --max-num-seqs."""
         return min(self.at_once, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
 class MixCapacity:
-    """How many requests like those of a trace a pool holds at once on average: ``blocks`` each, at the fullest
-    step of its decode, weighted by its steps (a long answer runs for longer). ``longer``: left out because they
-    are above max_model_len."""
+    """How many requests with the lengths of a trace a pool holds at once on average.
+
+    Attributes:
+        name: name of the trace.
+        requests: requests of the trace that were counted.
+        longer: requests left out because they are longer than max_model_len.
+        blocks: mean blocks per request at the fullest step of its decode, weighted by its steps.
+        at_once: requests that run at once.
+        bounds: lower and upper bound of `at_once`.
+    """
 
     name: str
     requests: int
@@ -75,7 +102,13 @@ class MixCapacity:
 
 
 def check_lengths(prompt: int, output: int, longest: int) -> None:
-    """Raise DeploymentError for a request that there is not. ``longest``: max_model_len."""
+    """Raise DeploymentError for a request with an empty prompt or answer, or longer than max_model_len.
+
+    Args:
+        prompt: tokens of the prompt.
+        output: tokens of the answer.
+        longest: max_model_len.
+    """
     asked = f"{prompt}+{output}"
     if prompt < 1 or output < 1:
         raise DeploymentError(f"{asked}: both are at least one token", field="--request")
@@ -89,7 +122,15 @@ def check_lengths(prompt: int, output: int, longest: int) -> None:
 def hold(
     law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], limit: int
 ) -> RequestCapacity:
-    """``usable``: blocks as planned, the fewest and the most there may be."""
+    """Return the capacity of a pool for requests of one prompt and output length.
+
+    Args:
+        law: the blocks that a request needs for its lengths.
+        prompt: tokens of the prompt.
+        output: tokens of the answer.
+        usable: usable blocks as planned, their lower and their upper bound.
+        limit: --max-num-seqs.
+    """
     blocks, together = law.blocks(prompt, output), law.together(prompt)
     planned, low, high = (never_preempted(count, blocks, together) for count in usable)
     return RequestCapacity(
@@ -100,7 +141,13 @@ def hold(
 
 
 def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
-    """The law in words. ``usable`` blocks, ``limit`` sequences."""
+    """Return lines that say what a request needs and how prefixes are reused.
+
+    Args:
+        law: the blocks that a request needs for its lengths.
+        usable: usable blocks of the pool.
+        limit: --max-num-seqs.
+    """
     parts = []
     if law.fixed_blocks:
         parts.append(f"{law.fixed_blocks * law.bytes_per_block:,} bytes whatever its length")
@@ -123,6 +170,7 @@ def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
 
 
 def capacity_line(request: RequestCapacity) -> str:
+    """Return the line that says how many requests of one prompt and output length run at once."""
     blocks, (low, high) = request.blocks, request.bounds
     count, ends = f"{request.at_once:,} at once", ""
     if low < high:
@@ -141,7 +189,12 @@ def capacity_line(request: RequestCapacity) -> str:
 
 
 def mix_line(mix: MixCapacity, limit: int) -> str:
-    """``limit``: --max-num-seqs."""
+    """Return the line that says how many requests of a trace run at once.
+
+    Args:
+        mix: the capacity for the trace.
+        limit: --max-num-seqs.
+    """
     low, high = mix.bounds
     ends = f", {low:,} to {high:,}" if low < high else ""
     left = f"; {mix.longer:,} are above max_model_len and left out" if mix.longer else ""

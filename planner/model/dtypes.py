@@ -1,17 +1,17 @@
-"""Element types: their names as config.json, safetensors and flags spell them, and their bytes."""
+"""Element types: their names in config.json, safetensors files and flags, and their sizes."""
 
 from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""What a model may be loaded in."""
+"""Bytes per element of the dtypes that a model may be loaded in."""
 
 ELEMENT_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "complex64": 8}
-"""Also what buffers are made of."""
+"""Bytes per element of the model dtypes and of the dtypes that buffers have."""
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""vLLM's --kv-cache-dtype values (vllm/config/cache.py, 0.32.0) that need no scales per token."""
+"""Bytes per element of vLLM's --kv-cache-dtype values that have no scales (vllm/config/cache.py, 0.32.0)."""
 
 HF_KV_DTYPE_BYTES = {
     **DTYPE_BYTES,
@@ -20,10 +20,10 @@ HF_KV_DTYPE_BYTES = {
     "fp8_per_token_head": 1,
     "int8_per_token_head": 1,
 }
-"""--kv-cache-dtype of the hf engine, under vLLM's names (server/engines/hf/pool.py)."""
+"""Bytes per element of the hf engine's --kv-cache-dtype values, which have vLLM's names."""
 
 KV_SCALE_BYTES = {"fp8_per_token_head": 4, "int8_per_token_head": 4}
-"""Bytes of the fp32 scale that one token's K (and V) of one head has in such a cache."""
+"""Bytes of the fp32 scale that K, and V, of one token and head has in a cache of this dtype."""
 
 SAFETENSORS_BITS = {
     "F64": 64,
@@ -50,7 +50,11 @@ SAFETENSORS_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def config_dtype(name: object) -> str | None:
-    """``dtype`` / ``torch_dtype`` of a config as one of DTYPE_BYTES; None when absent or "auto"."""
+    """Return `dtype` or `torch_dtype` of a config as a key of DTYPE_BYTES, or None if it is absent or "auto".
+
+    Raises:
+        ConfigError: the config names another dtype.
+    """
     if name is None or name == "auto":
         return None
     if isinstance(name, str):
@@ -66,4 +70,4 @@ SPELLINGS = (
     frozenset({"float16", "fp16", "half", "f16", "torch.float16"}),
     frozenset({"bfloat16", "bf16", "torch.bfloat16"}),
 )
-"""Names that are the same type: torch's, those of papers, vLLM's --dtype half and float, llama.cpp's."""
+"""Sets of names for the same dtype, as used by torch, papers, vLLM's --dtype and llama.cpp."""

@@ -1,4 +1,4 @@
-"""Checked reading of config.json: each value is of the right type and size, or an error names its field."""
+"""Checked access to config.json: each value has the right type and size, or an error names its field."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 
-# The largest real config.json seen is 0.1 MiB (id2label tables included); the list of quantized modules of
-# the largest model (ModelOpt, Kimi-K2's experts one by one) would be 5. As Python objects JSON takes up to 24
-# times its text (a list of empty lists), a plan of a file as large as this up to 250 MiB.
+# The largest config.json seen has 0.1 MiB, id2label tables included. ModelOpt's list of quantized modules would
+# have 5 MiB for the largest model (each expert of Kimi-K2). Parsed JSON takes up to 24 times the size of its
+# text (a list of empty lists), so that a plan of a file of this size takes up to 250 MiB.
 MAX_CONFIG_BYTES = 8 << 20
 MAX_NESTING = 32  # real configs nest three deep
 
 # Limits far above any published model (Llama-3.1-405B: 126 layers, hidden 16,384; Gemma: vocabulary 262,208).
-# Beyond them the value is a broken file, and building a million TensorSpecs would hang the planner.
+# A larger value means a broken file, and building a million TensorSpecs would hang the planner.
 LIMITS = {"layers": 1_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
 
-# Words of field names that mean a shape or a cache rule. A field with such a name that no adapter read
-# and whose value is not neutral changes the model in a way the planner does not know.
+# Parts of field names that stand for a shape or a cache rule. If no adapter reads such a field and its value is
+# not neutral, it changes the model in a way that the planner does not know.
 _SHAPE_WORDS = (
     "expert", "moe", "lora", "rank", "num_", "n_", "_size", "_dim", "layer", "head", "shared", "vision",
     "audio", "mamba", "ssm", "conv", "bias", "norm", "window", "sliding", "chunk", "cross", "encoder",
     "adapter", "memory", "altup", "index", "latent", "compress", "sink", "hyper", "mtp", "nextn", "block",
     "alibi", "parallel", "attention",
 )  # fmt: skip
-# A switch of this kind has no size of its own: it adds a bias or a norm to matrices that are there. Tables of
-# relative positions are also called biases.
+# Switches with these words add a bias or a norm to existing matrices and no other size. Tables of relative
+# positions are also called biases; _POSITION_WORDS excludes them.
 _SWITCHED = {"bias", "norm"}
 _POSITION_WORDS = ("pos", "rel")
 _NEUTRAL = (None, False, 0, "", "none")
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read config.json. Raises ConfigError naming what is broken (not UTF-8, not JSON, not an object...)."""
+    """Read a config.json.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large, or is not a JSON object in UTF-8.
+    """
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise ConfigError("is not a regular file", field=str(path))
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
@@ -49,7 +53,15 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def parse_config(data: bytes, where: str) -> dict[str, Any]:
-    """JSON text -> dict; refuses duplicate keys, NaN, Infinity and absurd nesting by name."""
+    """Parse the bytes of a config.json.
+
+    Args:
+        data: JSON in UTF-8.
+        where: name of the file, for error messages.
+
+    Raises:
+        ConfigError: the text is not a JSON object, or has duplicate keys, NaN, Infinity or too deep nesting.
+    """
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -80,11 +92,16 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_finite(value: object, path: tuple[str | int, ...]) -> None:
-    """``path``: keys and indices that lead to ``value``; written out where it is needed alone, because a key
-    may be a megabyte and hold a million items."""
+    """Raise ConfigError for a number that is not finite, or for nesting beyond `MAX_NESTING`.
+
+    Args:
+        value: the value to check, with everything in it.
+        path: keys and indices that lead to `value`. They are joined only for an error, because a key may have a
+        megabyte and hold a million items.
+    """
     if len(path) > MAX_NESTING:
         raise ConfigError(f"nested more than {MAX_NESTING} deep", field=_written(path)[:80])
-    # Mamba's limits on the time step: (0, Infinity) in published files, and no shape
+    # Mamba's limits on the time step are (0, Infinity) in published files and affect no shape.
     if isinstance(value, float) and not math.isfinite(value) and "time_step_limit" not in _written(path):
         raise ConfigError(f"{value} is not a finite number", field=_written(path))
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -98,14 +115,16 @@ def _written(path: tuple[str | int, ...]) -> str:
 
 
 def shown(value: object) -> str:
+    """Return the representation of a value, cut to 60 characters, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Fields:
-    """One family's view of a config. Remembers what was read, so that ``check_unread`` can tell
-    which fields nobody understood. ``aliases`` maps a standard name to the name the family's files use;
-    ``absent`` has the values of fields that the file leaves out."""
+    """A family's access to a config, which records the fields that were read.
+
+    `check_unread` then finds the fields that no builder read.
+    """
 
     def __init__(
         self,
@@ -113,13 +132,24 @@ class Fields:
         aliases: Mapping[str, str] | None = None,
         absent: Mapping[str, Any] | None = None,
     ) -> None:
+        """Create the access to one config.
+
+        Args:
+            config: the parsed config.json.
+            aliases: standard field name -> name in this family's files.
+            absent: values of fields that the file leaves out.
+        """
         self.config = config
         self._aliases = dict(aliases or {})
         self._absent = absent or {}
         self._read: set[str] = set()
 
     def name(self, field: str) -> str:
-        """The spelling the file uses (both spellings with different values contradict each other)."""
+        """Return the name under which the file has a field.
+
+        Raises:
+            ConfigError: the file has the field under both names, with different values.
+        """
         other = self._aliases.get(field)
         if other is None:
             return field
@@ -130,15 +160,27 @@ class Fields:
         return field if field in self.config and other not in self.config else other
 
     def raw(self, field: str) -> Any:
+        """Return the value of a field without a check, or None if it is absent, and mark the field as read."""
         name = self.name(field)
         self._read.update((field, name))
         return self.config[name] if name in self.config else self._absent.get(field)
 
     def ignore(self, *fields: str) -> None:
-        """Fields known to change neither shapes nor the cache."""
+        """Mark fields as read that change neither shapes nor the cache."""
         self._read.update(fields)
 
     def integer(self, field: str, default: int | None = None, *, limit: str, minimum: int = 1) -> int:
+        """Return an integer field.
+
+        Args:
+            field: name of the field.
+            default: value where the field is absent or null.
+            limit: key of LIMITS, the upper bound.
+            minimum: the lower bound.
+
+        Raises:
+            ConfigError: the field is missing, no integer or out of range.
+        """
         value = self.optional_integer(field, default, limit=limit, minimum=minimum)
         if value is None:
             raise ConfigError("missing", field=self.name(field), hint="an integer is needed")
@@ -147,6 +189,17 @@ class Fields:
     def optional_integer(
         self, field: str, default: int | None = None, *, limit: str, minimum: int = 1
     ) -> int | None:
+        """Return an integer field, or `default` where it is absent or null.
+
+        Args:
+            field: name of the field.
+            default: value where the field is absent or null.
+            limit: key of LIMITS, the upper bound.
+            minimum: the lower bound.
+
+        Raises:
+            ConfigError: the value is no integer or out of range.
+        """
         value = self.raw(field)
         if value is None:
             return default
@@ -158,14 +211,24 @@ class Fields:
         return value
 
     def boolean(self, field: str, default: bool) -> bool:
+        """Return a boolean field; an absent field is `default`, null is False.
+
+        Raises:
+            ConfigError: the value is not a boolean.
+        """
         value = self.raw(field)
         if value is None:
-            return default and self.name(field) not in self.config  # null is no
+            return default and self.name(field) not in self.config  # null means False
         if not isinstance(value, bool):
             raise ConfigError(f"{shown(value)} is not true or false", field=self.name(field))
         return value
 
     def number(self, field: str, default: float) -> float:
+        """Return a field as a float, or `default` where it is absent.
+
+        Raises:
+            ConfigError: the value is not a number.
+        """
         value = self.raw(field)
         if value is None:
             return default
@@ -177,7 +240,11 @@ class Fields:
             raise ConfigError(f"{shown(value)} is too large a number", field=self.name(field)) from None
 
     def share(self, field: str, default: float, of: int) -> int:
-        """A width that is the number ``field`` times ``of``, rounded down."""
+        """Return the width that is the number in `field` times `of`, rounded down.
+
+        Raises:
+            ConfigError: the width is out of range.
+        """
         width = of * self.number(field, default)
         if not 1 <= width <= LIMITS["width"]:
             raise ConfigError(
@@ -187,6 +254,11 @@ class Fields:
         return int(width)
 
     def mapping(self, field: str) -> dict[str, Any] | None:
+        """Return a field that is an object, or None where it is absent.
+
+        Raises:
+            ConfigError: the value is not an object.
+        """
         value = self.raw(field)
         if value is None:
             return None
@@ -195,7 +267,12 @@ class Fields:
         return value
 
     def layer_types(self, layers: int) -> tuple[str, ...] | None:
-        """``layer_types``: one of full_attention | sliding_attention per layer, or None when absent."""
+        """Return full_attention or sliding_attention per layer from `layer_types`, or None where it is absent.
+
+        Raises:
+            ConfigError: the list has not one entry per layer.
+            UnsupportedArchitecture: an entry is another kind of attention.
+        """
         value = self.raw("layer_types")
         if value is None:
             return None
@@ -209,7 +286,16 @@ class Fields:
         return tuple(value)
 
     def listed(self, field: str, layers: int, words: Mapping[Any, bool]) -> tuple[bool, ...] | None:
-        """A list of one of ``words`` per layer as what the words mean, or None when absent."""
+        """Return a field with one word per layer as booleans, or None where it is absent.
+
+        Args:
+            field: name of the field.
+            layers: number of layers.
+            words: each valid word and the boolean that it means.
+
+        Raises:
+            ConfigError: the list has another length or other words.
+        """
         value = self.raw(field)
         if value is None:
             return None
@@ -222,10 +308,17 @@ class Fields:
     def check_unread(
         self, model_type: str, harmless: Mapping[str, tuple[object, ...] | str]
     ) -> tuple[str, ...]:
-        """Names of unread switches that can add no more than biases and norms (planning/weights.py bounds it).
-        ``harmless``: fields known to change nothing, with their values (Family.leftovers).
+        """Return the names of unread switches that can add no more than biases and norms.
 
-        Raises UnsupportedArchitecture for any other field that sounds like a shape and that nobody read."""
+        planning/weights.py bounds the bytes that these switches may add.
+
+        Args:
+            model_type: the model type, for error messages.
+            harmless: fields known to change nothing, with the values for which that holds (Family.leftovers).
+
+        Raises:
+            UnsupportedArchitecture: another unread field sounds like a shape.
+        """
         known = self._read | _PRETRAINED_FIELDS | _COMPUTE_FIELDS
         bounded = []
         for field, value in self.config.items():
@@ -255,8 +348,8 @@ def _is_neutral(value: object) -> bool:
     return not value if isinstance(value, list | dict) else value in _NEUTRAL
 
 
-# Routing, scaling, rotation and training: they change what is computed, not what is stored. From the published
-# files of tests/data/configs and the config classes of transformers 5.19.
+# Fields for routing, scaling, rotation and training change what is computed, not what is stored. Sources: the
+# published files of tests/data/configs and the config classes of transformers 5.19.
 _COMPUTE_FIELDS = frozenset(
     """
     attention_multiplier attn_logit_softcapping attn_scale attn_temperature_tuning aux_loss_alpha aux_loss_coef
@@ -269,8 +362,8 @@ _COMPUTE_FIELDS = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# Fields of transformers' PreTrainedConfig and common leftovers in published files (transformers 5.19,
-# configuration_utils.py): none changes a shape or the KV cache.
+# Fields of transformers' PreTrainedConfig (transformers 5.19, configuration_utils.py) and common leftovers in
+# published files. None of them changes a shape or the KV cache.
 _PRETRAINED_FIELDS = frozenset(
     """
     architectures attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_dropout_prob

@@ -1,4 +1,4 @@
-"""Memory of the host beside an engine's GPUs: its parts, and what they come to."""
+"""Host memory beside an engine's GPUs: its parts and their totals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """Memory of the host, not of a GPU: ``value`` bytes, between ``low`` and ``high``, ``when`` it is held
-    (``loading``: until the weights are on the GPUs; ``serving``: from then on). ``shared``: in /dev/shm."""
+    """One part of the host memory (not GPU memory) that an engine uses, in bytes.
+
+    Attributes:
+        value: expected bytes.
+        low: lower bound in bytes.
+        high: upper bound in bytes.
+        when: `loading` if the memory is used until the weights are on the GPUs, `serving` if from then on.
+        shared: whether the memory is in /dev/shm.
+    """
 
     name: str
     value: int
@@ -23,10 +30,15 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What one replica holds beside its GPUs, all of its processes on one machine. ``page_cache_bytes``: what
-    reading the model puts into the page cache, which a container is charged with and the kernel takes back
-    when something else needs it: no part of the sums. ``unknown``: why there is no figure; then no sum means
-    anything."""
+    """The host memory that one replica uses beside its GPUs, over all of its processes on one machine.
+
+    Attributes:
+        parts: the parts of this memory.
+        page_cache_bytes: bytes that reading the model adds to the page cache. A container is charged with them,
+            but
+        the kernel reclaims them when needed, so that they are not part of the sums.
+        unknown: the reason why no figure is known; the sums are then meaningless.
+    """
 
     parts: tuple[HostPart, ...] = ()
     page_cache_bytes: int = 0
@@ -34,22 +46,25 @@ class HostMemory:
 
     @property
     def value(self) -> int:
+        """Return the expected peak in bytes."""
         return self._most([(part.when, part.value) for part in self.parts])
 
     @property
     def low(self) -> int:
+        """Return the lower bound of the peak in bytes."""
         return self._most([(part.when, part.low) for part in self.parts])
 
     @property
     def high(self) -> int:
+        """Return the upper bound of the peak in bytes."""
         return self._most([(part.when, part.high) for part in self.parts])
 
     @property
     def shared_bytes(self) -> int:
-        """What /dev/shm has to have room for."""
+        """Return the bytes that /dev/shm must be able to hold."""
         return sum(part.high for part in self.parts if part.shared)
 
     def _most(self, held: list[tuple[str, int]]) -> int:
-        """What is there while loading is gone before requests come: the larger of the two counts."""
+        """Return the larger of the loading peak and the serving peak, in bytes."""
         sums = {when: sum(size for other, size in held if other == when) for when, _ in held}
         return sums.get("always", 0) + max(sums.get("loading", 0), sums.get("serving", 0))

@@ -1,9 +1,9 @@
-"""KVLayout: what one block of the KV pool holds and costs.
+"""KVLayout: the contents and the size of one block of the KV pool.
 
-One physical pool: a block id may belong to any group. A block has ``layer_slots`` layer slots; the group
-that owns it stores its i-th layer in slot i. All groups therefore have the same bytes per block, as in
-vLLM's hybrid KV cache groups (vllm/v1/core/kv_cache_utils.py, 0.32.0); a group with fewer layers leaves
-slots unused.
+There is one physical pool, and a block id may belong to any group of layers. A block has `layer_slots` layer
+slots; the group that owns the block stores its i-th layer in slot i. All groups therefore have the same bytes
+per block, and a group with fewer layers leaves slots unused. vLLM's hybrid KV cache groups work the same way
+(vllm/v1/core/kv_cache_utils.py, 0.32.0).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ GroupKind = Literal["full", "sliding", "chunked", "mla", "state", "cross"]
 class KVGroup:
     """Layers that share one block table per sequence.
 
-    ``layers`` are model layer indices (slot = position); ``window`` counts the tokens a query sees,
-    itself included (None for full attention). ``block_size``: tokens one block of this group holds, None:
-    the layout's (engines stretch it where layers of different bytes per token share a pool).
+    Attributes:
+        layers: indices of the layers in the model; the position in the tuple is the layer slot.
+        window: tokens that a query attends to, itself included; None for full attention.
+        block_size: tokens per block of this group; None for the layout's. Engines use larger blocks where
+            layers
+        with different bytes per token share a pool.
     """
 
     kind: GroupKind
@@ -31,10 +34,11 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of the pool. Storage order: [block, layer slot, K or V, slot in block, KV head, head size].
+    """Geometry of the block pool, stored as [block, layer slot, K or V, slot in block, KV head, head size].
 
-    ``page_bytes``: bytes of one layer slot of a block where they are not K and V of ``kv_heads`` x
-    ``head_size`` (MLA latents, states, padded pages); None: they are.
+    Attributes:
+        page_bytes: bytes of one layer slot where it does not hold K and V of kv_heads x head_size (MLA latents,
+        states, padded pages); else None.
     """
 
     groups: tuple[KVGroup, ...]
@@ -48,31 +52,36 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one layer slot of a block."""
+        """Return the bytes of one layer slot of a block."""
         if self.page_bytes is not None:
             return self.page_bytes
         return 2 * self.block_size * self.kv_heads * self.head_size * self.dtype_bytes
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, whatever group owns it (unused layer slots included)."""
+        """Return the bytes of one block, unused layer slots included; they are the same for every group."""
         return self.layer_slots * self.slot_bytes
 
     def token_bytes(self, group: KVGroup) -> int:
-        """Bytes of one token in all layers of ``group``, padding included. Pages of several sizes (MLA latents
-        beside the keys of an indexer) are one slot together, however many they are."""
+        """Return the bytes of one token in all layers of a group, padding included.
+
+        Pages of different sizes (MLA latents and the indexer's keys) count as one slot together.
+        """
         slots = min(len(group.layers), self.layer_slots)
         return slots * self.slot_bytes // (group.block_size or self.block_size)
 
     @property
     def slides(self) -> bool:
-        """Sliding layers stop growing at their window: one more token then costs nothing."""
+        """Return whether a group has sliding-window layers, which stop growing at their window."""
         return any(group.kind == "sliding" for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes one more token costs in the long run; None for a hybrid, where it has no single meaning. An
-        encoder keeps nothing: 0, and no group."""
+        """Return the bytes that each further token needs in a long sequence.
+
+        Returns None for a hybrid model, where this figure is not constant, and 0 for an encoder, which caches
+        nothing.
+        """
         if not self.groups:
             return 0
         if len(self.groups) != 1 or self.groups[0].kind == "state":

@@ -1,10 +1,11 @@
-"""A decoder as data: what its modules are called, how large they are and in which order they run.
+"""A decoder as data: names, sizes and order of its modules.
 
-Families (families/llama.py, gemma.py ...) write recipes; two interpreters read them: families/tensors.py makes
-the TensorSpecs of the loaded model, training/activations.py the tensors autograd keeps of a training step. What
-keeps no tensor (residual and logit multipliers, scaled embeddings) is not part of a recipe.
+Families (families/llama.py, gemma.py and others) write recipes, and two interpreters read them.
+families/tensors.py derives the tensors of the loaded model, and training/activations.py the tensors that
+autograd keeps in a training step. Operations without a tensor (residual and logit multipliers, scaled
+embeddings) are not part of a recipe.
 
-Names are those of transformers' state dict, relative to the layer (``self_attn``) or the module (``q_proj``).
+Names are the names in transformers' state dict, relative to the layer (`self_attn`) or the module (`q_proj`).
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ NormKind = Literal[
     "layer-one",
     "layer-none",
 ]
-"""How the modules of transformers 5.19 compute it:
+"""How the modules of transformers 5.19 compute a normalization.
 
-``rms``: normalized in fp32, cast back, times the weight (Llama). The others multiply in fp32 and cast last:
-``rms-one`` by 1 + weight (Gemma), ``rms-wide`` by the weight (OLMo 2), ``rms-cast`` by the weight's fp32 copy
-(Helium). ``layer``: torch's LayerNorm; ``layer-weight``: without a bias; ``layer-written``: out of single
-operations in fp32 (Cohere); ``layer-one``: by 1 + weight (Nemotron); ``layer-none``: in fp32, nothing learned
-(OLMo).
+- ``rms``: normalize in fp32, cast back, multiply by the weight (Llama).
+- ``rms-one``: multiply by 1 + weight in fp32, then cast (Gemma).
+- ``rms-wide``: multiply by the weight in fp32, then cast (OLMo 2).
+- ``rms-cast``: multiply by the weight's fp32 copy, then cast (Helium).
+- ``layer``: torch's LayerNorm.
+- ``layer-weight``: LayerNorm without a bias.
+- ``layer-written``: LayerNorm from single operations in fp32 (Cohere).
+- ``layer-one``: LayerNorm that multiplies by 1 + weight (Nemotron).
+- ``layer-none``: LayerNorm in fp32 without parameters (OLMo).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Geometry of one attention module."""
+    """The geometry of one attention module: hidden size, heads, KV heads, head size, and the head size of V."""
 
     hidden: int
     heads: int
@@ -47,13 +52,19 @@ class Heads:
 
     @property
     def value_size(self) -> int:
+        """Return the elements of V per head."""
         return self.head_size if self.value is None else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Over ``size`` values, ``groups`` times a token. ``each``: a module for each group (``name.norms.0``);
-    ``own``: a row of the weight for each."""
+    """A normalization over `size` values.
+
+    Attributes:
+        groups: how many groups of `size` values one token has.
+        each: whether each group has a module of its own (`name.norms.0`).
+        own: whether the weight has one row per group.
+    """
 
     name: str
     size: int
@@ -65,11 +76,17 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of the first ``dim`` values of each head. ``tables``: which of the model's tables.
+    """Rotary embedding of the first `dim` values of each head.
 
-    ``joined``: rotated and other values are concatenated, which orders memory by heads. ``fresh``: each layer
-    interleaves tables of its own; ``apart``: for q and for k, in their type or in fp32 (``wide``), and memory
-    stays ordered by tokens (GPT-J). ``restored``: the result has q's type again.
+    Attributes:
+        tables: name of the model's frequency table that is used.
+        joined: whether rotated and other values are concatenated, which stores the result in the order of
+            heads.
+        fresh: whether each layer interleaves its own copy of the tables.
+        apart: whether q and k are rotated separately, in their own dtype (`typed`) or in fp32 (`wide`), and
+            stay
+        stored in the order of tokens (GPT-J); empty if not.
+        restored: whether the result is cast back to q's dtype.
     """
 
     dim: int
@@ -82,16 +99,23 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projections, optional norms of q and k, rotary embedding, attention, output projection.
+    """An attention module: projections, optional norms of q and k, rotary embedding, output projection.
 
-    ``qkv``: name of a fused projection, taken apart by views but for those of q, k and v that ``copied`` names;
-    ``repeated``: K and V are repeated to all heads by it. ``normed_last``: q and k are normed once rotated.
-    ``clipped``: q, k and v are clamped in place. ``softcap``: of the scores, in eager attention. ``masked``: a
-    mask is passed where none is needed. ``broadcast``: SDPA is given fewer heads of K and V than of Q, which
-    its fused kernels refuse. ``narrow``: eager softmax in the model's type instead of fp32; ``upcast``: eager
-    scores of fp32 copies of q and k; ``filled``: eager scores are filled where a boolean mask says so, all
-    layers keep that mask; ``sinks``: a learned score stands beside the eager ones. ``before_out``: a
-    norm in front of the output projection. ``extra``: as a layer's.
+    Attributes:
+        qkv: name of a fused projection, or None.
+        copied: which of q, k and v are copied out of the fused projection; the others are views.
+        repeated: whether that copy also repeats K and V to all heads.
+        normed_last: whether q and k are normalized after the rotation.
+        clipped: whether q, k and v are clamped in place.
+        softcap: whether eager attention caps the scores by tanh.
+        masked: whether a mask is passed even where none is needed.
+        broadcast: whether SDPA gets fewer KV heads than query heads, which its fused kernels do not support.
+        narrow: whether the eager softmax runs in the model's dtype instead of fp32.
+        upcast: whether eager scores are computed from fp32 copies of q and k.
+        filled: whether eager scores are filled under a boolean mask, which all layers keep.
+        sinks: whether eager attention adds a learned score.
+        before_out: a norm before the output projection, or None.
+        extra: tensors outside the modules above, named relative to the layer.
     """
 
     name: str
@@ -122,9 +146,18 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """MLA: K and V of every head are made from one latent of ``kv_rank`` values and one rotary key of
-    ``rotary`` per token. A head of q and k has ``nope`` more values, which are not rotated, one of v ``value``.
-    ``q_rank`` None: the query is not compressed. ``extra``: as a layer's."""
+    """Multi-head latent attention (MLA).
+
+    K and V of every head are computed from one latent of `kv_rank` values and one rotary key of `rotary` values
+    per token.
+
+    Attributes:
+        q_rank: rank of the compressed query, or None if the query is not compressed.
+        nope: values per head of q and k that are not rotated.
+        rotary: rotated values per head of q and k.
+        value: values per head of v.
+        extra: tensors outside the modules above, named relative to the layer.
+    """
 
     hidden: int
     heads: int
@@ -141,18 +174,23 @@ class LatentAttention:
 
     @property
     def entry(self) -> int:
-        """Elements kept per token and layer."""
+        """Return the elements cached per token and layer."""
         return self.kv_rank + self.rotary
 
     @property
     def head_size(self) -> int:
+        """Return the elements of q and k per head."""
         return self.nope + self.rotary
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """``names``: gate, up, down; or gate-and-up, down (``fused``); or up, down (no gate). ``before_out``: a
-    norm in front of the last."""
+    """A feed-forward module.
+
+    Attributes:
+        names: projections gate, up, down; with `fused` gate-and-up, down; without a gate up, down.
+        before_out: a norm before the last projection, or None.
+    """
 
     name: str
     hidden: int
@@ -168,21 +206,34 @@ RouterKind = Literal[
     "softmax", "softmax-float", "softmax-chosen", "softmax-typed", "softmax-clamped", "softmax-groups",
     "sigmoid", "sigmoid-groups", "mixer", "other",
 ]  # fmt: skip
-"""``softmax``: over all experts in fp32, the chosen weights back in the logits' type (Qwen);
-``softmax-float``: the same, left in fp32 (Mixtral); ``softmax-chosen``: over the chosen logits (Granite);
-``softmax-typed``: the same, in the logits' type (gpt-oss);
-``softmax-clamped``: in fp32 from the first product on, also under autocast, the sum clamped (ERNIE 4.5);
-``sigmoid``: of each logit in fp32 (MiniMax-M2); ``sigmoid-groups``: from fp32 copies of input and weight, where
-groups of experts are chosen first (GLM-4.5); ``softmax-groups``: the same by softmax, a group is as good as its
-best expert (DeepSeek-V2); ``mixer``: two experts sampled one by one (Phi-3.5-MoE);
-``other``: not known to the training interpreter."""
+"""How a router computes the weights of the experts.
+
+- ``softmax``: over all experts in fp32; the chosen weights are cast to the logits' dtype (Qwen).
+- ``softmax-float``: over all experts in fp32, without the cast (Mixtral).
+- ``softmax-chosen``: over the chosen logits, in fp32 (Granite).
+- ``softmax-typed``: over the chosen logits, in the logits' dtype (gpt-oss).
+- ``softmax-clamped``: in fp32 from the first product on, also under autocast; the sum is clamped (ERNIE 4.5).
+- ``softmax-groups``: groups of experts are chosen first, by their best expert's softmax (DeepSeek-V2).
+- ``sigmoid``: of each logit in fp32 (MiniMax-M2).
+- ``sigmoid-groups``: from fp32 copies of input and weight; groups of experts are chosen first (GLM-4.5).
+- ``mixer``: two experts sampled one by one (Phi-3.5-MoE).
+- ``other``: not known to the training interpreter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """``name``: below the module. ``normed``: the chosen weights are divided by their sum. ``groups``: how many
-    there are and are chosen of (0: none). ``noisy``: the input is multiplied by noise, here and before.
-    ``linear``: an nn.Linear; ``dtype``, ``stored``: see TensorSpec."""
+    """The router of a mixture of experts.
+
+    Attributes:
+        name: name below the module of the experts.
+        normed: whether the chosen weights are divided by their sum.
+        groups: number of groups of experts and how many of them are chosen; (0, 0) without groups.
+        noisy: whether the input is multiplied by noise, before the router and in it.
+        linear: whether the router is an nn.Linear.
+        dtype: the parameter's dtype as in TensorSpec; None for the model's.
+        stored: the dtype in checkpoints as in TensorSpec.
+    """
 
     name: str
     kind: RouterKind
@@ -197,10 +248,18 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """``count`` routed experts of ``inner``, ``chosen`` of which a token goes through: gated MLPs held as two
-    tensors a layer. ``shared``: an MLP every token goes through (its name is relative to the layer),
-    ``shared_gate``: named where a sigmoid weighs it. ``first``: they stand before the router in the state dict.
-    ``biased``: with biases, matrices stored [experts, in, out]. ``extra``: as a layer's."""
+    """Routed experts: gated MLPs that one layer stores as two tensors.
+
+    Attributes:
+        inner: width of each expert.
+        count: number of experts.
+        chosen: experts that one token passes.
+        shared: an MLP that every token passes, named relative to the layer, or None.
+        shared_gate: name of the sigmoid gate that weights the shared MLP, or None.
+        extra: tensors outside the modules above, named relative to the layer.
+        first: whether the experts stand before the router in the state dict.
+        biased: whether they have biases and matrices stored as [experts, in, out].
+    """
 
     name: str
     hidden: int
@@ -218,8 +277,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """``residual + dropout(after(module(before(x))))``; ``weighted``: the residual times a learned vector;
-    ``summed``: a norm of the sum."""
+    """A residual branch: `residual + dropout(after(module(before(x))))`.
+
+    Attributes:
+        weighted: name of a learned vector that multiplies the residual, or None.
+        summed: a norm of the sum, or None.
+    """
 
     module: Attention | LatentAttention | Mlp | Experts
     before: Norm | None = None
@@ -231,8 +294,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """``parallel``: every branch reads the layer's input; one without a norm of its own shares the norm before
-    it. ``extra``: tensors no module above has, named relative to the layer."""
+    """A decoder layer.
+
+    Attributes:
+        parallel: whether every branch reads the layer's input; a branch without a norm uses the preceding norm.
+        extra: tensors outside the modules above, named relative to the layer.
+    """
 
     branches: tuple[Branch, ...]
     parallel: bool = False
@@ -241,8 +308,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """``positions``: name and rows of a learned table added to it, ``each``: of ids made for each sequence;
-    ``projected``: name and outputs of a matrix behind it; ``norm`` the last. ``buffers`` lie behind it."""
+    """The token embedding of a decoder.
+
+    Attributes:
+        positions: name and rows of a learned position table added to the embedding, or None.
+        each: whether the position ids are made for each sequence.
+        projected: name and output size of a matrix after the embedding, or None.
+        norm: a norm after all of these, or None.
+        buffers: buffers that follow the embedding in the state dict.
+    """
 
     name: str
     rows: int
@@ -257,8 +331,13 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """``softcap``: tanh of the logits; ``projected``: name of a matrix before it, to the embedding's width;
-    ``buffers`` lie before it."""
+    """The output head of a decoder.
+
+    Attributes:
+        softcap: whether tanh caps the logits.
+        projected: name of a matrix before the head, which maps to the embedding's width, or None.
+        buffers: buffers that precede the head in the state dict.
+    """
 
     tied: bool
     bias: bool = False
@@ -269,8 +348,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rotary frequencies of ``dim`` values; ``wide``: their cos and sin stay in fp32. ``complex``: each pair is
-    one complex number instead. ``half``: no value stands in them twice."""
+    """A table of rotary frequencies for `dim` values.
+
+    Attributes:
+        wide: whether cos and sin stay in fp32.
+        complex: whether the table has one complex number per pair instead.
+        half: whether each value stands in the table once instead of twice.
+    """
 
     name: str
     dim: int
@@ -281,9 +365,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A whole decoder. ``layers``: one entry for each layer (equal ones are one object), named ``at``.index.
-    ``taped``: whether the training
-    interpreter's figure is exact; where it is not, activations are estimated."""
+    """A whole decoder as data.
+
+    Attributes:
+        at: name of the list of layers; a layer's name is `at`.index.
+        layers: one entry per layer; equal layers are the same object.
+        taped: whether the training interpreter's activations are exact; otherwise they are estimated.
+    """
 
     at: str
     embedding: Embedding
@@ -296,7 +384,7 @@ class Recipe:
 
     @property
     def hidden(self) -> int:
-        """Width of the residual stream."""
+        """Return the width of the residual stream."""
         return self.embedding.projected[1] if self.embedding.projected else self.embedding.width
 
 
@@ -311,9 +399,18 @@ def layer_of(
     dropouts: tuple[float, float] = (0.0, 0.0),
     extra: tuple[TensorSpec, ...] = (),
 ) -> Layer:
-    """Attention and MLP with ``norms`` in the order of the computation: before each (``pre``), behind each
-    (``post``), of each sum (``summed``), both (``sandwich``, four norms), or side by side with one norm or two
-    (``parallel``)."""
+    """Return a layer of one attention and one MLP.
+
+    Args:
+        flow: position of the norms: before each module (`pre`), after each (`post`), after each sum (`summed`),
+        before and after each (`sandwich`, four norms), or modules side by side with one or two norms
+            (`parallel`).
+        attention: the attention module.
+        mlp: the feed-forward module.
+        norms: the norms in the order of computation.
+        dropouts: dropout of attention and MLP.
+        extra: tensors outside the modules, named relative to the layer.
+    """
     before: tuple[Norm | None, ...] = norms[:2] if len(norms) > 1 else (*norms, None)
     after: tuple[Norm | None, ...] = (None, None)
     if flow == "sandwich":

@@ -1,14 +1,14 @@
-"""What one request takes of a pool: blocks of each group of layers, step by step, from its lengths alone.
+"""Blocks that one request needs, per group of layers and step, computed from its lengths alone.
 
-A request is computed in steps: its prompt in chunks of at most ``step_tokens``, then a token a step; the last
-token of its answer is never computed, so ``prompt + output - 1`` tokens are held. Before a step takes blocks,
-each group gives back what it needs no more, judged by the tokens *processed*: with several steps in flight
-those of the last ones are not yet.
+A request is computed in steps: first its prompt in chunks of at most `step_tokens`, then one token per step.
+The last token of the answer is never computed, so that `prompt + output - 1` tokens are stored. Before a step
+takes blocks, each group frees the blocks that it no longer needs. Only *processed* tokens count for that, and
+with several steps in flight the tokens of the latest steps are not processed yet.
 
 Sources: vllm 0.32.0, v1/core/kv_cache_manager.py (allocate_slots), v1/core/single_type_kv_cache_manager.py
-(the managers of full, sliding, chunked and Mamba layers), v1/core/sched/scheduler.py
-(_mamba_block_aligned_split), v1/kv_cache_interface.py (is_mamba_prefill_checkpoint_valid);
-tests/planner/test_vllm_requests.py holds it against these. Nothing is fitted.
+(managers of full, sliding, chunked and Mamba layers), v1/core/sched/scheduler.py (_mamba_block_aligned_split),
+v1/kv_cache_interface.py (is_mamba_prefill_checkpoint_valid). tests/planner/test_vllm_requests.py compares this
+module with them. No constant is fitted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ HeldKind = Literal["all", "window", "chunk", "state", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupLaw:
-    """What one group of layers holds of a request, in blocks of ``block_size`` tokens.
+    """The rule by which one group of layers holds blocks of a request.
 
-    ``all``: every token. ``window``: the last ``window`` - 1 tokens and those of the step. ``chunk``: from
-    the last multiple of ``window`` on. ``state``: a running state, whatever the length; with ``aligned`` one
-    in each block of tokens that a step ended in, given back once the next block is processed, and with
-    ``checkpoint`` one more where the last chunk of a prompt passes a block border. ``fixed``: ``blocks`` of
-    them, whatever the length. ``cap``: most blocks that the admission of a request asks for.
+    - `all`: every token.
+    - `window`: the last `window` - 1 tokens and the tokens of the current step.
+    - `chunk`: the tokens from the last multiple of `window` on.
+    - `state`: one running state for any length.
+    - `fixed`: `blocks` blocks for any length.
+
+    Attributes:
+        block_size: tokens per block.
+        cap: upper bound of the blocks that the admission of a request asks for, or None.
+        aligned: for `state`: one state per block in which a step ended, freed once the next block is processed.
+        checkpoint: for `state`: one more state where the last chunk of a prompt crosses the end of a block.
     """
 
     kind: HeldKind
@@ -43,13 +49,16 @@ class GroupLaw:
     checkpoint: bool = False
 
     def needed(self, slots: int) -> int:
-        """Blocks of ``slots`` tokens before any is given back."""
+        """Return the blocks of `slots` tokens before any block is freed."""
         if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
             return self.blocks
         return ceil_div(slots, self.block_size)
 
     def given_back(self, processed: int) -> int:
-        """Leading blocks no longer needed once so many tokens are processed (get_num_skipped_tokens)."""
+        """Return the leading blocks that can be freed once `processed` tokens are processed.
+
+        vLLM computes them in get_num_skipped_tokens.
+        """
         if self.kind == "window":
             return max(0, processed - self.window + 1) // self.block_size
         if self.kind == "chunk":
@@ -61,8 +70,12 @@ class GroupLaw:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Tokens ``start`` to ``end`` - 1 are computed; ``processed``: those whose step has ended. ``closes``: with
-    the last token of the prompt."""
+    """One step of a request: it computes the tokens from `start` to `end` - 1.
+
+    Attributes:
+        processed: tokens whose steps have ended.
+        closes: whether the step computes the last token of the prompt.
+    """
 
     start: int
     end: int
@@ -72,11 +85,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """Blocks of one request, over all groups.
+    """Blocks of one request over all groups of layers.
 
-    ``arrival``: the most until its prompt is processed, what its admission asks for among it; ``peak``: the
-    most ever; ``started``: once its prompt is processed; ``fullest``: the most while it decodes after that;
-    ``last``: at the last token it computes.
+    Attributes:
+        arrival: maximum until the prompt is processed, including the blocks that its admission asks for.
+        peak: maximum over the whole request.
+        started: blocks once the prompt is processed.
+        fullest: maximum during the decode that follows.
+        last: blocks at the last token that is computed.
     """
 
     arrival: int
@@ -88,10 +104,18 @@ class RequestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RequestLaw:
-    """How blocks follow from lengths. ``bytes_per_block``: on one rank; ``in_flight``: steps whose tokens are
-    not yet processed when the next but one is planned, that one included; ``hit_tokens``: prefixes are found in
-    multiples of it (None: no prefix caching); ``source``: whose rules they are; ``reserves``: prompt and answer
-    are set aside whole when the request is admitted."""
+    """The rules by which a request's blocks follow from its lengths.
+
+    Attributes:
+        groups: one rule per group of layers.
+        bytes_per_block: bytes of a block on one rank.
+        step_tokens: maximum number of tokens in a step.
+        in_flight: steps that may be unprocessed when a further step is scheduled, that one included.
+        hit_tokens: prefixes are reused in multiples of this number; None without prefix caching.
+        source: the engine and version whose rules these are.
+        reserves: whether the blocks of prompt and answer are reserved at admission.
+        note: where these rules differ from the planned version's, or empty.
+    """
 
     groups: tuple[GroupLaw, ...]
     bytes_per_block: int
@@ -100,31 +124,31 @@ class RequestLaw:
     hit_tokens: int | None
     source: str
     reserves: bool = False
-    note: str = ""  # where these are not quite the rules of the version planned
+    note: str = ""
 
     @property
     def floor_blocks(self) -> int:
-        """Blocks of the shortest request: a page is taken whole."""
+        """Return the blocks of the shortest request; even one token needs a whole block in each group."""
         return sum(group.needed(1) for group in self.groups)
 
     @property
     def fixed_blocks(self) -> int:
-        """Blocks whatever the length: running states, the cache of an encoder's output."""
+        """Return the blocks that do not depend on the length: running states and an encoder's output."""
         return sum(group.needed(1) for group in self.groups if group.kind in ("state", "fixed"))
 
     @property
     def bends(self) -> bool:
-        """Whether bytes are more than so many a token: states, windows."""
+        """Return whether memory is non-linear in tokens, because a group has windows, chunks or states."""
         return any(group.kind in ("window", "chunk", "state") for group in self.groups)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token more in the groups that keep every token."""
+        """Return the bytes of one more token in the groups that keep every token."""
         return sum(self.bytes_per_block // group.block_size for group in self.groups if group.kind == "all")
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """(window, bytes of one token more until then) of the groups that keep no more than a window."""
+        """Return (window, bytes of one more token below it) for the groups that keep only a window."""
         found: dict[int, int] = {}
         for group in self.groups:
             if group.kind in ("window", "chunk"):
@@ -132,7 +156,12 @@ class RequestLaw:
         return tuple(sorted(found.items()))
 
     def blocks(self, prompt: int, output: int) -> RequestBlocks:
-        """Of a request that shares no prefix; ``output`` at least 1."""
+        """Return the blocks of a request that shares no prefix.
+
+        Args:
+            prompt: tokens of the prompt.
+            output: tokens of the answer, at least 1.
+        """
         if self.reserves:
             whole = sum(self._asked(group, prompt + output) for group in self.groups)
             return RequestBlocks(whole, whole, whole, whole, whole)
@@ -154,8 +183,10 @@ class RequestLaw:
         return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
 
     def together(self, prompt: int) -> int:
-        """Most prompts that may be computed and not yet processed at one time: those of the steps in flight,
-        one of which may have begun in the step before."""
+        """Return how many prompts may be computed and not yet processed at the same time.
+
+        These are the prompts of the steps in flight, one of which may have begun in the step before.
+        """
         return self.in_flight * (self.step_tokens // prompt) + 1
 
     def _prefill(self, prompt: int) -> Iterator[Step]:
@@ -169,7 +200,7 @@ class RequestLaw:
         return Step(ends[place - 1], end, ends[max(0, place - self.in_flight)], end == prompt)
 
     def _chunk_end(self, start: int, prompt: int) -> int:
-        """Where the chunk from ``start`` on ends: states are kept where a block ends."""
+        """Return the end of the prompt chunk that begins at `start`; chunks end where a state is kept."""
         end = min(prompt, start + self.step_tokens)
         size = self._state_block
         if not size:
@@ -185,11 +216,11 @@ class RequestLaw:
 
     @property
     def _state_block(self) -> int:
-        """Tokens of a block of the states kept for prefix hits; 0 without."""
+        """Return the tokens per block of the states that are kept for prefix hits, or 0 without such states."""
         return max((group.block_size for group in self.groups if group.aligned), default=0)
 
     def _exports(self, start: int, end: int) -> bool:
-        """Whether the chunk that ends a prompt writes a state at the last border before its end."""
+        """Return whether the prompt's last chunk stores a state at the last block border before its end."""
         size = self._state_block
         at = (end - 1) // size * size
         return (
@@ -200,26 +231,26 @@ class RequestLaw:
         )
 
     def _admitted(self, group: GroupLaw, prompt: int) -> int:
-        """What admission asks for: the whole prompt."""
+        """Return the blocks that the admission of a prompt asks of one group."""
         if group.kind == "state" and group.aligned:
             return min(group.needed(prompt), 1 + int(group.checkpoint and self._exports(0, prompt)))
         return self._asked(group, prompt)
 
     @staticmethod
     def _asked(group: GroupLaw, tokens: int) -> int:
-        """Blocks of so many tokens, no more than the group ever holds."""
+        """Return the blocks of `tokens` tokens, at most the group's cap."""
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 
     def _history(self, steps: list[Step], decoded: int) -> list[Step]:
-        """The steps of the prompt and of ``decoded`` tokens behind it."""
+        """Return the steps of the prompt, followed by `decoded` steps of one token."""
         prompt = steps[-1].end
         ends = [0, *(step.end for step in steps), *range(prompt + 1, prompt + decoded + 1)]
         behind = range(len(steps) + 1, len(ends))
         return [*steps, *(self._step(ends, place, prompt) for place in behind)]
 
     def _held(self, steps: list[Step], place: int) -> int:
-        """Blocks held at step ``place``."""
+        """Return the blocks held at the step with index `place`."""
         step = steps[place]
         return sum(
             self._states(group, steps, place)
@@ -229,7 +260,7 @@ class RequestLaw:
         )
 
     def _states(self, group: GroupLaw, steps: list[Step], place: int) -> int:
-        """States kept: of the blocks that steps ended in, those not yet given back."""
+        """Return the states that a group holds at a step: one per block in which a step ended, until it is freed."""
         kept, low = set(), group.given_back(steps[place].processed)
         for step in (steps[at] for at in range(place, -1, -1)):
             block = ceil_div(step.end, group.block_size) - 1
@@ -241,14 +272,16 @@ class RequestLaw:
         return sum(block >= low for block in kept)
 
     def _decoding(self, at: int) -> int:
-        """Blocks held when token ``at`` is computed, its prompt processed."""
+        """Return the blocks held when token `at` is computed and the prompt is processed."""
         processed = at - self.in_flight + 1
         return sum(group.needed(at + 1) - group.given_back(processed) for group in self.groups)
 
     def _borders(self, low: int, high: int) -> Iterator[int]:
-        """Steps from ``low`` to ``high`` at which most may be held: those that take a block. What groups that
-        give blocks back hold repeats itself with their block sizes, and the others grow: the last round is
-        enough."""
+        """Yield the steps from `low` to `high` that take a block, because only these can hold a maximum.
+
+        The blocks of groups that free blocks repeat with their block sizes, and the other groups only grow. The
+        last period is therefore enough.
+        """
         sizes = {group.block_size for group in self.groups if group.kind != "fixed"}
         window = max((group.window for group in self.groups), default=0)
         since = max(low, high - lcm(*sizes) - window - 2 * self.in_flight) if sizes else high

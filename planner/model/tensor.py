@@ -1,4 +1,4 @@
-"""A tensor of a loaded model (TensorSpec), and as the header of a checkpoint describes it (HeaderTensor)."""
+"""Descriptions of a tensor: in a loaded model (TensorSpec) and in a checkpoint's header (HeaderTensor)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ Role = Literal[
     "embedding", "attention", "mlp", "expert", "router", "mixer", "norm", "head",
     "encoder", "vision", "audio", "projector", "buffer",
 ]  # fmt: skip
-"""``mixer``: what stands in for attention (Mamba, delta net, convolution, RWKV). ``encoder``: the encoder of
-an encoder-decoder model. ``vision``, ``audio``, ``projector``: towers, counted apart."""
+"""The part of a model to which a tensor belongs.
+
+``mixer`` replaces attention (Mamba, delta net, convolution, RWKV). ``encoder`` is the encoder of an
+encoder-decoder model. ``vision``, ``audio`` and ``projector`` are towers, which are counted separately.
+"""
 
 TOWER_ROLES = ("vision", "audio", "projector")
 
@@ -20,16 +23,22 @@ TOWER_ROLES = ("vision", "audio", "projector")
 class TensorSpec:
     """One tensor of the loaded model, named as in transformers' state dict.
 
-    ``module_class`` is the class that owns it: quantizers replace by class (``Linear``, not its
-    subclasses). ``tied_to`` names the tensor whose storage it shares: it costs nothing. ``dtype`` None:
-    the model's dtype; buffers state their own. ``stored``: the dtype in published checkpoints (``model``: the
-    model's). None: of a parameter ``dtype``, and a buffer is in none.
+    Expert weights are one tensor [experts, out, in], or [experts, in, out] if `transposed`. A checkpoint stores
+    `matrices` matrices per expert instead (2 for a fused gate and up projection).
 
-    Expert weights are one tensor [experts, out, in] (``transposed``: [experts, in, out]); a checkpoint
-    stores ``matrices`` matrices per expert instead (2 for a fused gate and up projection).
-
-    Tensor parallelism divides ``shape[shard_dim]`` (None: every rank holds all). Of it ``kv_rows`` belong
-    to ``kv_units`` KV heads, which are not divided below one head.
+    Attributes:
+        module_class: class of the module that owns the tensor. Quantizers select modules by class (`Linear`,
+            not
+        its subclasses).
+        tied_to: name of the tensor whose storage this one shares, so that it needs no memory; or None.
+        dtype: dtype of the loaded tensor, or None for the model's. Buffers have a dtype of their own.
+        shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
+            tensor.
+        kv_rows: rows of that dimension that belong to KV heads.
+        kv_units: KV heads in these rows; a rank holds at least one whole head.
+        stored: dtype in published checkpoints (`model`: the model's). None means `dtype` for a parameter; a
+            buffer
+        is then not stored.
     """
 
     name: str
@@ -48,20 +57,29 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def module(self) -> str:
+        """Return the name of the module that owns the tensor."""
         return self.name.rpartition(".")[0]
 
     @property
     def is_parameter(self) -> bool:
+        """Return whether the tensor is a parameter rather than a buffer."""
         return self.role != "buffer"
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """``dtype`` in the file format's own spelling; ``shape`` in PyTorch order; ``nbytes`` in the file."""
+    """One tensor in the header of a weight file.
+
+    Attributes:
+        dtype: dtype in the spelling of the file format.
+        shape: shape in PyTorch's order.
+        nbytes: bytes in the file.
+    """
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Vision: the tower that reads pictures for the language model, and how large its processor lets them be."""
+"""Vision: the tower that encodes pictures for the language model, and the picture sizes of its processor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ Tower = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The largest of a modality: ``tokens`` embeddings, of ``patches`` patches (0: another tower's) in
-    ``frames`` pictures."""
+    """The largest input item of one modality.
+
+    Attributes:
+        tokens: embeddings that the language model receives.
+        patches: patches that the tower encodes; 0 if another tower encodes them.
+        frames: pictures in the item.
+    """
 
     modality: str
     tokens: int
@@ -33,21 +38,32 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """One tower. A picture is cut into patches, and ``merge`` x ``merge`` of them become one embedding of
-    ``width`` elements for the language model.
+    """A vision tower, its input sizes, and the processor's limit on a picture's size.
 
-    ``tower``: whose forward pass an engine runs. ``hidden``, ``inner``, ``head_size``: widths of its layers.
-    ``values``: of one patch, as it comes from the processor. ``deep``: layers of the language model that are
-    given features of their own (they are in ``width``). ``places``: rows of its table of positions, where
-    each patch is given its own by a product with the table. ``projector``: inner and outer width of one that
-    takes each patch before they are merged. ``pooled``: hidden states of so many layers are read in the end.
+    A picture is cut into patches; merge x merge patches become one embedding of `width` elements.
 
-    ``bound``, what the processor keeps a picture to: ``pixels``, at most ``image`` of them (of a video
-    ``video``, in ``frames`` at most that are each of ``frame`` pixels where ``video`` is 0, as large as a
-    picture where that is 0, and of which the processor leaves ``left``, if that is not 0); ``edge``, ``image``
-    pixels on the longer side; ``patches``, at most ``image`` of them, of pictures of ``side`` pixels;
-    ``fixed``: ``image`` embeddings, of ``patches`` patches (of a video ``frames`` at most, each of ``frame``
-    embeddings, of ``left`` patches). ``others``: what is fixed of other modalities.
+    `bound` says how the processor limits a picture:
+
+    - `pixels`: at most `image` pixels. A video has at most `video` pixels in total. If `video` is 0, a video
+      has at most `frames` frames of `frame` pixels each (0: as large as a picture), of which `left` remain (0:
+      all).
+    - `edge`: at most `image` pixels on the longer side.
+    - `patches`: at most `image` patches, from pictures of `side` pixels.
+    - `fixed`: `image` embeddings from `patches` patches. A video has at most `frames` frames, each of `frame`
+      embeddings from `left` patches.
+
+    Attributes:
+        tower: the forward pass that an engine runs for this tower.
+        hidden: width of the tower's layers.
+        inner: width of the MLP in these layers.
+        head_size: elements per attention head.
+        patch: pixels on the side of a patch.
+        values: input values of one patch.
+        deep: layers of the language model with picture features of their own (`width` includes these).
+        places: rows of a position table that is interpolated by a matrix product per patch; 0 without one.
+        projector: inner and outer width of a projector applied to each patch before merging.
+        pooled: number of layers whose hidden states are read at the end.
+        others: largest items of other modalities, if their size is fixed.
     """
 
     tower: Tower
@@ -74,5 +90,6 @@ class Vision:
 
     @property
     def modalities(self) -> tuple[str, ...]:
+        """Return the modalities that the tower accepts: image, video and the modalities of `others`."""
         mine = ("image", "video") if self.frames else ("image",)
         return mine + tuple(item.modality for item in self.others)
