@@ -62,8 +62,8 @@ def flag(
         help: text of `--help`.
         group: heading of `--help` under which the option stands.
         unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` or `seconds`. A share
-            is in
-        (0, 1], with `least` 0 in [0, 1). Seconds are above 0, with `least` 0 also 0. Other integers are counts.
+            is in (0, 1], with `least` 0 in [0, 1). Seconds are above 0, with `least` 0 also 0. Other integers
+            are counts.
         metavar: placeholder of the value in `--help`.
         choices: all valid values.
         least: smallest count.

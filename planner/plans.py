@@ -358,7 +358,7 @@ class Plan:
             for i, group in enumerate(layout.groups):
                 window = f", window {group.window:,}" if group.window else ""
                 lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
-        if cache.law is not None and (self.requests or cache.law.bends):
+        if cache.law is not None and (self.requests or not cache.law.is_linear):
             lines += law_lines(cache.law, cache.usable_blocks, flags.max_num_seqs or 1)
         lines += [mix_line(self.mix, flags.max_num_seqs or 1)] if self.mix else []
         return lines + [capacity_line(request) for request in self.requests]

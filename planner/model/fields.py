@@ -97,7 +97,7 @@ def _check_finite(value: object, path: tuple[str | int, ...]) -> None:
     Args:
         value: the value to check, with everything in it.
         path: keys and indices that lead to `value`. They are joined only for an error, because a key may have a
-        megabyte and hold a million items.
+            megabyte and hold a million items.
     """
     if len(path) > MAX_NESTING:
         raise ConfigError(f"nested more than {MAX_NESTING} deep", field=_written(path)[:80])

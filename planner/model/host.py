@@ -35,8 +35,7 @@ class HostMemory:
     Attributes:
         parts: the parts of this memory.
         page_cache_bytes: bytes that reading the model adds to the page cache. A container is charged with them,
-            but
-        the kernel reclaims them when needed, so that they are not part of the sums.
+            but the kernel reclaims them when needed, so that they are not part of the sums.
         unknown: the reason why no figure is known; the sums are then meaningless.
     """
 

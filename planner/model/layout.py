@@ -22,8 +22,7 @@ class KVGroup:
         layers: indices of the layers in the model; the position in the tuple is the layer slot.
         window: tokens that a query attends to, itself included; None for full attention.
         block_size: tokens per block of this group; None for the layout's. Engines use larger blocks where
-            layers
-        with different bytes per token share a pool.
+            layers with different bytes per token share a pool.
     """
 
     kind: GroupKind
@@ -38,7 +37,7 @@ class KVLayout:
 
     Attributes:
         page_bytes: bytes of one layer slot where it does not hold K and V of kv_heads x head_size (MLA latents,
-        states, padded pages); else None.
+            states, padded pages); else None.
     """
 
     groups: tuple[KVGroup, ...]

@@ -84,8 +84,7 @@ class Rope:
             heads.
         fresh: whether each layer interleaves its own copy of the tables.
         apart: whether q and k are rotated separately, in their own dtype (`typed`) or in fp32 (`wide`), and
-            stay
-        stored in the order of tokens (GPT-J); empty if not.
+            stay stored in the order of tokens (GPT-J); empty if not.
         restored: whether the result is cast back to q's dtype.
     """
 
@@ -403,7 +402,7 @@ def layer_of(
 
     Args:
         flow: position of the norms: before each module (`pre`), after each (`post`), after each sum (`summed`),
-        before and after each (`sandwich`, four norms), or modules side by side with one or two norms
+            before and after each (`sandwich`, four norms), or modules side by side with one or two norms
             (`parallel`).
         attention: the attention module.
         mlp: the feed-forward module.

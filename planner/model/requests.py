@@ -137,9 +137,9 @@ class RequestLaw:
         return sum(group.needed(1) for group in self.groups if group.kind in ("state", "fixed"))
 
     @property
-    def bends(self) -> bool:
-        """Return whether memory is non-linear in tokens, because a group has windows, chunks or states."""
-        return any(group.kind in ("window", "chunk", "state") for group in self.groups)
+    def is_linear(self) -> bool:
+        """Return whether memory is linear in tokens, which windows, chunks and states prevent."""
+        return not any(group.kind in ("window", "chunk", "state") for group in self.groups)
 
     @property
     def token_bytes(self) -> int:
@@ -260,7 +260,7 @@ class RequestLaw:
         )
 
     def _states(self, group: GroupLaw, steps: list[Step], place: int) -> int:
-        """Return the states that a group holds at a step: one per block in which a step ended, until it is freed."""
+        """Return the number of states that a group holds at a step."""
         kept, low = set(), group.given_back(steps[place].processed)
         for step in (steps[at] for at in range(place, -1, -1)):
             block = ceil_div(step.end, group.block_size) - 1
