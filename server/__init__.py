@@ -1,1 +1,1 @@
-"""The server: settings, engines, OpenAI API, metrics."""
+"""The server: settings, engines, the OpenAI API, metrics and the commands that use them."""

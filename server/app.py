@@ -1,4 +1,4 @@
-"""The application: settings, engine and tokenizer come in as arguments, nothing is global."""
+"""The FastAPI application, built from settings, engine and tokenizer without global state."""
 
 from __future__ import annotations
 
@@ -53,15 +53,23 @@ def create_app(
     operations_only: bool = False,
     on_startup_error: Callable[[TonnageError], None] | None = None,
 ) -> FastAPI:
-    """An app that serves ``engine``; its lifespan starts and stops it.
+    """Build the app that serves ``engine``; its lifespan starts and stops the engine.
 
-    ``tokenizer``: by default the one in the folder of the plan's model (raises CheckpointError without
-    tokenizer.json). The engine loads in the background: /health answers at once, /ready when it is done. When
-    that fails, ``app.state.tonnage.startup_error`` has the reason and ``on_startup_error`` is called with it;
-    the caller ends the server. Several apps may live in one process.
+    The engine loads in the background: /health answers at once, /ready after the load. When the load fails,
+    ``app.state.tonnage.startup_error`` holds the reason, and the caller has to stop the server. One process
+    may hold several apps.
 
-    ``operations_only``: what operators ask and nothing that takes a body, for an engine whose requests come
-    another way: they are bounded, counted and held against quotas there.
+    Args:
+        settings: The server's settings.
+        engine: The engine, not yet started.
+        tokenizer: The tokenizer; by default the one in the folder of the plan's model.
+        operations_only: Whether to leave out every endpoint that generates or tokenizes. Used when requests
+            reach the engine another way, which then limits, counts and charges them.
+        on_startup_error: Called with the error when the engine fails to start.
+
+    Raises:
+        CheckpointError: The model folder has no tokenizer.json.
+        DeploymentError: Only one of the two tool-call flags is set.
     """
     files = model_files(engine.plan.model.path)
     state = ServerState(
@@ -92,8 +100,8 @@ def create_app(
         description="OpenAI-compatible server whose memory is planned, admitted by and measured.",
         lifespan=lifespan,
         responses=errors.RESPONSES,
-        redirect_slashes=False,  # a redirect would leave the error envelope
-        docs_url=None,  # FastAPI's own pages load their scripts from elsewhere
+        redirect_slashes=False,  # a redirect response would not have the error envelope
+        docs_url=None,  # FastAPI's own pages load their scripts from another host
         redoc_url=None,
     )
     app.state.tonnage = state
@@ -101,7 +109,7 @@ def create_app(
     state.quotas.tenants = len(keys)
     if outside := [token for token in state.tokenizer.eos_token_ids if token >= state.plan.model.vocab_size]:
         log.warning(
-            "eos_token_id %s of %s is outside the vocabulary of %d tokens: no answer ends with it",
+            "eos_token_id %s of %s is outside the vocabulary of %d tokens: no generation ends with it",
             outside, files.name, state.plan.model.vocab_size,
         )  # fmt: skip
     refusals = RefusalLog()
@@ -117,14 +125,18 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    # A line of the access log says it too.
+    # The access log already has a line for each rejected request.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals)
     return app
 
 
 def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] | None:
-    """How to load the parser of ``settings``. Raises DeploymentError for half of the two flags."""
+    """Return the loader of the configured tool-call parser, or None when no parser is configured.
+
+    Raises:
+        DeploymentError: Only one of --enable-auto-tool-choice and --tool-call-parser is set.
+    """
     name = settings.tool_call_parser
     if settings.enable_auto_tool_choice != (name is not None):
         raise DeploymentError(
@@ -135,7 +147,11 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
 
 
 def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: RefusalLog) -> None:
-    """The last one added is the outermost: a refusal without a key has its request id and CORS headers too."""
+    """Add the ASGI middleware, innermost first.
+
+    Authentication comes before CORS and the request id, so that a response without a valid key also has both
+    headers.
+    """
     if keys:
         public = PUBLIC_PATHS | ({"/metrics"} if settings.metrics_public else set())
         app.add_middleware(
@@ -153,7 +169,7 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: R
 
 
 def secured_openapi(app: FastAPI, public: Collection[str]) -> dict[str, Any]:
-    """The OpenAPI document with the bearer key on every operation that asks for one."""
+    """Return the OpenAPI document in which every operation outside ``public`` requires the bearer key."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes

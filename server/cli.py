@@ -1,6 +1,6 @@
-"""``tonnage``: a table of sub-commands, each imported only when it is called.
+"""The command ``tonnage``: a table of sub-commands, each imported only when it is called.
 
-``tonnage plan`` answers in under 200 ms, so nothing is imported here that it does not need.
+``tonnage plan`` has to answer in under 200 ms, so this module imports only what every command needs.
 """
 
 from __future__ import annotations
@@ -22,38 +22,45 @@ if TYPE_CHECKING:
     from tonnage.planner.arguments import Parser
 
 if "--multiprocessing-fork" in sys.orig_argv:
-    # An engine core or a worker of vLLM's, which reads this module before all else (multiprocessing/spawn.py).
-    # What it imports stays, and at the default of 700 the collector goes through it again and again: for 2.9 of
-    # 11 s of processor time until it is ready (vLLM 0.32), so for 1.7.
+    # This process is an engine core or a worker of vLLM, which imports this module first
+    # (multiprocessing/spawn.py). The modules it imports are never freed. With the default threshold of 700 the
+    # garbage collector scans them for 2.9 of the 11 s of processor time until it is ready; with this threshold
+    # for 1.7 s (vLLM 0.32).
     gc.set_threshold(50_000)
 
-# name -> (module with run(argv) -> exit code, what it does)
+# name -> (module with run(argv) -> exit code, summary for the usage text)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("tonnage.planner.command", "say what a model needs and what a device carries, before a load"),
-    "train": ("tonnage.planner.training.command", "say what training a model needs and what makes it fit"),
+    "plan": (
+        "tonnage.planner.command",
+        "show what a model needs and what a device can hold, before loading it",
+    ),
+    "train": ("tonnage.planner.training.command", "show what training a model needs and what makes it fit"),
     "dtype": ("tonnage.planner.numbers.command", "show a value's bits and rounding in every number format"),
-    "page": ("tonnage.planner.page.command", "a page that plans, in the browser; or its files for a web host"),
-    "fit-log": ("tonnage.planner.fitlog.command", "hold an engine's start-up log against the plan"),
+    "page": (
+        "tonnage.planner.page.command",
+        "open the planner in the browser, or write its files for a web host",
+    ),
+    "fit-log": ("tonnage.planner.fitlog.command", "compare an engine's start-up log with the plan"),
     "replay": ("tonnage.server.commands.replay", "replay a request trace through admission and block manager"),
     "serve": ("tonnage.server.commands.serve", "plan, then serve the OpenAI API and /metrics from that plan"),
-    "verify": ("tonnage.server.commands.verify", "load a model and compare the plan with what is really held"),
+    "verify": ("tonnage.server.commands.verify", "load a model and compare its measured memory with the plan"),
     "watch": (
         "tonnage.server.commands.watch",
-        "show a running server beside its plan: vLLM, SGLang, llama.cpp",
+        "show a running vLLM, SGLang or llama.cpp server beside its plan",
     ),
     "status": (
         "tonnage.server.commands.status",
         "show a Tonnage server at a glance",
     ),
-    "doctor": ("tonnage.server.commands.doctor", "say what is installed and which backend would be chosen"),
+    "doctor": ("tonnage.server.commands.doctor", "show what is installed and which backend would be chosen"),
     "completion": (
         "tonnage.server.completion",
-        "print the script that completes this in bash, zsh or fish; man: the manual",
+        "print the completion script for bash, zsh or fish, or the manual page (man)",
     ),
-    "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
+    "demo": ("tonnage.server.commands.demo", "plan, serve, query and measure the demo model, then stop"),
 }
 
-# command -> the extra that it needs; the planner's commands and status need none
+# command -> the extra that it needs; the planner's commands and `status` need none
 EXTRAS = {
     "replay": "replay", "serve": "server", "verify": "server", "watch": "server", "doctor": "server",
     "demo": "demo",
@@ -61,10 +68,11 @@ EXTRAS = {
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file that the output goes to
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writing the output to a file
 
 
 def usage() -> str:
+    """Return the text of ``tonnage --help``: the commands with their summaries."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
     return f"""usage: tonnage COMMAND [OPTIONS]
@@ -74,26 +82,30 @@ Memory of language models: plan it, admit by it, measure it.
 {lines}
 
 MODEL is a local folder with config.json, a .gguf file, a hub id, or demo (SmolLM2-135M-Instruct).
-tonnage COMMAND --help shows the options of a command, --help=WORD those with that word; --version the version.
+tonnage COMMAND --help lists the options of a command, --help=WORD only matching ones; --version: the version.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command. Returns its exit code: 0 done, 1 the answer is no, 2 bad input, 130 interrupted."""
+    """Run one sub-command and return its exit code.
+
+    Returns:
+        0 for success, 1 for a negative result, 2 for bad input, 130 when interrupted, 141 for a closed pipe.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open()
     _encodable()
     try:
         code = _dispatch(arguments)
         if sys.stdout is not None:
-            sys.stdout.flush()  # a broken pipe or a full disk shows here, not at interpreter exit
+            sys.stdout.flush()  # report a broken pipe or a full disk here, not at interpreter exit
         return code
     except TonnageError as error:
         print(f"tonnage: {error}", file=sys.stderr)
         return USAGE
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        if missing in ("", "tonnage"):  # ours to fix, not the user's
+        if missing in ("", "tonnage"):  # a defect of Tonnage, not a missing extra
             raise
         extra = extra_with(missing)
         bring = f" (pip install 'tonnage[{extra}]' installs it)" if extra else ""
@@ -102,36 +114,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tonnage: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
-        sys.stdout = None  # or the interpreter flushes it again and complains
+    except BrokenPipeError:  # the program that reads the output (head, less) has ended
+        sys.stdout = None  # else the interpreter flushes it again at exit and reports an error
         return BROKEN_PIPE
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        print(f"tonnage: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"tonnage: cannot write the output: {error.strerror}", file=sys.stderr)
         sys.stdout = None
         return FAILED
 
 
 def _open() -> None:
-    """What was closed before the start (``>&-``, some cron) goes nowhere; print sends errors to stdout then."""
+    """Open /dev/null for standard streams that are closed at start (``>&-``, some cron jobs)."""
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- as long as the process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- open until the process ends
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _encodable() -> None:
-    """What a terminal that is not UTF-8 cannot show is a question mark there, and no traceback."""
-    out, refusing = sys.stdout, ("strict", "surrogateescape")  # the latter in the C locale
+    """Print ``?`` for characters that a non-UTF-8 terminal cannot show, instead of raising an error."""
+    out, refusing = sys.stdout, ("strict", "surrogateescape")  # surrogateescape: the C locale
     if isinstance(out, TextIOWrapper) and not out.encoding.lower().startswith("utf") and out.errors in refusing:
         out.reconfigure(errors="replace")
 
 
 def parser_of(name: str) -> Parser:
-    """The options of a command, without what the command needs to run."""
+    """Return the argument parser of a command without importing the libraries that the command runs on."""
     if not COMMANDS[name][0].startswith("tonnage.planner."):
-        from tonnage.server.parsers import PARSERS  # no other command needs it
+        from tonnage.server.parsers import PARSERS  # planner commands do not need it
 
         if name in PARSERS:
             return PARSERS[name]()
@@ -150,22 +162,24 @@ def _dispatch(arguments: list[str]) -> int:
         print(usage(), end="")
         return OK
     if name in ("-V", "--version"):
-        from importlib.metadata import version  # 20 ms that no other command needs
+        from importlib.metadata import version  # takes 20 ms, which only --version needs
 
         print(f"tonnage {version('tonnage')}")
         return OK
     if name not in COMMANDS:
         return _unknown(name)
     if any(word in ("-h", "--help") or word.startswith("--help=") for word in rest):
-        with contextlib.suppress(SystemExit):  # argparse's, once it has printed the help
+        with contextlib.suppress(SystemExit):  # argparse exits after it has printed the help
             parser_of(name).parse_args(rest)
         return OK
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
-        module = "tonnage.server.commands.replicas"  # it replays; the planner alone knows no cache
+        module = (
+            "tonnage.server.commands.replicas"  # it replays traces, and the planner may not import the cache
+        )
         require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
-        module = "tonnage.server.commands.lengths"  # traces are the cache's
+        module = "tonnage.server.commands.lengths"  # it reads traces, which belong to the cache package
     if name in EXTRAS:
         require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)
     run: Callable[[list[str]], int] = import_module(module).run

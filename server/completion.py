@@ -1,7 +1,7 @@
-"""``tonnage completion SHELL``: the script that completes commands, options and their values; the manual page.
+"""``tonnage completion SHELL``: prints a shell's completion script, or the manual page.
 
-Made by shtab from the parsers of all commands, so it is never older than they are. Above the table of commands,
-because it is about all of them.
+shtab generates the scripts from the parsers of all commands, so they always match the commands. The module
+imports ``cli``, because it needs the table of all commands.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ _ABOUT = "Memory of language models: plan it, admit by it, measure it."
 
 
 def parser() -> Parser:
+    """Return the parser of ``tonnage completion``."""
     p = Parser(
         "tonnage completion",
         "Print the script that completes commands, options and values in a shell, or the manual page.",
         """
-To have it in every shell:
+To install it for every shell:
   tonnage completion bash > ~/.local/share/bash-completion/completions/tonnage
   tonnage completion zsh > ~/.zsh/completions/_tonnage     and, in ~/.zshrc before compinit,
                                                            fpath=(~/.zsh/completions $fpath)
   tonnage completion fish > ~/.config/fish/completions/tonnage.fish
-In this one alone:
+For the current shell only:
   eval "$(tonnage completion bash)"     (zsh: the same; fish: tonnage completion fish | source)
 The manual page:
   tonnage completion man > ~/.local/share/man/man1/tonnage.1
 """,
     )
-    asked = (*SHELLS, MANUAL)
+    targets = (*SHELLS, MANUAL)
     p.add_argument(
         "shell",
         type=str.lower,
-        choices=asked,
+        choices=targets,
         metavar="SHELL",
         help=f"{', '.join(SHELLS)}; {MANUAL}: the manual page",
     )
@@ -48,25 +49,25 @@ The manual page:
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0; raises TonnageError for another shell."""
+    """Print the script or the manual page and return 0; raises TonnageError for an unknown shell."""
     arguments = parser().parse_args(argv)
     if arguments.shell == MANUAL:
-        from tonnage.server.manual import page  # nor of this
+        from tonnage.server.manual import page  # the shell scripts do not need it
 
         print(page(_ABOUT, {name: parser_of(name) for name in COMMANDS}), end="")
         return OK
-    import shtab  # --help needs none of it
+    import shtab  # --help and the manual page do not need it
 
     script = shtab.complete(offering(tree(), shtab.FILE), arguments.shell)
     if arguments.shell == "fish":
-        # shtab 1.13 takes -tp for the letters t and p; -o is an old-style long option
+        # shtab 1.13 writes -tp as the short options t and p; -o declares an old-style long option
         script = re.sub(r" -s (\w\w+)", r" -o \1", script)
     print(script)
     return OK
 
 
 def tree() -> argparse.ArgumentParser:
-    """All commands as one parser; the parsers of the commands themselves."""
+    """Return one parser whose sub-parsers are the parsers of all commands."""
     root = argparse.ArgumentParser(prog="tonnage", description=_ABOUT, allow_abbrev=False)
     root.add_argument("-V", "--version", action="version", version="tonnage", help="print the version")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
@@ -77,8 +78,11 @@ def tree() -> argparse.ArgumentParser:
 
 
 def offering(root: argparse.ArgumentParser, file: dict[str, Any]) -> argparse.ArgumentParser:
-    """``root`` with values for its options: choices of the flags, names of the catalogue, ``file`` where a file
-    or a folder is meant. Only to be completed from: it parses no more."""
+    """Add to ``root``'s options the values that a shell can offer, and return ``root``.
+
+    Flags offer their choices, some options the names of the catalogue, and paths ``file``. The result serves
+    completion only, because the added choices would reject valid input.
+    """
     for action in (*_actions(root), *(a for name in COMMANDS for a in _actions(_commands(root)[name]))):
         values = _values(action)
         if values:
@@ -107,13 +111,13 @@ def _values(action: argparse.Action) -> Iterable[str]:
     flag = getattr(action.type, "__self__", None)
     if isinstance(flag, Flag) and (found := flag.choices or tuple(_named(flag.name))):
         return found
-    # said by the metavar where nothing else says it: --engine, --emit, --find
-    told = action.metavar if isinstance(action.metavar, str) else ""
-    return told.split("|") if "|" in told else _named(action.dest)
+    # Some options list their values only in the metavar: --engine, --emit, --find.
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    return metavar.split("|") if "|" in metavar else _named(action.dest)
 
 
 def _named(name: str) -> Iterable[str]:
-    """Names that a flag without choices is checked against where the engine is known."""
+    """Return the valid names of an option whose choices depend on the engine or on a catalogue."""
     if name == "gpu":
         from tonnage.planner.devices.catalogue import catalogue  # reads a file
 
@@ -123,7 +127,7 @@ def _named(name: str) -> Iterable[str]:
 
         return flag_formats()
     if name == "kv_cache_dtype":
-        from tonnage.planner.engines.vllm.kv_formats import NAMES  # imports an engine
+        from tonnage.planner.engines.vllm.kv_formats import NAMES  # imports the vLLM engine
 
         return ("auto", *NAMES)
     if name == "sort":
@@ -131,7 +135,7 @@ def _named(name: str) -> Iterable[str]:
 
         return SORTS
     if name == "format":
-        from tonnage.planner.numbers.command import NAMES as FORMATS  # of `tonnage dtype`
+        from tonnage.planner.numbers.command import NAMES as FORMATS  # only `tonnage dtype` needs it
 
         return FORMATS
     return ()

@@ -1,8 +1,8 @@
-"""Errors of the API: a closed set of codes, and the one place that turns them into HTTP.
+"""Errors of the API: a closed set of codes, and the single place that turns them into HTTP responses.
 
-Everything the server refuses goes through ``render``: an OpenAI envelope with string codes, the status,
-and the headers that tell a client whether to try again. "Never" (400, ``x-should-retry: false``) and "not
-now" (429/503, ``Retry-After``) are different answers; the OpenAI SDK reads these headers.
+Every error response goes through ``render``, which writes OpenAI's envelope, the status and the retry headers.
+A request that can never succeed gets 400 and ``x-should-retry: false``. A request that may succeed later gets
+429 or 503 and ``Retry-After``. The OpenAI SDK reads these headers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tonnage.server.engines.errors import QueueFull
 
 log = logging.getLogger("tonnage.server")
 
-MAX_MESSAGE = 1000  # characters; an error never grows with the body that caused it
+MAX_MESSAGE = 1000  # characters, so that a large request body cannot cause a large error
 
 
 class ErrorCode(StrEnum):
-    """Every ``error.code`` a client can meet."""
+    """Every value of ``error.code`` in the API's error responses."""
 
     MALFORMED_HTTP = "malformed_http_request"
     INVALID_JSON = "invalid_json"
@@ -65,10 +65,10 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Status of a code. ``again``: True = Retry-After is owed, False = retrying cannot help."""
+    """HTTP status of an error code; ``retryable`` is whether the response carries Retry-After."""
 
     status: int
-    again: bool = False
+    retryable: bool = False
 
     @property
     def type(self) -> str:
@@ -93,27 +93,26 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
     ErrorCode.INVALID_API_KEY: _Rule(401),
     ErrorCode.PERMISSION_DENIED: _Rule(403),
-    # 429: this caller has used its own quota up; others are served.
-    ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, again=True),
+    # 429: this client has used up its own quota; other clients are served.
+    ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, retryable=True),
     ErrorCode.INSUFFICIENT_QUOTA: _Rule(429),
     ErrorCode.UNSUPPORTED_ENDPOINT: _Rule(400),
     ErrorCode.HEADERS_TOO_LARGE: _Rule(431),
     ErrorCode.REQUEST_TIMEOUT: _Rule(408),
-    ErrorCode.QUEUE_TIMEOUT: _Rule(503, again=True),
+    ErrorCode.QUEUE_TIMEOUT: _Rule(503, retryable=True),
     ErrorCode.UNKNOWN_URL: _Rule(404),
     ErrorCode.METHOD_NOT_ALLOWED: _Rule(405),
-    # 503, not 429: the server cannot serve anyone now, so a load balancer should move on (429 is for one
-    # caller's own quota).
-    ErrorCode.SERVER_OVERLOADED: _Rule(503, again=True),
-    ErrorCode.MODEL_LOADING: _Rule(503, again=True),
-    ErrorCode.ENGINE_DEAD: _Rule(503, again=True),
-    ErrorCode.SERVER_STOPPING: _Rule(503, again=True),
+    # 503, not 429: the server can serve no client now, so a load balancer should try another server.
+    ErrorCode.SERVER_OVERLOADED: _Rule(503, retryable=True),
+    ErrorCode.MODEL_LOADING: _Rule(503, retryable=True),
+    ErrorCode.ENGINE_DEAD: _Rule(503, retryable=True),
+    ErrorCode.SERVER_STOPPING: _Rule(503, retryable=True),
     ErrorCode.INTERNAL_ERROR: _Rule(500),
 }
 
 
 class ApiError(Exception):
-    """A refusal as the client will see it. ``param`` is the body field at fault."""
+    """An error that the API reports to the client; ``param`` names the body field that caused it."""
 
     def __init__(
         self,
@@ -131,11 +130,12 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
+        """HTTP status of the error's code."""
         return RULES[self.code].status
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server declined (bad input, never, not now), as opposed to failed."""
+        """Whether the server rejected the request (bad input, too large, overloaded), as opposed to failing."""
         return self.status < 500 or self.code in (
             ErrorCode.SERVER_OVERLOADED,
             ErrorCode.MODEL_LOADING,
@@ -144,12 +144,12 @@ class ApiError(Exception):
 
     @property
     def is_timeout(self) -> bool:
-        """Whether the server gave up work it had begun."""
+        """Whether the server stopped a running request because its time limit was over."""
         return self.code is ErrorCode.REQUEST_TIMEOUT
 
 
 class ErrorBody(BaseModel):
-    """OpenAI's error object."""
+    """OpenAI's error object: the value of ``error`` in an error response."""
 
     message: str
     type: str
@@ -158,7 +158,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Body of every response that is not a success; for the OpenAPI document."""
+    """Body of every error response, as declared in the OpenAPI document."""
 
     error: ErrorBody
 
@@ -167,12 +167,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "
 
 
 def stopping() -> ApiError:
-    """What a request gets that a stopping server cuts off."""
+    """Return the error for a request that a stopping server cuts off."""
     return ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
 
 
 def envelope(error: ApiError) -> dict[str, Any]:
-    """The OpenAI error body: message and type strings, param string or null, code a string."""
+    """Return OpenAI's error body for ``error``; its code is a string and its param a string or null."""
     message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 3] + "..."
     return {
         "error": {
@@ -185,12 +185,14 @@ def envelope(error: ApiError) -> dict[str, Any]:
 
 
 def headers(error: ApiError) -> dict[str, str]:
-    """``Retry-After`` (seconds) and ``retry-after-ms`` for later, ``x-should-retry: false`` for never.
+    """Return the headers that tell a client whether and when to retry.
 
-    An internal error says neither: nobody knows.
+    Returns:
+        ``Retry-After`` (seconds) and ``retry-after-ms`` when a retry may succeed, ``x-should-retry: false``
+        when it cannot, and no headers for an internal error, whose cause is unknown.
     """
     rule = RULES[error.code]
-    if rule.again:
+    if rule.retryable:
         seconds = max(0.001, error.retry_after_seconds)
         return {
             "retry-after": str(math.ceil(seconds)),
@@ -203,7 +205,7 @@ def headers(error: ApiError) -> dict[str, str]:
 
 
 def render(error: ApiError, extra: dict[str, str] | None = None) -> Response:
-    """The response for ``error``."""
+    """Return the HTTP response for ``error``, with the headers ``extra`` added."""
     return JSONResponse(envelope(error), status_code=error.status, headers=headers(error) | (extra or {}))
 
 
@@ -211,9 +213,10 @@ _PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+ -]+/)+[\w.@+-]*")
 
 
 def from_exception(error: Exception) -> ApiError:
-    """What a client may know about ``error``: domain errors by their code, anything else as internal_error.
+    """Convert an exception to the error that a client may see.
 
-    File paths are taken out of domain messages; they name the operator's disk, not the client's input.
+    A domain error keeps its code, and any other exception becomes ``internal_error``. File paths are removed
+    from domain messages, because they describe the operator's disk and not the client's input.
     """
     if isinstance(error, ApiError):
         return error
@@ -229,12 +232,16 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(ErrorCode.INTERNAL_ERROR, "the server met an unexpected error; its log has the details")
 
 
-def install(app: FastAPI, told: Callable[[ApiError, str, str], None]) -> None:
-    """Register the handlers, so that routing errors and unexpected ones wear the same envelope. ``told``: who
-    hears of each, with path and request id."""
+def install(app: FastAPI, report: Callable[[ApiError, str, str], None]) -> None:
+    """Register exception handlers that answer every error of ``app`` in the same envelope.
+
+    Args:
+        app: The application.
+        report: Called for each error with the error, the path and the request id.
+    """
 
     def answer(request: Request, error: ApiError, extra: dict[str, str] | None = None) -> Response:
-        told(error, request.scope["path"], request.scope.get("tonnage.request_id", ""))
+        report(error, request.scope["path"], request.scope.get("tonnage.request_id", ""))
         return render(error, extra)
 
     async def on_error(request: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
-"""The extras of the distribution: what a command needs of them, and how it says which one is missing.
+"""The extras of the distribution: which modules each brings, and the error when a command's extra is missing.
 
-Packages are looked for, not imported: a refusal comes before anything else is done or printed. The planner's
-own commands need none.
+Modules are looked up without importing them, so that the error comes before a command does or prints anything.
+The planner's commands need no extra.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from tonnage.planner.errors import TonnageError
 
-# extra -> modules that have to be there. What one format or request needs is looked for where it is asked for.
+# extra -> modules that must be installed. A module for one format or one request is checked where it is used.
 MODULES: dict[str, tuple[str, ...]] = {
     "replay": ("numpy", "numba", "xxhash", "rich"),
     "server": (
@@ -26,24 +26,24 @@ MODULES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 INCLUDES = {"server": ("replay",), "hf": ("server",), "vllm": ("server",), "demo": ("hf",)}
 
-# what a model is loaded by
+# How to install an engine that can load a model.
 AN_ENGINE = "pip install 'tonnage[hf]', or 'tonnage[vllm]' for vLLM on a CPU; on a GPU vllm, 'tonnage[server]'"
 
 
 class ExtraMissing(TonnageError):
-    """An extra is not installed; the message says what is missing, the hint how to install it."""
+    """A required extra is not installed; the message names its missing modules, the hint the pip command."""
 
     code = "extra_missing"
 
 
 def missing(extra: str) -> list[str]:
-    """Modules of ``extra``, and of those that it includes, that are not installed."""
+    """Return the modules of ``extra``, and of the extras it includes, that are not installed."""
     found = [name for other in INCLUDES.get(extra, ()) for name in missing(other)]
     return found + [name for name in MODULES[extra] if not _installed(name)]
 
 
 def require(extra: str, what: str, hint: str | None = None) -> None:
-    """Raise ExtraMissing where ``what`` cannot work, as a module of ``extra`` is missing."""
+    """Raise ExtraMissing when a module of ``extra``, which ``what`` needs, is not installed."""
     if names := missing(extra):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ExtraMissing(
@@ -52,8 +52,8 @@ def require(extra: str, what: str, hint: str | None = None) -> None:
 
 
 def require_serving(backend: str) -> None:
-    """What serves and what is served: the API's pages and the engine of ``--backend``; ``auto``: any."""
-    # All else of the extra is beside a vLLM, where `watch` does without it.
+    """Raise ExtraMissing unless the API's pages and an engine for ``--backend`` are installed."""
+    # The rest of the extra `server` comes with vLLM, and `watch` runs without fastapi_offline.
     if not _installed("fastapi_offline"):
         raise ExtraMissing(
             "/docs needs fastapi_offline, not installed here", hint="pip install 'tonnage[server]'"
@@ -66,12 +66,12 @@ def require_serving(backend: str) -> None:
 
 
 def extra_with(module: str) -> str | None:
-    """The extra that brings ``module``; None: none does."""
+    """Return the extra that brings ``module``, or None."""
     return next((extra for extra, names in MODULES.items() if module in names), None)
 
 
 def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # the package that contains it is missing
         return False

@@ -1,4 +1,4 @@
-"""The manual page tonnage(1), of the same parsers as ``--help``."""
+"""The manual page tonnage(1), generated from the same parsers as ``--help``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 
 def page(about: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """The page in man(7): what each command is, its options in their groups, its exit codes and examples."""
+    """Return the manual page in man(7) markup, with a section of options and examples for each command."""
     source = f"Tonnage {version('tonnage')}"
     listed = [(".TP", _bold(name), _text(parser.description or "")) for name, parser in parsers.items()]
     lines = [
@@ -56,7 +56,7 @@ def _bold(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A line of text; one that begins like a request is none."""
+    """Return ``text`` as one line of text; ``\\&`` keeps a leading dot or quote from starting a macro."""
     escaped = _escaped(text)
     return r"\&" + escaped if escaped[:1] in (".", "'") else escaped
 

@@ -1,8 +1,9 @@
-"""Options: what one server is started with beside the flags of the plan.
+"""``Options``: the settings of a server that are not flags of the plan.
 
-Declared here and nowhere else (``tonnage.planner.flags``): ``tonnage serve --help``, the environment
-variables ``TONNAGE_*``, the keys of ``--config`` and ``tonnage.server.settings.Settings`` are made of
-these lines. No library of the server is imported, so that help and completion need none.
+Each option is declared once, here. ``tonnage serve --help``, the environment variables ``TONNAGE_*``, the keys
+of ``--config`` and ``tonnage.server.settings.Settings`` are generated from these lines
+(``tonnage.planner.flags``). The module imports no server library, so that help and shell completion start
+quickly.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from tonnage.planner.units import parse_seconds
 if TYPE_CHECKING:
     from tonnage.server.engines.sharing import KVEventsConfig
 
-# Flags of tonnage plan that the engines are started with (engines/vllm/engine.py engine_arguments; the hf
-# engine takes the plan itself). The other flags plan for what no engine here does.
+# Flags of `tonnage plan` that an engine is started with (engine_arguments in engines/vllm/engine.py; the hf
+# engine takes the plan itself). The other flags plan features that no backend here runs.
 PLANNED = (
     "device", "gpu", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
@@ -34,7 +35,7 @@ _LIMITS, _SECURITY, _LOGS = "limits and times", "keys and TLS", "logs, metrics a
 
 
 def _events(text: str, field: str) -> KVEventsConfig | None:
-    from tonnage.server.engines.sharing import events_config  # --help needs none of it
+    from tonnage.server.engines.sharing import events_config  # --help does not need it
 
     try:
         return events_config(text)
@@ -44,36 +45,39 @@ def _events(text: str, field: str) -> KVEventsConfig | None:
 
 def _endpoint(text: str, field: str) -> str:
     if not text.startswith(("http://", "https://")):
-        raise DeploymentError(f"{text[:100]!r} is no http:// or https:// address", field=field)
+        raise DeploymentError(f"{text[:100]!r} is not an http:// or https:// address", field=field)
     return text
 
 
 @dataclass(slots=True)
 class Options:
-    """Bytes are ints, times seconds."""
+    """Settings of one server beside the plan's flags; sizes are int bytes, times are float seconds."""
 
     backend: str = flag(
-        "hf", "engine; auto: vllm where it runs the model, else hf; fake runs no model", group=_ENGINE,
+        "hf", "engine; auto: vllm where it can run the model, else hf; fake: runs no model", group=_ENGINE,
         choices=("auto", "hf", "vllm", "fake"),
     )  # fmt: skip
     lora_modules: tuple[str, ...] = flag(
-        (), "adapters in PEFT's format, asked for by model: NAME", group=_ENGINE, metavar="NAME=FOLDER,..."
+        (),
+        "adapters in PEFT's format; a request selects one by model: NAME",
+        group=_ENGINE,
+        metavar="NAME=FOLDER,...",
     )
-    # vLLM gives its own engine core 600 (VLLM_ENGINE_READY_TIMEOUT_S): too short for a large model from a slow
-    # disk. As long as the chart's startup probe waits (startup.maxSeconds).
+    # vLLM's limit for its own engine core is 600 s (VLLM_ENGINE_READY_TIMEOUT_S), too short for a large model
+    # on a slow disk. 1800 s is also the limit of the Helm chart's startup probe (startup.maxSeconds).
     engine_ready_timeout: float = flag(
         1800.0, "time an engine has to load, at each start and restart", group=_ENGINE, unit="seconds"
     )
-    max_engine_restarts: int = flag(10, "restarts of a dead engine in an hour; 0: none", group=_ENGINE, least=0)
+    max_engine_restarts: int = flag(10, "restarts of a dead engine per hour; 0: none", group=_ENGINE, least=0)
 
     admission_mode: str = flag(
         "guaranteed", "guaranteed: nothing admitted is ever preempted; predictive: by learned output lengths; "
-        "greedy: vLLM's rule; no_evict: all reservations fit; auto: vLLM's rule, or holding back where that "
-        "serves the load better by measured step costs", group=_ADMISSION,
+        "greedy: vLLM's rule; no_evict: all reservations fit; auto: vLLM's rule, or holding requests back when "
+        "measured step costs show that this serves the load better", group=_ADMISSION,
         choices=("guaranteed", "predictive", "greedy", "no_evict", "auto"),
     )  # fmt: skip
     target_itl: float | None = flag(
-        None, "with --admission-mode auto: P99 of the time between tokens to stay below, at the price of "
+        None, "with --admission-mode auto: upper bound of the P99 time between tokens, at the price of "
         "throughput (for example 100ms)", group=_ADMISSION, metavar="TIME", read=parse_seconds,
     )  # fmt: skip
     watermark: float | None = flag(
@@ -104,23 +108,25 @@ class Options:
         None, "reader of tool calls, by vLLM's name: hermes, llama3_json, ...", group=_CHAT
     )
 
-    # As vLLM counts it: unfinished requests, waiting and running, n sequences count n. vLLM's default is
-    # no limit; 512 is Ollama's queue (OLLAMA_MAX_QUEUE).
-    max_num_queued_reqs: int = flag(512, "unfinished sequences before 503", group=_LIMITS)
-    # 16 is OpenAI's default for /v1/completions (its API reference, "max_tokens").
+    # Counted as in vLLM: unfinished requests, waiting and running; n sequences count n. vLLM has no limit by
+    # default; 512 is the queue of Ollama (OLLAMA_MAX_QUEUE).
+    max_num_queued_reqs: int = flag(512, "unfinished sequences before new ones get 503", group=_LIMITS)
+    # 16 is OpenAI's default for /v1/completions (API reference, "max_tokens").
     default_max_tokens: int = flag(16, "max_tokens of a request without one", group=_LIMITS)
     default_chat_max_tokens: int = flag(
-        1024, "max_completion_tokens of a chat request without one, at most", group=_LIMITS
+        1024, "upper bound of max_completion_tokens for a chat request without one", group=_LIMITS
     )
-    # A million token ids as JSON, more than any context served here, are under 8 MiB.
+    # A million token ids as JSON, more than any context served here, need less than 8 MiB.
     max_request_body_bytes: int = flag(8 * 2**20, "largest accepted request body", group=_LIMITS, unit="bytes")
     body_timeout: float = flag(30.0, "time a client has to send its body", group=_LIMITS, unit="seconds")
     request_timeout: float | None = flag(
-        None, "time until a request is given up (default: never)", group=_LIMITS, unit="seconds"
+        None, "time after which a request is given up (default: never)", group=_LIMITS, unit="seconds"
     )
-    sse_keep_alive: float = flag(15.0, "silence before a stream's comment", group=_LIMITS, unit="seconds")
+    sse_keep_alive: float = flag(
+        15.0, "silence after which a stream sends a comment", group=_LIMITS, unit="seconds"
+    )
     drain_seconds: float = flag(
-        30.0, "time a stopping server gives running requests", group=_LIMITS, unit="seconds", least=0
+        30.0, "time that a stopping server gives running requests", group=_LIMITS, unit="seconds", least=0
     )
 
     api_key: tuple[str, ...] = flag(
@@ -132,24 +138,24 @@ class Options:
     ssl_keyfile: Path | None = flag(None, "TLS private key (PEM)", group=_SECURITY, metavar="FILE")
 
     log_format: LogFormat = flag(
-        "text", "form of the log lines on stderr", group=_LOGS, choices=("text", "json")
+        "text", "format of the log lines on stderr", group=_LOGS, choices=("text", "json")
     )
     log_level: str = flag(
-        "info", "least level logged", group=_LOGS, choices=("debug", "info", "warning", "error")
+        "info", "lowest level logged", group=_LOGS, choices=("debug", "info", "warning", "error")
     )
-    access_log: bool = flag(False, "log a line for each request, without its text", group=_LOGS)
+    access_log: bool = flag(False, "log one line per request, without its text", group=_LOGS)
     request_log: Path | None = flag(
-        None, "file for the requests' sizes, for tonnage replay", group=_LOGS, metavar="FILE"
+        None, "file that gets the sizes of each request, for tonnage replay", group=_LOGS, metavar="FILE"
     )
     metrics_compat: str = flag(
         "none", "vllm: also export vLLM's names on /metrics, for gateways and autoscalers", group=_LOGS,
         choices=("none", "vllm"),
     )  # fmt: skip
     otlp_traces_endpoint: str | None = flag(
-        None, "where spans of the requests are sent, by OTLP over HTTP", group=_LOGS, metavar="URL",
+        None, "URL that receives spans of the requests, by OTLP over HTTP", group=_LOGS, metavar="URL",
         read=_endpoint,
     )  # fmt: skip
 
 
-# Of a command that loads a model and serves nothing: the rest are settings of the API.
+# Options of a command that loads a model and serves nothing; the other options configure the API.
 LOADING = ("backend", "lora_modules", "admission_mode", "watermark", "target_itl")

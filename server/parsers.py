@@ -1,7 +1,7 @@
-"""The options of the server's commands, one function a command.
+"""Argument parsers of the server's commands, one function per command.
 
-Apart from what the commands do, because ``--help``, the completion of a shell and the manual page need the
-options alone: nothing of the server, the cache or their libraries is imported here.
+They are separate from the commands because ``--help``, shell completion and the manual page need only the
+options: this module imports neither server nor cache, nor their libraries.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from tonnage.planner.flags import add_flags, add_groups, flags_of
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.server.options import LOADING, PLANNED, Options
 
-_MODEL = "demo, a folder with config.json, a .gguf file, or of the hub org/name or org/name@revision"
+_MODEL = "demo, a folder with config.json, a .gguf file, or a hub id (org/name or org/name@revision)"
 
 
 def _add_settings(p: Parser, names: tuple[str, ...] | None = None) -> None:
-    """Of the settings: model, those of the plan, ``names`` of Options (None: all). What is left out is not in
-    the namespace: the environment or the file may have it."""
+    """Add the settings to ``p``: the model, the plan's flags and ``names`` of Options (all when None).
+
+    An option that is absent from the command line is absent from the namespace, so that the environment or the
+    file can set it.
+    """
     p.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=_MODEL)
     add_token_flag(p)
     p.add_argument("--config", metavar="FILE", help="TOML file of these settings")
@@ -30,17 +33,18 @@ def _add_settings(p: Parser, names: tuple[str, ...] | None = None) -> None:
 
 
 def serve() -> Parser:
+    """Return the parser of ``tonnage serve``."""
     p = Parser(
         "tonnage serve",
         "Plan a model's memory, then serve the OpenAI API, /metrics and /memory from that plan.",
         """
 Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
-file (--config): max_model_len = 8192. A flag wins over the environment, that over the file.
+file (--config): max_model_len = 8192. A flag overrides the environment, which overrides the file.
 
-SIGTERM: /ready turns false and new requests are sent away; what runs has --drain-seconds to end.
+SIGTERM: /ready returns 503 and new requests are rejected; running requests have --drain-seconds to end.
 
 The lines "listening on URL" and "ready on URL" on stdout are for scripts; --port 0 takes a free port.
-exit codes: 0 stopped by SIGTERM, 1 the engine failed, 2 bad input or it does not fit, 130 Ctrl-C.
+exit codes: 0 stopped by SIGTERM, 1 the engine failed, 2 bad input or the model does not fit, 130 Ctrl-C.
 
 examples:
   tonnage serve demo --kv-cache-memory-bytes 512MiB
@@ -53,13 +57,14 @@ examples:
 
 
 def verify() -> Parser:
+    """Return the parser of ``tonnage verify``."""
     p = Parser(
         "tonnage verify",
-        "Load a model and compare its plan with the bytes that are really held.",
+        "Load a model and compare its plan with the measured bytes.",
         """
-Compared are the weights and the KV pool (both to the byte), the KV bytes of a token, and the most memory that
-all processes of the server held together under a full batch (10 %; without what the plan keeps for grammars).
-exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input or it does not fit.
+It compares the weights and the KV pool (both to the byte), the KV bytes of a token, and the peak memory of all
+server processes together under a full batch (within 10 %; without what the plan reserves for grammars).
+exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input or the model does not fit.
 """,
     )
     _add_settings(p, LOADING)
@@ -67,7 +72,7 @@ exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input o
     return p
 
 
-# Flags of tonnage plan that a replay takes too.
+# Flags of `tonnage plan` that a replay takes too.
 _REPLAYED = (
     "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enable_prefix_caching",
@@ -75,14 +80,15 @@ _REPLAYED = (
 
 
 def replay() -> Parser:
+    """Return the parser of ``tonnage replay``."""
     p = Parser(
         "tonnage replay",
         "Replay a request trace through admission and the block manager, without a GPU.",
         """
 TRACE is an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a Mooncake JSONL (timestamp, input_length,
-output_length, hash_ids) or the server's request log (arrival, prompt_tokens, output_tokens, ...). Of any
-other CSV or JSONL --columns says what is what; a time is a number of seconds (arrival_ms=COLUMN: milliseconds)
-or a date.
+output_length, hash_ids) or the server's request log (arrival, prompt_tokens, output_tokens, ...). For any
+other CSV or JSONL, --columns names the columns; a time is a number of seconds (arrival_ms=COLUMN:
+milliseconds) or a date.
 
 examples:
   tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu h100-80g
@@ -90,7 +96,7 @@ examples:
   tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu l40s-48g --search-gpus --wait-target 1s
   tonnage replay own.csv --columns arrival=t,prompt_tokens=in,output_tokens=out --model demo --gpu l4-24g
 
-Steps, preemptions, stalls and hits are what the block manager and admission do with these arrivals. Times
+Steps, preemptions, stalls and hits are the decisions of block manager and admission for these arrivals. Times
 follow from a roofline of the device's peak figures: no engine is faster, most are slower.
 exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the model does not fit.
 """,
@@ -104,35 +110,45 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
         "--policy", default="guaranteed", type=policies.meant, choices=policies.choices,
         metavar="|".join(policies.choices), help="mode of admission (default: guaranteed)",
     )  # fmt: skip
-    p.add_argument("--length-quantile", type=float, metavar="Q", help="of learned lengths; 1: max_tokens")
-    p.add_argument("--watermark", type=float, metavar="SHARE", help="of the pool that admission leaves free")
-    p.add_argument("--max-tokens", metavar="N", help="of requests without; default: the trace's longest output")
+    p.add_argument(
+        "--length-quantile", type=float, metavar="Q", help="quantile of learned output lengths; 1: max_tokens"
+    )
+    p.add_argument(
+        "--watermark", type=float, metavar="SHARE", help="share of the pool that admission leaves free"
+    )
+    p.add_argument(
+        "--max-tokens",
+        metavar="N",
+        help="max_tokens of requests without one; default: the trace's longest output",
+    )
     p.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply the rate of arrivals")
-    p.add_argument("--limit", metavar="N", help="only the first N requests")
+    p.add_argument("--limit", metavar="N", help="replay only the first N requests")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
-    p.add_argument("--skip-bad-lines", action="store_true", help="count lines that do not parse, go on")
-    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
-    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
+    p.add_argument("--skip-bad-lines", action="store_true", help="skip and count lines that do not parse")
+    p.add_argument(
+        "--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: that of --gpu"
+    )
+    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="dense 16-bit peak of one device")
     p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
-    p.add_argument("--wait-target", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
+    p.add_argument("--wait-target", metavar="TIME", help="bound of the P99 waiting time (default: 1s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
-    p.add_argument("--html", metavar="FILE", help="write a page with plots")
+    p.add_argument("--html", metavar="FILE", help="write a page with plots to FILE")
     return p
 
 
 def watch() -> Parser:
+    """Return the parser of ``tonnage watch``."""
     p = Parser(
         "tonnage watch",
-        "Show what a running server holds beside what its plan says: memory, KV use, headroom, requests, "
-        "preemptions.",
+        "Show a running server beside its plan: memory, KV use, headroom, requests, preemptions.",
         """
-The server is recognised by its /metrics; llama-server shows them with --metrics, SGLang with
---enable-metrics. Its plan is made from what it tells of itself and from the flags given here, which are those
-of tonnage plan. A flag that contradicts the server is refused; a figure that does not follow from what is known
-is left out.
+The server is recognised by its /metrics; llama-server shows them with --metrics, SGLang with --enable-metrics.
+Its plan is made from what the server reports and from the flags given here, which are the flags of tonnage
+plan. A flag that contradicts the server is an error; a figure that does not follow from the known values is
+left out.
 
-exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --port, and after its first
-look, a watch goes on when the server does not answer.
+exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --port, and after the first
+successful look, a watch continues when the server does not answer.
 
 examples:
   tonnage watch http://localhost:8000 --gpu h100-80g
@@ -141,40 +157,43 @@ examples:
   tonnage watch http://vllm:8000 --model ./Llama-3.1-8B --gpu l40s-48g --port 9401 --host 0.0.0.0
 """,
     )
-    p.add_argument("url", metavar="URL", help="of the server, for example http://localhost:8000")
+    p.add_argument("url", metavar="URL", help="address of the server, for example http://localhost:8000")
     p.add_argument(
-        "--model", metavar="MODEL", help="what it loaded: a folder with config.json, a .gguf file or a hub id "
-        "(default: as the server names it)",
+        "--model", metavar="MODEL", help="model it loaded: a folder with config.json, a .gguf file or a hub id "
+        "(default: the name that the server reports)",
     )  # fmt: skip
     add_token_flag(p)
     p.add_argument("--once", action="store_true", help="look once")
-    p.add_argument("--interval", metavar="SECONDS", help="between the begins of two looks (default: 5)")
-    p.add_argument("--json", action="store_true", help="print one JSON object a look, one a line")
-    p.add_argument("--port", metavar="N", help="also serve the looks to Prometheus, at /metrics on this port")
+    p.add_argument("--interval", metavar="SECONDS", help="time from one look to the next (default: 5)")
+    p.add_argument("--json", action="store_true", help="print one JSON object per look, each on one line")
+    p.add_argument("--port", metavar="N", help="also serve the results to Prometheus, at /metrics on this port")
     p.add_argument("--host", metavar="HOST", help="address of --port (default: 127.0.0.1)")
     _add_client(p)
-    planned = p.add_argument_group("the plan, where the server does not tell")
+    planned = p.add_argument_group("the plan, where the server does not report it")
     for name, flag in flags_of(Deployment).items():
-        if name != "engine":  # is recognised; what it drafts with and offloads is said as in tonnage plan
+        if (
+            name != "engine"
+        ):  # recognised from the server; its draft model and offloading are given as in `plan`
             flag.add_to(planned)
     return p
 
 
-# Where tonnage serve listens: Options.host and port.
+# The default address of `tonnage serve`: Options.host and Options.port.
 _HERE = "http://127.0.0.1:8000"
 
 
 def status() -> Parser:
+    """Return the parser of ``tonnage status``."""
     p = Parser(
         "tonnage status",
-        "Show what a Tonnage server holds, whom it serves and how much more fits.",
+        "Show what a Tonnage server holds, which requests it runs and how much more fits.",
         """
-Asks the server's /memory: its model, since when it is ready, planned against measured bytes, the KV pool by
-state, running and waiting requests with the oldest of each, how much more fits, how long a stop would take. The
-page at / of the server shows the same; tonnage watch shows other servers, and rates.
+It reads the server's /memory: the model, the time since it is ready, planned and measured bytes, the KV pool by
+state, running and waiting requests with the oldest of each, how much more fits, and how long a stop would take.
+The page at / of the server shows the same; tonnage watch shows other servers, and rates.
 
-exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --watch, and after its first
-look, it goes on when the server does not answer.
+exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --watch, and after the first
+successful look, it continues when the server does not answer.
 
 examples:
   tonnage status
@@ -182,16 +201,18 @@ examples:
   tonnage status https://llm.example.com --api-key KEY --json
 """,
     )
-    p.add_argument("url", nargs="?", default=_HERE, metavar="URL", help=f"of the server (default: {_HERE})")
-    p.add_argument("--watch", action="store_true", help="look again and again")
+    p.add_argument(
+        "url", nargs="?", default=_HERE, metavar="URL", help=f"address of the server (default: {_HERE})"
+    )
+    p.add_argument("--watch", action="store_true", help="repeat until stopped")
     p.add_argument("--interval", metavar="SECONDS", help="between two looks (default: 2); implies --watch")
-    p.add_argument("--json", action="store_true", help="print one JSON object a look: /memory, with the URL")
+    p.add_argument("--json", action="store_true", help="print one JSON object per look: /memory, with the URL")
     _add_client(p)
     return p
 
 
 def _add_client(p: Parser) -> None:
-    """Of the commands that ask a running server."""
+    """Add the options of commands that query a running server."""
     p.add_argument("--timeout", default="10", metavar="SECONDS", help="for each answer (default: 10)")
     p.add_argument(
         "--api-key", metavar="KEY", help="sent as a bearer token (default: TONNAGE_API_KEY of the environment)"
@@ -199,16 +220,15 @@ def _add_client(p: Parser) -> None:
 
 
 def doctor() -> Parser:
+    """Return the parser of ``tonnage doctor``."""
     p = Parser(
         "tonnage doctor",
         "Print what is installed, which device was found and which backend would be chosen.",
         "example: tonnage doctor ./Llama-3.1-8B",
     )
-    p.add_argument("model", nargs="?", metavar="MODEL", help="also say which backend would serve it")
+    p.add_argument("model", nargs="?", metavar="MODEL", help="also print which backend would serve it")
     add_token_flag(p)
-    p.add_argument(
-        "--fields", action="store_true", help="also print every request field and what becomes of it"
-    )
+    p.add_argument("--fields", action="store_true", help="also print how the API treats every request field")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
@@ -217,9 +237,10 @@ DEMO_POOL = "512MiB"
 
 
 def demo() -> Parser:
+    """Return the parser of ``tonnage demo``."""
     return Parser(
         "tonnage demo",
-        "Plan, serve, ask and measure the demo model (SmolLM2-135M-Instruct), then stop.",
+        "Plan, serve, query and measure the demo model (SmolLM2-135M-Instruct), then stop.",
         f"The KV pool is {DEMO_POOL}. Exit codes: 0 the plan held, 1 it did not, 2 something is missing.",
     )
 

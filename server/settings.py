@@ -1,8 +1,7 @@
-"""Settings: one model for flags, ``TONNAGE_*`` environment variables, a TOML file and code.
+"""Settings of a server: one model for flags, ``TONNAGE_*`` environment variables, a TOML file and code.
 
-Field names are vLLM's flags where vLLM has one. They are declared in
-``tonnage.planner.deployment.Deployment`` (what the plan is made of)
-and ``tonnage.server.options.Options``.
+Field names are vLLM's flags where vLLM has one. ``tonnage.planner.deployment.Deployment`` declares the fields
+of the plan, and ``tonnage.server.options.Options`` the others.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ from tonnage.planner.planning.deployment import deployment_of
 from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
 
-# Printed as their number only.
+# Secrets are printed as their count only.
 _Secrets = PlainSerializer(lambda keys: f"{len(keys)} given")
 _KINDS: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "Path": Path, "tuple[str, ...]": tuple[str, ...],
     "KVEventsConfig": KVEventsConfig,
 }  # fmt: skip
-_WORDS = {"bool": "true or false", "string": "a name"}  # of pydantic's errors bool_parsing, string_type, ...
+_WORDS = {"bool": "true or false", "string": "a name"}  # by pydantic error type: bool_parsing, string_type, ...
 _PREFIX = "TONNAGE_"
-# Variables that other parts read: the caches, the scheduler inside a plain vLLM (scheduler/options.py of its
-# engine), its workers (figures.py), the tests.
+# Variables that other parts read: the caches, the scheduler inside a plain vLLM
+# (engines/vllm/scheduler/options.py), vLLM's workers (figures.py) and the tests.
 _OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
-# What Kubernetes gives every container for a Service named tonnage or tonnage-anything
+# Kubernetes sets these variables in every container for a Service named tonnage or tonnage-SUFFIX.
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # in TONNAGE_PORT, of one named tonnage
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # value of TONNAGE_PORT for a Service named tonnage
 
 
 def _setting(flag: Flag) -> tuple[Any, Any]:
-    """Type and field of a setting that is a flag; read and checked as on the command line."""
+    """Return the pydantic type and field of a flag, which is read and checked as on the command line."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if flag.kind == "KVEventsConfig" and isinstance(value, dict):
-            value = json.dumps(value)  # a table of the file
+            value = json.dumps(value)  # a table of the TOML file
         if isinstance(value, str):
             return flag.read(value, info.field_name)
         if isinstance(value, list):
@@ -65,7 +64,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
     kind = _KINDS.get(flag.kind, str)
     if flag.optional:
         kind = kind | None
-    if flag.kind == "bool":  # 1, yes and on too
+    if flag.kind == "bool":  # pydantic also accepts 1, yes and on
         return kind, field
     if flag.secret:
         return Annotated[kind, NoDecode, BeforeValidator(read), _Secrets], field
@@ -75,7 +74,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class _Declared(Options, BaseSettings):
-        """Those of the plan are read from the Deployment in the code."""
+        """Fields of Options for the type checker; code reads the plan's fields from the Deployment."""
 
 else:
     _DECLARED = {name: flags_of(Deployment)[name] for name in PLANNED} | dict(flags_of(Options))
@@ -86,14 +85,16 @@ else:
 
 
 class Settings(_Declared):
-    """What one server is started with: the flags PLANNED, whose None means as the engine chooses, and Options.
-    Bytes are ints."""
+    """The settings of one server: the plan's flags in PLANNED, and Options.
+
+    A plan's flag of None means the engine's own default. Sizes are int bytes.
+    """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="folder with config.json, .gguf file, hub id, or demo")
 
-    # Set by load_settings for one construction: the tables of the TOML file.
+    # load_settings sets it for one construction: the tables of the TOML file.
     _file: ClassVar[dict[str, Any]] = {}
 
     @classmethod
@@ -105,6 +106,7 @@ class Settings(_Declared):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources in order of precedence: arguments, environment, TOML file."""
         found = {
             name: value for name, value in env_settings().items()
             if name != "port" or _SERVICE_ADDRESS.match(value) is None
@@ -114,22 +116,28 @@ class Settings(_Declared):
 
     @property
     def model_name(self) -> str:
-        """The name clients send and /v1/models lists."""
+        """The model's name in the API, which clients send and /v1/models lists."""
         return self.served_model_name or self.model
 
     def deployment(self) -> Deployment:
-        """The planner's half of the settings. The fake engine is planned like hf.
+        """Return the planner's part of the settings; the fake engine is planned like hf.
 
-        Raises DeploymentError for a flag that means nothing without another one.
+        Raises:
+            DeploymentError: A flag is set that has no meaning without another one.
         """
         given = {name: getattr(self, name) for name in PLANNED if name in self.model_fields_set}
         return deployment_of({"engine": "vllm" if self.backend == "vllm" else "hf", **given})
 
 
 def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
-    """Settings from ``given`` (flags, which win), the environment and the TOML file ``config``.
+    """Load the settings from flags, the environment and a TOML file, in this order of precedence.
 
-    Raises DeploymentError naming the first bad field, its value and what would be right.
+    Args:
+        config: The TOML file, or None.
+        **given: The flags.
+
+    Raises:
+        DeploymentError: A field is invalid; the message has its name, its value and what is valid.
     """
     Settings._file = {} if config is None else read_config(Path(config))
     check_environment(os.environ)
@@ -144,14 +152,18 @@ def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
             close = did_you_mean(field, Settings.model_fields)
             raise DeploymentError("is not a setting", field=field, hint=close) from None
         shown = "it" if field == "api_key" else as_written(first["input"])
-        why = _WORDS.get(first["type"].partition("_")[0], f"as it should be: {first['msg']}")
+        why = _WORDS.get(first["type"].partition("_")[0], f"valid: {first['msg']}")
         raise DeploymentError(f"{shown} is not {why}", field=field) from None
     finally:
         Settings._file = {}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file; a name may be written as the flag. Raises DeploymentError."""
+    """Return the settings in a TOML file; names may be written with ``_`` or, as flags, with ``-``.
+
+    Raises:
+        DeploymentError: The file cannot be read, is not TOML, or has an unknown name.
+    """
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
@@ -167,8 +179,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise DeploymentError for a variable ``TONNAGE_*`` that is nearly one of ours: a key or a limit that
-    somebody meant to set would be missing without a word. Others that nobody reads are named on stderr."""
+    """Check the environment for misspelled ``TONNAGE_*`` variables.
+
+    A misspelled name would silently disable a key or a limit. Unknown names that resemble no setting are only
+    reported on stderr.
+
+    Raises:
+        DeploymentError: A variable's name is close to the name of a setting.
+    """
     known = {name.upper() for name in Settings.model_fields} | set(_OTHERS)
     for variable in sorted(environment):
         name = variable.upper().removeprefix(_PREFIX)
@@ -176,6 +194,6 @@ def check_environment(environment: Mapping[str, str]) -> None:
             continue
         if close := nearest(name, known):
             raise DeploymentError(
-                "is no variable of Tonnage", field=variable, hint=f"did you mean {_PREFIX}{close}?"
+                "is not a variable of Tonnage", field=variable, hint=f"did you mean {_PREFIX}{close}?"
             )
-        print(f"tonnage: {variable} is no variable of Tonnage: ignored", file=sys.stderr)
+        print(f"tonnage: {variable} is not a variable of Tonnage: ignored", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What one app holds: settings, engine, tokenizer, counts, and whether the engine can serve."""
+"""State of one app: settings, engine, tokenizer, counts, and whether the engine can serve."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tonnage.server.text.chat_template import ChatTemplate
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import ToolParser
 
-# A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
+# A cancelled request needs a few rounds of the event loop to end; one second is a generous upper bound.
 _CUT_OFF_SECONDS = 1.0
-# Between two lines about a drain.
+# Interval of the log lines during a drain.
 DRAIN_PROGRESS_SECONDS = 5.0
 
 log = logging.getLogger("tonnage.server")
@@ -36,7 +36,7 @@ log = logging.getLogger("tonnage.server")
 
 @dataclass(slots=True)
 class ServerState:
-    """Lives in ``app.state.tonnage``. ``startup_error`` is set once the engine failed to start."""
+    """State of one app, in ``app.state.tonnage``; ``startup_error`` is set when the engine failed to start."""
 
     settings: Settings
     engine: Engine
@@ -51,7 +51,7 @@ class ServerState:
     bodies: BodyBytes = field(init=False)
     draining_since: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    ready_at: float | None = None  # seconds since the epoch, as `draining_since`
+    ready_at: float | None = None  # seconds since the epoch, like `draining_since`
     startup_error: TonnageError | None = None
     on_startup_error: Callable[[TonnageError], None] | None = None
     _loading_since: float = field(default_factory=time.monotonic)
@@ -62,15 +62,19 @@ class ServerState:
 
     @property
     def started(self) -> bool:
-        """The engine has loaded."""
+        """Whether the engine has loaded."""
         return self.ready_at is not None
 
     @property
     def draining(self) -> bool:
+        """Whether the server is stopping and waits for the requests in flight."""
         return self.draining_since is not None
 
     def phase(self, stats: EngineStats) -> tuple[str, float]:
-        """loading, ready, restarting, draining or failed, and since when (seconds since the epoch)."""
+        """Return the server's phase and its begin in seconds since the epoch.
+
+        The phase is loading, ready, restarting, draining or failed.
+        """
         if self.startup_error is not None:
             return "failed", self.created
         if self.draining_since is not None:
@@ -81,31 +85,34 @@ class ServerState:
 
     @property
     def plan(self) -> Plan:
+        """The plan of the engine's memory."""
         return self.engine.plan
 
     @property
     def model_name(self) -> str:
+        """The model's name in the API."""
         return self.settings.model_name
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's ``system_fingerprint``: changes with the plan, so with model, engine and versions."""
+        """OpenAI's ``system_fingerprint``, which changes with the plan: with model, engine and versions."""
         return f"tonnage-{self.plan.plan_id}"
 
     @property
     def honours(self) -> frozenset[str]:
-        """The fields of SamplingParams the engine acts on."""
+        """Names of the SamplingParams fields that the engine honours."""
         return self.engine.capabilities.honours
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The model's, and those of its LoRA adapters."""
+        """Names in the API of the model and of its LoRA adapters."""
         return (self.model_name, *(module.name for module in self.loras))
 
     def check_model(self, name: str) -> str:
-        """The LoRA adapter that ``name`` asks for; empty for the model itself.
+        """Return the LoRA adapter that ``name`` selects, or an empty string for the model itself.
 
-        Raises ApiError model_not_found for any other name.
+        Raises:
+            ApiError: The server has no model or adapter of this name (model_not_found).
         """
         if name not in self.model_names:
             has = ", ".join(map(repr, self.model_names))
@@ -117,7 +124,7 @@ class ServerState:
         return "" if name == self.model_name else name
 
     def check_task(self, *, embeds: bool = False) -> None:
-        """Raises ApiError when the model gives text and vectors were asked for, or the reverse."""
+        """Raise ApiError when the model does not do the requested task, embeddings or text generation."""
         if embeds != self.engine.capabilities.embeds:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_ENDPOINT,
@@ -129,19 +136,19 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence: what the engine has, or the plan until it has loaded."""
+        """Longest sequence in tokens: the loaded engine's limit, or the plan's before it has loaded."""
         if self.started:
             return self.engine.capacity().max_model_len
         return self.plan.deployment.max_model_len or self.plan.model.max_model_len
 
     def start(self) -> None:
-        """Start the engine in the background, so that /health answers while it loads."""
+        """Start the engine in the background, so that /health answers during the load."""
         self._loading_since = time.monotonic()
-        log.info("tonnage %s loads %s", version("tonnage"), self.model_name, extra=self._identity())
+        log.info("tonnage %s: loading %s", version("tonnage"), self.model_name, extra=self._identity())
         self._loading = asyncio.create_task(self._start(), name="engine start")
 
     def _identity(self) -> dict[str, Any]:
-        """Fields of the first log line."""
+        """Return the structured fields of the first log line."""
         plan = self.plan
         return {
             "plan_id": plan.plan_id, "engine": plan.deployment.engine, "architecture": plan.model.architecture,
@@ -169,18 +176,19 @@ class ServerState:
             self.on_startup_error(self.startup_error)
 
     async def stop(self) -> None:
-        """Stop the engine, also in the middle of its loading."""
+        """Stop the engine, even while it is still loading."""
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loading
-        # Requests that were cut off (their tasks are cancelled by now) get an outcome before the engine goes.
+        # The tasks of cut-off requests are cancelled by now; each request gets its outcome before the engine
+        # stops.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.accounts.idle.wait(), _CUT_OFF_SECONDS)
         await self.engine.stop()
 
     async def drain(self, seconds: float) -> None:
-        """Send new requests away; return when those in flight have ended or the time is up."""
+        """Reject new requests and wait until the requests in flight have ended, for at most ``seconds``."""
         self.draining_since = time.time()
         if self.accounts.idle.is_set() and self.outboxes.idle.is_set():
             log.info("stopping: nothing is in flight")
@@ -195,7 +203,7 @@ class ServerState:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, DRAIN_PROGRESS_SECONDS)):
                     await self.accounts.idle.wait()
-                    await self.outboxes.idle.wait()  # answers that are made, and not read yet
+                    await self.outboxes.idle.wait()  # complete answers that clients have not read yet
                 continue
             log.info(
                 "draining: %d requests in flight", self.accounts.in_flight,
@@ -204,14 +212,14 @@ class ServerState:
         log.info("drained")
 
     def check_ready(self) -> None:
-        """Raises ApiError (503) with the reason while the engine cannot serve."""
+        """Raise ApiError (503) with the reason when the engine cannot serve."""
         if self.startup_error is not None:
             raise ApiError(ErrorCode.ENGINE_DEAD, "the engine failed to start", retry_after_seconds=30)
         if self.draining:
             raise ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
         if not self.started:
-            # Come back after as long again as the load has taken so far: an exponential back-off that
-            # needs no guess of how long this model takes.
+            # Suggest waiting as long again as the load has taken so far: an exponential back-off, which needs
+            # no estimate of the load time.
             waited = time.monotonic() - self._loading_since
             raise ApiError(
                 ErrorCode.MODEL_LOADING,

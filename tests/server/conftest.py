@@ -199,7 +199,7 @@ def _checked(response: httpx.Response) -> ErrorObject:
     assert len(response.content) < 1500
     for trace in ("Traceback", "site-packages", "/work", "/root", "/home", "pydantic"):
         assert trace not in error.message
-    if rule.again:
+    if rule.retryable:
         seconds, milliseconds = int(response.headers["retry-after"]), int(response.headers["retry-after-ms"])
         assert 1 <= seconds <= 60
         assert (seconds - 1) * 1000 < milliseconds <= seconds * 1000
