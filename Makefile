@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo serve test lint style types dashboard soak clean
 
 help:
-	@echo "make demo       plan, serve, ask and measure the demo model, then stop"
+	@echo "make demo       plan, serve, query and measure the demo model, then stop"
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       style and the tests of this environment"
 	@echo "make test-vllm  inside vLLM and behind it: scheduler, eviction, metrics, servers, embeddings"

@@ -27,7 +27,7 @@ from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.vllm.tool_parser import load_tool_parser
-from tonnage.server.http.turns import Turns
+from tonnage.server.http.pacing import RequestPacing
 from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
 from tonnage.server.observe.refused import RefusalLog
@@ -163,7 +163,7 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: R
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(RequestId)
-    app.add_middleware(Turns)
+    app.add_middleware(RequestPacing)
     if settings.otlp_traces_endpoint:
         app.add_middleware(TraceContext)
 

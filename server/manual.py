@@ -56,7 +56,7 @@ def _bold(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Return ``text`` as one line of text; ``\\&`` keeps a leading dot or quote from starting a macro."""
+    r"""Return ``text`` as one line of text; ``\&`` keeps a leading dot or quote from starting a macro."""
     escaped = _escaped(text)
     return r"\&" + escaped if escaped[:1] in (".", "'") else escaped
 

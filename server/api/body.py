@@ -1,7 +1,7 @@
-"""From the bytes of a request to a strict protocol model, or a refusal that names the field.
+"""Request bodies: from bytes to a validated protocol model, or an error that names the field.
 
-Read by hand instead of by FastAPI (``document``): wrong fields too end in a small OpenAI error, never in a
-copy of the input.
+FastAPI does not read the bodies, because its validation errors would return a copy of the input. Here an
+invalid field too ends in a small OpenAI error (see ``json_body``).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tonnage.server.api.document import MAX_VALUES, read_document, shown
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
+from tonnage.server.api.json_body import MAX_VALUES, read_document, shown
 from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# Unknown names inside of known fields that a lenient server leaves out; each may cost a validation.
+# Limit of unknown names inside known fields that a lenient server drops, since each may cost a validation.
 _MAX_UNKNOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Fields(Generic[Model]):
-    """A protocol model with the table of its fields; ``expected`` says what a field of several types takes."""
+    """A protocol model with its field table; ``expected`` describes fields of several types."""
 
     model: type[Model]
     table: FieldTable
@@ -41,10 +41,20 @@ def parse_body(
     lenient: bool = False,
     most: int = MAX_VALUES,
 ) -> tuple[Model, tuple[str, ...]]:
-    """A validated instance of ``fields.model``, and the names of the fields that had no effect.
+    """Validate a request body.
 
-    ``honours``: what the engine acts on; ``most``: values, see ``most_values``. Raises ApiError naming the
-    field and what is right.
+    Args:
+        body: The JSON text.
+        fields: The model and the field table of the endpoint.
+        honours: Names of the sampling parameters that the engine honours.
+        lenient: Whether to drop unknown fields instead of rejecting the request.
+        most: Upper bound of the number of JSON values (``most_values``).
+
+    Returns:
+        The validated model, and the names of the fields that had no effect.
+
+    Raises:
+        ApiError: The body is invalid; the message names the field and what it accepts.
     """
     document = read_document(body, most, fields.table)
     ignored = _apply(document, fields.table, honours, lenient, "")
@@ -71,7 +81,7 @@ def parse_body(
 def _apply(
     document: dict[str, Any], table: FieldTable, honours: frozenset[str], lenient: bool, prefix: str
 ) -> list[str]:
-    """Take what is not for the model out of ``document``; the names of what is ignored."""
+    """Remove from ``json_body`` the fields that are not for the model; return the names of the ignored ones."""
     ignored: list[str] = []
     for name in list(document):
         rule, value = table.get(name), document[name]
@@ -102,25 +112,25 @@ def _apply(
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # bool is an int in Python: 0 and False, 1 and True must not pass for each other
+    # bool is a subclass of int in Python: 0 must not equal False, nor 1 True.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
-    whom = "this server's engine" if rule.needs else "this server"
+    subject = "this server's engine" if rule.needs else "this server"
     why = f": {rule.why}" if rule.why else ""
     hint = f"leave it out or send {shown(rule.neutral[0])}" if rule.neutral else "leave it out"
     return ApiError(
         ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{name} is not supported by {whom} (got {shown(value)}){why}; {hint}",
+        f"{name} is not supported by {subject} (got {shown(value)}){why}; {hint}",
         param=name,
     )
 
 
 def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -> list[list[str]]:
-    """Delete at most ``most`` unknown fields inside of known ones; the places of each, dotted.
+    """Delete at most ``most`` unknown fields inside known ones, and return the dotted places of each.
 
-    In a list a field is deleted from every item, because the models tell of the first wrong one only.
+    In a list, the field is deleted from every item, because the models report only the first invalid item.
     """
     dropped: list[list[str]] = []
     for found in error.errors(include_url=False, include_context=False, include_input=False):
@@ -130,7 +140,7 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
             continue
         *path, last = found["loc"]
         names = []
-        for place, where in _places(document, path):  # none in a member of a union: its tag is in the path
+        for place, where in _places(document, path):  # empty in a union, where the path holds the member's tag
             if isinstance(where, dict) and last in where:
                 del where[last]
                 names.append(".".join(str(part)[:60] for part in (*place, last)))
@@ -140,7 +150,7 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
 
 
 def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Where ``path`` leads in ``value``, in every item of the lists on the way."""
+    """Yield each value that ``path`` leads to, with its place; a list on the way is followed in every item."""
     if not path:
         yield (), value
     elif isinstance(value, list) and isinstance(path[0], int):
@@ -153,7 +163,7 @@ def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int |
 
 
 def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Model]) -> ApiError:
-    """The first error of pydantic in one sentence."""
+    """Return pydantic's first error as one sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location = first["type"], first["loc"]
     if kind == "missing":
@@ -164,13 +174,13 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        # In a union the name of its member is in the location, and not in the value.
+        # In a union the location holds the name of the member, which is not in the value.
         if isinstance(value, dict):
             value = value.get(part, value)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
         if part in fields.expected:
-            # A union: pydantic lists one error for each member, so say what the field takes as a whole.
+            # pydantic reports one error per member of a union, so the message describes the whole field.
             param = ".".join(map(str, location[: at + 1]))
             message = f"{param} must be {fields.expected[str(part)]}, not empty; got {shown(value)}"
             return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
@@ -181,9 +191,9 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
 
 
 def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
-    """JSON schema of a body without ``$defs``, for the part of the OpenAPI document FastAPI does not fill.
+    """Return the JSON schema of a body without ``$defs``, for the OpenAPI document.
 
-    Fields that are accepted without effect are in it, with the values they take.
+    The schema also lists the fields that are accepted without effect, with the values they take.
     """
     schema = fields.model.model_json_schema()
     definitions = schema.pop("$defs", {})

@@ -1,4 +1,4 @@
-"""/docs and /redoc: Swagger UI and ReDoc, their files served from here, so that they work without a network."""
+"""/docs and /redoc: Swagger UI and ReDoc with local files, so that they work without internet access."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 from tonnage.server.errors import ApiError, ErrorCode
 
-# Of fastapi-offline (MIT), which ships those of Swagger UI (Apache-2.0) and ReDoc (MIT), a release for theirs.
+# fastapi-offline (MIT) ships the files of Swagger UI (Apache-2.0) and ReDoc (MIT).
 _FILES = "fastapi_offline"
 _SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
 _DAY = {"cache-control": "private, max-age=86400"}
 
-# Both write styles into the page; scripts and requests go nowhere but here. ReDoc searches in a worker of its
-# own making.
+# Both pages insert inline styles. Scripts and requests are restricted to this server. ReDoc runs its search in
+# a worker that it creates from a blob.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src data:; connect-src 'self'; worker-src blob:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-# Paths of the pages are relative, as a proxy may serve them under a prefix; a page whose address has a key in
-# it may fetch nothing relative.
+# Paths are relative, because a proxy may serve the pages under a prefix. A page whose address contains a key
+# cannot fetch a relative address, so the script computes the absolute one.
 _DOCUMENT = 'new URL("openapi.json", location.origin + location.pathname).href'
 _STARTS = {
     "swagger.js": f'SwaggerUIBundle({{url: {_DOCUMENT}, dom_id: "#ui", deepLinking: true}});\n',
@@ -33,8 +33,9 @@ _STARTS = {
 
 
 def docs_router(title: str) -> APIRouter:
+    """Return the routes of both pages and of their files; ``title`` is the title of the pages."""
     router = APIRouter(include_in_schema=False)
-    static = files(_FILES) / "static"  # not before: a command says first which extra is missing
+    static = files(_FILES) / "static"  # looked up late, so that a command can first name the missing extra
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'
 
@@ -56,8 +57,8 @@ def docs_router(title: str) -> APIRouter:
         if name in _STARTS:
             return Response(_STARTS[name], media_type="text/javascript", headers=_DAY)
         if name not in _SHIPPED:
-            raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: no file of the documentation")
-        with as_file(static / name) as path:  # a file already, where packages are folders
+            raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the documentation has no such file")
+        with as_file(static / name) as path:  # no copy, unless packages are in a zip file
             return FileResponse(path, headers=_DAY)
 
     return router

@@ -1,7 +1,7 @@
-"""The HTTP half of every generating endpoint: one request in, one counted outcome.
+"""The HTTP part of every endpoint that uses the engine: one request in, one counted outcome.
 
-Body, disconnects, time limit, streams, errors and the headers are the same for completions, chat and
-responses; what differs is a ``Service``.
+Body, disconnects, time limit, streams, errors and headers are handled here for all of them. A ``Service`` holds
+the logic of one endpoint.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tonnage.server.api.body import Fields, inline_schema, parse_body
-from tonnage.server.api.document import most_values, read_body
+from tonnage.server.api.json_body import most_values, read_body
 from tonnage.server.api.sampling import EngineBody
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
 from tonnage.server.errors import ApiError, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.requests.accounts import Ticket
-from tonnage.server.security.tenants import ANYBODY
+from tonnage.server.security.tenants import ANONYMOUS
 from tonnage.server.state import ServerState
 
-# nginx's status for a client that closed the connection; nobody reads it, the access log shows it.
+# nginx's status for a client that closed the connection. No client receives it; the access log shows it.
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -32,45 +32,48 @@ Body = TypeVar("Body", bound=EngineBody)
 
 
 class Service(Protocol[Body]):
-    """An endpoint without HTTP. Methods raise ApiError or the engine's TonnageErrors."""
+    """The logic of one endpoint, without HTTP; its methods raise ApiError or the engine's TonnageErrors."""
 
     @property
-    def fields(self) -> Fields[Body]: ...
+    def fields(self) -> Fields[Body]:
+        """The model and the field table of the body."""
+        ...
 
     async def complete(self, body: Body, ticket: Ticket) -> bytes:
-        """The whole answer as JSON. Cancelling the call aborts the request."""
+        """Return the whole answer as JSON; cancelling the call aborts the request."""
         ...
 
 
 @runtime_checkable
 class StreamingService(Service[Body], Protocol[Body]):
-    """One whose bodies may ask for events."""
+    """A service whose bodies may request a stream of events."""
 
     def stream(self, body: Body, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Whole events; closing the iterator aborts the request."""
+        """Yield complete events; closing the iterator aborts the request."""
         ...
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
-        """The event of a failure after the first one."""
+        """Return the event that reports a failure after the first event."""
         ...
 
     @property
     def last_event(self) -> bytes:
-        """What ends a stream."""
+        """The event that ends every stream."""
         ...
 
 
 class OpenAIEvents:
-    """The endings of completions and chat streams."""
+    """Error event and last event of the streams of completions and chat completions."""
 
     last_event = b"data: [DONE]\n\n"
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
+        """Return the error as an event in OpenAI's envelope."""
         return error_event(error)
 
 
 class Endpoint(Generic[Body]):
-    """POST ``path``."""
+    """The handler of ``POST path`` for one service."""
 
     def __init__(self, path: str, state: ServerState, service: Service[Body]) -> None:
         self._path = path
@@ -80,21 +83,21 @@ class Endpoint(Generic[Body]):
 
     @property
     def openapi_extra(self) -> dict[str, Any]:
-        """The request body of the OpenAPI document (the handler reads it by hand)."""
+        """The request body for the OpenAPI document, which FastAPI cannot derive from the handler."""
         schema = inline_schema(self._service.fields)
         schema["properties"]["model"]["enum"] = list(self._state.model_names)
         return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
     async def answer(self, request: Request) -> Response:
-        """What the client gets; whatever happens, the request has one outcome."""
-        tenant = request.scope.get("tonnage.tenant", ANYBODY)
+        """Answer one request, and record exactly one outcome for it even when it fails."""
+        tenant = request.scope.get("tonnage.tenant", ANONYMOUS)
         ticket = self._state.accounts.receive(self._path, request.scope["tonnage.request_id"], tenant)
         try:
             return await self._answer(request, ticket)
         except ClientDisconnected:
             ticket.finish("aborted")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except asyncio.CancelledError:  # the server stops and has waited long enough
+        except asyncio.CancelledError:  # the server stops and the time to drain is over
             error = stopping()
         except Exception as exception:
             error = from_exception(exception)

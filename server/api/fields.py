@@ -1,8 +1,9 @@
-"""Every request field of OpenAI's specification and of vLLM's extensions, in one of three classes.
+"""Tables of every request field of OpenAI's specification and of vLLM's extensions.
 
-Honoured, accepted without effect (listed in the ``x-ignored-fields`` header of the answer), or refused by name.
-A name that is in no table is unknown: 400, or with ``--lenient`` ignored and listed. ``tonnage doctor`` prints
-these tables; the tests hold them against the openai package's parameter types and vLLM's protocol classes.
+Each field is honoured, accepted without effect (listed in the response header ``x-ignored-fields``) or rejected
+by name. A name in no table is unknown: it gets 400, or is ignored and listed with ``--lenient``. ``tonnage
+doctor --fields`` prints the tables; tests compare them with the openai package's parameter types and vLLM's
+protocol classes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 
 class Standing(StrEnum):
+    """How the API treats a request field."""
+
     HONOURED = "honoured"
     IGNORED = "accepted without effect"
     REFUSED = "refused"
@@ -21,7 +24,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """What a field without effect takes: in words, as a JSON schema, and as a check of a value (not null)."""
+    """Type of a field without effect: its name in words, its JSON schema, and a check of a non-null value."""
 
     name: str
     schema: Mapping[str, Any]
@@ -30,9 +33,16 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """``neutral``: values that ask for nothing and pass anywhere (null always does). ``needs``: the field of
-    SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: of a refusal;
-    of an honoured field, what it takes. ``takes``: of an ignored field; None: any value."""
+    """How the API treats one request field.
+
+    Attributes:
+        standing: Whether the field is honoured, accepted without effect, or rejected.
+        neutral: Values that request nothing and are always accepted, as null is.
+        needs: The field of SamplingParams (or ``priority``) that the engine must honour, else the field is
+            rejected.
+        why: The reason of a rejection; for an honoured field, what it requires.
+        takes: The type of an ignored field; None accepts any value.
+    """
 
     standing: Standing
     neutral: tuple[Any, ...] = ()
@@ -60,7 +70,7 @@ def _needs(name: str, needs: str, *neutral: Any) -> dict[str, FieldRule]:
     return {name: FieldRule(Standing.HONOURED, neutral, needs)}
 
 
-# Types as in OpenAI's API reference. Names of tiers and efforts come and go: any string.
+# Types as in OpenAI's API reference. Names of service tiers and efforts change, so any string is accepted.
 _BOOLEAN = ValueType("a boolean", {"type": "boolean"}, lambda value: isinstance(value, bool))
 _STRING = ValueType("a string", {"type": "string"}, lambda value: isinstance(value, str))
 _METADATA = ValueType(
@@ -88,9 +98,10 @@ _GENERATION: dict[str, FieldRule] = {
     **_needs("response_format", "grammar", {"type": "text"}),
     **_needs("structured_outputs", "grammar"),
     **_needs("priority", "priority", 0),
-    # Harmless without effect: they steer OpenAI's billing, storage and abuse detection, or other servers' logs.
+    # Harmless without effect: they control OpenAI's billing, storage and abuse detection, or other servers'
+    # logs.
     **_ignored("user", "session_id"),
-    # OpenAI's padding against traffic analysis; true only asks for padding, which a client never relies on.
+    # OpenAI's padding against traffic analysis; true only requests padding, which no client relies on.
     **_ignored("stream_options.include_obfuscation"),
     **_refused(
         include_stop_str_in_output=(False,),
@@ -135,7 +146,7 @@ COMPLETION: FieldTable = {
     **_honoured("prompt", "echo"),
     **_honoured("suffix", why="a model with fill-in-the-middle tokens"),
     **_needs("logprobs", "logprobs"),
-    **_honoured("best_of"),  # the best n of best_of by mean log probability; best_of = n needs none
+    **_honoured("best_of"),  # the n of best_of with the highest mean log probability; best_of = n ranks nothing
     **_refused("send the prompt as text or token ids", prompt_embeds=([],)),
 }
 
@@ -159,7 +170,7 @@ CHAT: FieldTable = {
     **_refused("the model takes and gives text only", media_io_kwargs=()),
     **_refused(prediction=(), web_search_options=(), moderation=(), echo=(False,), documents=([],)),
     **_refused(return_prompt_text=(False,)),
-    **_refused("a template from a request could run for ever; start the server with it", chat_template=()),
+    **_refused("a template from a request could run forever; start the server with it", chat_template=()),
 }
 
 _NOTHING_STORED = "nothing is stored: send the whole conversation as input"

@@ -1,7 +1,7 @@
-"""From token ids to text and back: what every generating endpoint shares. Knows no HTTP.
+"""From prompts to generated text: the part without HTTP that every generating endpoint shares.
 
-Admission to the queue, the engine's chunks merged over prompts, detokenizing, stop strings, token counts and
-latencies. Closing the iterator of ``Generator.run`` aborts whatever still runs.
+It covers admission to the queue, merging the chunks of several prompts, detokenizing, stop strings, token
+counts and latencies. Closing the iterator of ``Generator.run`` aborts the request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
 
-# Encoding takes about a microsecond a character; more of them go to a thread, a slice of about as many at a
-# time, so that the event loop is not held for more than about ten milliseconds and a hang-up ends it.
+# Encoding takes about a microsecond per character. Longer texts are encoded in a thread, in slices of about
+# this size: the event loop is held for at most about ten milliseconds, and a disconnect ends the work.
 _ENCODE_INLINE_CHARACTERS = 16_384
 
-# A text of more characters, and of more than so many for each token of the context, is looked at in slices
-# before it is encoded whole, which takes a hundred bytes of memory a character. Ordinary prompts that fit have
-# three to five characters a token.
+# Encoding a text in one piece takes a hundred bytes of memory per character. A text above both limits (this
+# one, and _CHARACTERS_A_TOKEN per token of the context) is therefore first encoded in slices, to count its
+# tokens. Ordinary prompts have three to five characters per token.
 _ENCODE_WHOLE_CHARACTERS = 2**17
-# Of all requests: each holds what its text takes, and the interpreter's lock while its tokens become a list.
+# Limit over all requests: each encoding holds its memory, and the interpreter's lock while it makes the list.
 _ENCODED_AT_ONCE = 2
 _CHARACTERS_A_TOKEN = 8
 
@@ -43,9 +43,9 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Delta:
-    """New text of choice ``index`` (prompt number times n, plus the number of the sequence).
+    """New text of the choice ``index``, which is the prompt's number times n plus the sequence's number.
 
-    ``token_ids`` and ``logprobs``: of the tokens that came; their text may still be held back.
+    ``token_ids`` and ``logprobs`` describe the tokens that arrived; part of their text may still be held back.
     """
 
     index: int
@@ -59,63 +59,65 @@ class Delta:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A choice while it grows."""
+    """One choice during its generation."""
 
     detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
-    min_tokens: int  # no stop string ends it before
+    min_tokens: int  # stop strings take effect after this many tokens
     last: float | None = None
     finished: bool = False
 
 
 class Generator:
-    """Runs submissions on the engine of one app."""
+    """Runs the submissions of one app on its engine."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._encoding = asyncio.Semaphore(_ENCODED_AT_ONCE)
-        self._sequences = 0  # unfinished ones, waiting and running
+        self._sequences = 0  # unfinished sequences, waiting and running
 
     @property
     def sequences(self) -> int:
-        """Sequences waiting or running now."""
+        """Number of sequences that wait or run now."""
         return self._sequences
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt."""
         (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
         return ids
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each prompt of a request."""
+        """Return the token ids of each prompt of a request."""
         tokenizer = self._state.tokenizer
         if sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS:
             return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
         found: list[tuple[int, ...]] = []
-        one: dict[int, int] = {}  # object for each token: a prompt then takes 8 bytes a token, not 40
+        one: dict[int, int] = {}  # one int object per distinct token: 8 bytes per token, not 40
         for part in _slices(texts):
-            for ids in await self._apart(tokenizer.encode_all, part, add_special_tokens):
+            for ids in await self._in_thread(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
         return tuple(found)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token alone."""
+        """Return the text of each token by itself."""
         found: list[str] = []
         for at in range(0, len(ids), _ENCODE_INLINE_CHARACTERS):
-            found += await self._apart(
+            found += await self._in_thread(
                 self._state.tokenizer.token_texts, ids[at : at + _ENCODE_INLINE_CHARACTERS]
             )
         return found
 
-    async def _apart(self, work: Callable[..., list[Result]], *arguments: Any) -> list[Result]:
+    async def _in_thread(self, work: Callable[..., list[Result]], *arguments: Any) -> list[Result]:
         async with self._encoding:
             return await asyncio.to_thread(work, *arguments)
 
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raises ApiError context_length_exceeded for a text whose slices alone make twice the tokens of the
-        context. Where they are cut tokens may be others than in the whole; that is far from twice as many."""
+        """Raise ApiError (context_length_exceeded) for a text that has more than twice the context's tokens.
+
+        The text is encoded in slices. The cuts change some tokens, but by far less than a factor of two.
+        """
         tokenizer, limit = self._state.tokenizer, self._state.max_model_len
         for text in texts:
             if len(text) <= max(_ENCODE_WHOLE_CHARACTERS, _CHARACTERS_A_TOKEN * limit):
@@ -123,7 +125,7 @@ class Generator:
             tokens = 0
             for at in range(0, len(text), _ENCODE_INLINE_CHARACTERS):
                 part = text[at : at + _ENCODE_INLINE_CHARACTERS]
-                tokens += len((await self._apart(tokenizer.encode_all, [part], False))[0])
+                tokens += len((await self._in_thread(tokenizer.encode_all, [part], False))[0])
                 if tokens > 2 * limit:
                     self._state.accounts.refused["never", "max_model_len"] += 1
                     raise ApiError(
@@ -136,8 +138,11 @@ class Generator:
     async def token_ids(
         self, items: list[str] | list[list[int]], *, add_special_tokens: bool, param: str
     ) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each prompt, be it text or ids. Raises ApiError as ``check_characters``
-        and ``check_token_ids``."""
+        """Return the token ids of each prompt, given as text or as ids.
+
+        Raises:
+            ApiError: A prompt is too long or empty, or has an id outside the vocabulary.
+        """
         texts = [item for item in items if isinstance(item, str)]
         await self.check_characters(texts, param)
         prompts = (
@@ -149,7 +154,7 @@ class Generator:
         return prompts
 
     def check_token_ids(self, prompts: Sequence[Sequence[int]], param: str) -> None:
-        """Raises ApiError for an empty prompt and for ids outside the vocabulary."""
+        """Raise ApiError for an empty prompt or for ids outside the vocabulary."""
         vocabulary = self._state.plan.model.vocab_size
         for ids in prompts:
             if not ids:
@@ -162,15 +167,27 @@ class Generator:
                 )
 
     def max_tokens(
-        self, asked: int | None, longest_prompt: int, *, default: int | None = None, param: str = "max_tokens"
+        self,
+        requested: int | None,
+        longest_prompt: int,
+        *,
+        default: int | None = None,
+        param: str = "max_tokens",
     ) -> int:
-        """``asked``, or the default (None: no own limit) as far as the context allows.
+        """Return the maximum number of completion tokens.
 
-        Raises ApiError context_length_exceeded with the numbers: no retry helps.
+        Args:
+            requested: The request's own limit; it must fit into the context.
+            longest_prompt: Tokens of the longest prompt.
+            default: The limit of a request without one, reduced to the context; None for the whole context.
+            param: The field that an error names.
+
+        Raises:
+            ApiError: Prompt and completion exceed the context (context_length_exceeded); no retry helps.
         """
         limit = self._state.max_model_len
         left = limit - longest_prompt
-        tokens = asked
+        tokens = requested
         if tokens is None:
             tokens = max(1, left) if default is None else min(default, max(1, left))
         if tokens > left:
@@ -180,13 +197,15 @@ class Generator:
                 f"this model's maximum context length is {limit} tokens; the request needs "
                 f"{longest_prompt + tokens} ({longest_prompt} in the prompt, {tokens} for the completion); "
                 + (f"at most {left} completion tokens fit" if left > 0 else "shorten the prompt"),
-                param="prompt" if left < 1 or asked is None else param,
+                param="prompt" if left < 1 or requested is None else param,
             )
         return tokens
 
     def check_sequences(self, prompts: int, n: int, *, param: str = "prompt") -> None:
-        """Raises ApiError for a request that is larger than the queue or the batch: no retry helps. Asked
-        before its prompts are encoded, which may be millions."""
+        """Raise ApiError for a request that exceeds the queue or the batch; no retry helps.
+
+        It runs before the prompts are encoded, because a request may have millions of prompts.
+        """
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = prompts * n
         batch = self._state.plan.deployment.max_num_seqs
@@ -207,15 +226,19 @@ class Generator:
             )
 
     def _enqueue(self, submission: Submission, ticket: Ticket) -> None:
-        """Take the request's place in the queue. Raises ApiError: never (it is larger than the queue or the
-        batch) or not now; and for this caller's own quota."""
+        """Reserve the request's place in the queue.
+
+        Raises:
+            ApiError: The request is too large for queue or batch, the queue is full, or the tenant's quota is
+                used up.
+        """
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = submission.sequences
         if submission.params.grammar is not None:
             submission.params.grammar.check_size()
         self.check_sequences(len(submission.prompts), submission.n)
         tenant, drain = ticket.tenant, accounts.retry_after()
-        tenant.priority_of(submission.priority)  # refused before anything is taken
+        tenant.priority_of(submission.priority)  # checked before anything is reserved
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
             raise ApiError(
@@ -230,9 +253,11 @@ class Generator:
     async def run(
         self, submission: Submission, counts: TokenCounts, ticket: Ticket
     ) -> AsyncGenerator[Delta, None]:
-        """The choices' text as it comes; every choice ends with one finish_reason.
+        """Generate, and yield the text of all choices as it arrives; each choice ends with one finish_reason.
 
-        Raises ApiError and the engine's TonnageErrors.
+        Raises:
+            ApiError: The request cannot be queued, or the engine ended it.
+            TonnageError: An error of the engine.
         """
         state = self._state
         counts.prompt = sum(map(len, submission.prompts))
@@ -259,7 +284,7 @@ class Generator:
                     index = chunk.index
                     sequence = sequences[index]
                     if sequence.finished:
-                        continue  # ended by a stop string while its siblings still run
+                        continue  # a stop string ended it while its siblings still run
                     if chunk.refused:
                         raise Refused(chunk.error or "the engine refused the request")
                     if chunk.finish_reason in ("error", "abort"):
@@ -276,7 +301,8 @@ class Generator:
                         delta.embedding = chunk.embedding
                     unfinished -= sequence.finished
                     if sequence.finished and chunk.finish_reason is None and unfinished:
-                        # By a stop string; others of the submission go on, its blocks need not wait for them.
+                        # A stop string ended this sequence; abort it alone, so that its blocks are freed at
+                        # once.
                         await state.engine.abort(requests[index // n].request_id, index % n)
                     if (
                         delta.text
@@ -296,7 +322,7 @@ class Generator:
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
     def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
-        """One for each prompt."""
+        """Return one engine request per prompt."""
         tenant = ticket.tenant
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         return [
@@ -315,7 +341,7 @@ class Generator:
 
 
 def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """``texts`` in order, as many at a time as are encoded in ten milliseconds, or one longer one."""
+    """Yield ``texts`` in order, in groups that encode in about ten milliseconds, or one longer text alone."""
     part: list[str] = []
     size = 0
     for text in texts:
@@ -329,9 +355,9 @@ def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _chunks(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Chunk, None]:
-    """The chunks of all prompts in the order of arrival, ``index`` counted over all choices.
+    """Yield the chunks of all prompts in the order of arrival, with ``index`` counted over all choices.
 
-    Closing it aborts what still runs in the engine.
+    Closing the iterator aborts the requests that still run in the engine.
     """
     return engine.generate(requests[0]) if len(requests) == 1 else _merged(engine, requests)
 
@@ -367,7 +393,10 @@ async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> Asyn
 
 
 def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts) -> Delta:
-    """Feed a chunk; with stop strings token by token, so that those after one are neither shown nor counted."""
+    """Add a chunk to a sequence and return its new text.
+
+    With stop strings it goes token by token, so that tokens after a stop string are neither shown nor counted.
+    """
     stop = sequence.stop
     if not stop.active:
         counts.choices[index] += len(chunk.token_ids)
@@ -389,7 +418,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     if chunk.finish_reason is None:
         return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason == "stop":
-        counts.choices[index] += 1  # the stop token, which is not among the chunk's
+        counts.choices[index] += 1  # the stop token, which the chunk does not list
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:

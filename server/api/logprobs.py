@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes of OpenAI's API."""
+"""Log probabilities in the two formats of OpenAI's API: chat completions and completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.text.tokenizer import Tokenizer
 
-# JSON has no infinity: what a token excluded by a grammar or a bias gets, in vLLM's API too.
+# JSON has no infinity. vLLM's API uses this value too, for tokens that a grammar or a bias excludes.
 LOWEST = -9999.0
 
 
@@ -17,7 +17,7 @@ def _finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, top: int) -> list[dict[str, Any]]:
-    """``choices[].logprobs.content`` of chat completions; ``top`` alternatives each."""
+    """Return ``choices[].logprobs.content`` of a chat completion, with ``top`` alternatives per token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -34,7 +34,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, top: in
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of completions: parallel lists, with the place of each token in the text."""
+    """``choices[].logprobs`` of one completion: parallel lists, with each token's offset in the text."""
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         self._tokenizer = tokenizer
@@ -42,8 +42,12 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int] = ()) -> dict[str, list[Any]]:
-        """The lists for ``tokens``, which follow the ones taken before. None: the first token of an echoed
-        prompt, which nothing predicts; its id is in ``ids``."""
+        """Return the lists for the next ``tokens`` of the completion.
+
+        Args:
+            tokens: Log probabilities; None for the first token of an echoed prompt, which has no prediction.
+            ids: Token ids of the prompt, used where ``tokens`` has None.
+        """
         lists: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -60,8 +64,9 @@ class CompletionLogprobs:
                 lists["top_logprobs"].append(None)
                 continue
             lists["token_logprobs"].append(_finite(token.logprob))
-            # The token itself always, so that there are up to logprobs + 1 of them, as OpenAI's reference says.
-            told = (*reversed(token.top[: self._top]), (token.token_id, token.logprob))
-            best = {self._tokenizer.token_text(i): _finite(p) for i, p in told}
+            # The sampled token itself is always included, so there are up to logprobs + 1, as in OpenAI's
+            # reference.
+            listed = (*reversed(token.top[: self._top]), (token.token_id, token.logprob))
+            best = {self._tokenizer.token_text(i): _finite(p) for i, p in listed}
             lists["top_logprobs"].append(best)
         return lists

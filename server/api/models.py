@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}: the model and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from tonnage.server.state import ServerState
 
 
 class ModelCard(BaseModel):
-    """OpenAI's model object, with the longest sequence as vLLM lists it."""
+    """OpenAI's model object, with ``max_model_len`` as in vLLM's API."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "tonnage"
     max_model_len: int
-    parent: str | None = None  # of a LoRA adapter: the model it belongs to
+    parent: str | None = None  # for a LoRA adapter, the model it extends
 
 
 class ModelList(BaseModel):
+    """OpenAI's list of model objects."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 def models_router(state: ServerState) -> APIRouter:
+    """Return the routes that list the server's model and adapters."""
     router = APIRouter()
 
     def card(name: str) -> ModelCard:
@@ -35,12 +38,12 @@ def models_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models", response_model_exclude_none=True)
     async def list_models() -> ModelList:
-        """The model of this server, and its LoRA adapters."""
+        """List the model of this server and its LoRA adapters."""
         return ModelList(data=[card(name) for name in state.model_names])
 
-    @router.get("/v1/models/{model_id:path}", response_model_exclude_none=True)  # path: hub ids have a slash
+    @router.get("/v1/models/{model_id:path}", response_model_exclude_none=True)  # path, as hub ids have a slash
     async def retrieve_model(model_id: str) -> ModelCard:
-        """The model, or the adapter, named ``model_id``."""
+        """Return the model or the adapter named ``model_id``."""
         state.check_model(model_id)
         return card(model_id)
 

@@ -1,4 +1,4 @@
-"""What operators ask: /health (alive), /ready (can serve), /memory and /metrics; / is a page of them."""
+"""Endpoints for operators: /health (alive), /ready (can serve), /memory, /metrics, and the status page at /."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ from tonnage.server.state import ServerState
 
 
 def _sees_all(request: Request) -> bool:
-    """Whether who asks may know how much of all tenants runs and waits; anybody, where there are no keys."""
+    """Return whether the client may see the load of all tenants, as any client may on a server without keys."""
     return bool(request.scope.get("tonnage.sees_all", True))
 
 
 def operations_router(state: ServerState, metrics: Metrics, generator: Generator) -> APIRouter:
+    """Return the routes that operators and monitoring use."""
     router = APIRouter()
 
     @router.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
-        """The server at a glance, for a browser."""
+        """Show the server's status as a page for a browser."""
         status = status_of(memory_report(state, metrics.room(), _sees_all(request)))
         return HTMLResponse(status_page(status), headers=PAGE_HEADERS)
 
     @router.get("/version")
     async def tonnage_version() -> dict[str, str]:
-        """This server's version."""
+        """Return the server's version."""
         return {"version": version("tonnage")}
 
     @router.get("/load")
     async def load(request: Request) -> dict[str, int | None]:
-        """Requests and sequences of all tenants now, null for a key that may not see them; ``server_load`` is
-        vLLM's name for the requests in flight."""
+        """Return the requests and sequences of all tenants now.
+
+        Values are null for a key that may not see them. ``server_load`` is vLLM's name for the requests in
+        flight.
+        """
         stats = state.engine.stats()
         counts: dict[str, int | None] = {
             "server_load": state.accounts.in_flight,
@@ -56,18 +60,18 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the process answers, also while the model loads."""
+        """Return 200 when the process responds, even while the model loads."""
         return {"status": "ok"}
 
     @router.get("/ready")
     async def ready() -> dict[str, str]:
-        """200 when a request would be served; else 503 with the reason and Retry-After."""
+        """Return 200 when the server can serve a request, else 503 with the reason and Retry-After."""
         state.check_ready()
         return {"status": "ready"}
 
     @router.head("/health", include_in_schema=False)
     async def alive() -> Response:
-        """For load balancers that ask with HEAD."""
+        """Answer load balancers that probe with HEAD."""
         return Response()
 
     @router.head("/ready", include_in_schema=False)
@@ -77,18 +81,21 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.get("/memory")
     async def memory(request: Request) -> dict[str, Any]:
-        """The plan, what was measured, the difference, the pool by state, what is left to reserve, who runs and
-        waits, since when the server is ready and how long it would take to drain."""
+        """Return the plan beside the measured bytes.
+
+        It also shows the pool by state, the tokens left to reserve, running and waiting requests, the time
+        since the server is ready, and how long it would take to drain.
+        """
         return memory_report(state, metrics.room(), _sees_all(request))
 
     @router.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        """Prometheus text format, from snapshots: a scrape never waits for the engine."""
+        """Return the metrics in Prometheus text format, from snapshots: a scrape never waits for the engine."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/metrics/vllm", include_in_schema=False)
     async def engine_prometheus() -> Response:
-        """vLLM's own metrics under its own names, where vLLM is the backend."""
+        """Return vLLM's own metrics under its own names, when vLLM is the backend."""
         if not state.engine.capabilities.own_metrics:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the backend is not vLLM")
         return Response(state.engine.own_metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -1,4 +1,4 @@
-"""/plan: the planner's page, written once when it is first asked for; on / is how this server does."""
+"""/plan: the planner's page for the browser, written to a temporary folder at the first request."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TYPES = {".mjs": "text/javascript", ".wasm": "application/wasm"}
 
 
 class _Written:
-    """A folder with the page, removed with this object."""
+    """A temporary folder that holds the page and is removed together with this object."""
 
     def __init__(self) -> None:
-        pyodide = present()  # first: where there is none, no folder is made
+        pyodide = present()  # raises first, so that without pyodide no folder is made
         place = tempfile.mkdtemp(prefix="tonnage-page-")
         finalize(self, shutil.rmtree, place, ignore_errors=True)
         self.folder = Path(place) / "page"
@@ -31,12 +31,13 @@ class _Written:
 
 
 def plan_page_router() -> APIRouter:
+    """Return the routes of the planner's page."""
     router = APIRouter(include_in_schema=False)
     lock = threading.Lock()
     made: list[_Written] = []
 
     def written() -> _Written:
-        """One, however many ask for it first."""
+        """Return the folder with the page; concurrent first requests write it once."""
         with lock:
             if not made:
                 made.append(_Written())
@@ -44,20 +45,20 @@ def plan_page_router() -> APIRouter:
 
     @router.get("/plan")
     async def slash() -> Response:
-        return RedirectResponse("plan/")  # files of the page are beside it
+        return RedirectResponse("plan/")  # the page refers to its files by relative address
 
     @router.get("/plan/{name:path}")
-    def file(name: str) -> Response:  # of a thread: the first asked writes 15 MB
+    def file(name: str) -> Response:  # not async, so that it runs in a thread: the first request writes 15 MB
         try:
             folder = written().folder
-        except PageError:  # it names the server's folders and a command's flags
+        except PageError:  # its message names the server's folders and a command's flags
             raise ApiError(
                 ErrorCode.UNKNOWN_URL,
-                "unknown URL: this server has no page that plans; tonnage page fetches it once",
+                "unknown URL: this server has no planner page; tonnage page downloads its files once",
             ) from None
         path = folder / (name or "index.html")
         if path not in set(folder.rglob("*")) or path.is_dir():
-            raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: no file of the page that plans")
+            raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the planner page has no such file")
         return FileResponse(path, headers=_HEADERS, media_type=_TYPES.get(path.suffix))
 
     return router

@@ -1,5 +1,7 @@
-"""The routes of the endpoints that go through the engine: path, service, shape of the answer. All the rest of
-their HTTP is ``endpoint``."""
+"""Routes of the endpoints that use the engine: path, service and response model of each.
+
+``endpoint`` handles their HTTP.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``POST path``. ``name`` and ``description``: of the operation in the OpenAPI document."""
+    """One ``POST`` route; ``name`` and ``description`` are of its operation in the OpenAPI document."""
 
     path: str
-    service: Callable[[ServerState, Generator], Service[Any]]  # each of its own body
+    service: Callable[[ServerState, Generator], Service[Any]]  # each service has its own body type
     answer: type[BaseModel]
     name: str
     description: str
@@ -63,13 +65,14 @@ ROUTES = (
         EmbeddingService,
         EmbeddingList,
         "create_embeddings",
-        "A vector for each input, by an embedding model; refused by name by one that generates text.",
+        "Return an embedding of each input; a model that generates text rejects the request.",
         streams=False,
     ),
 )
 
 
 def engine_router(state: ServerState, generator: Generator) -> APIRouter:
+    """Return the routes of ``ROUTES``, served by one app's state and generator."""
     router = APIRouter()
     for route in ROUTES:
         endpoint = Endpoint(route.path, state, route.service(state, generator))

@@ -1,7 +1,7 @@
-"""Request fields that every generating endpoint takes, and the sampling parameters they become.
+"""Request fields that every generating endpoint takes, and their conversion to sampling parameters.
 
-Ranges as in OpenAI's API reference; top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
-cache_salt and structured_outputs as in vLLM 0.32. Strict: no conversion between types.
+Ranges are as in OpenAI's API reference; top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
+stop_token_ids, cache_salt and structured_outputs are as in vLLM 0.32. Types are strict: no value is converted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.text.grammar import Grammar
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs; vLLM's default --max-logprobs
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
 _INT64 = 2**63
 _INT31 = 2**31
 
-# Token ids are checked against the vocabulary later; here only against sizes that fit into any tensor.
+# Token ids are checked against the vocabulary later; this limit only keeps them within int32 tensors.
 TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
-# Whether so many tokens fit is checked against the context later; Python prints no integer of 4,301 digits,
-# which a sum with one of 4,300 has (sys.int_info.default_max_str_digits).
+# Counts are checked against the context later. The limit avoids integers that Python cannot print: a sum of two
+# numbers of 4,300 digits has 4,301 (sys.int_info.default_max_str_digits).
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 StopString = Annotated[str, Field(min_length=1)]
@@ -31,16 +31,16 @@ STOP_EXPECTED = "a string or a list of at most 4 strings"
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """Options of a streamed answer."""
 
     model_config = STRICT
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, in every chunk
+    continuous_usage_stats: bool | None = None  # vLLM's field: with include_usage, usage in every chunk
 
 
 class JsonSchema(BaseModel):
-    """``strict`` is accepted: the answer always matches."""
+    """A named JSON schema; ``strict`` has no effect, because the answer always matches the schema."""
 
     model_config = STRICT
 
@@ -60,7 +60,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's ``structured_outputs``: exactly one of these."""
+    """vLLM's ``structured_outputs``: exactly one of its fields must be set."""
 
     model_config = STRICT
 
@@ -72,7 +72,7 @@ class StructuredOutputs(BaseModel):
 
 
 class EngineBody(BaseModel):
-    """What every body has that goes to the engine."""
+    """Base of every request body whose request goes to the engine."""
 
     model_config = STRICT
 
@@ -84,11 +84,12 @@ class EngineBody(BaseModel):
 
     @property
     def streams(self) -> bool:
+        """Whether the answer is streamed as events."""
         return False
 
 
 class SamplingFields(EngineBody):
-    """Base of the bodies that ask for text."""
+    """Base of the request bodies that generate text."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -109,38 +110,42 @@ class SamplingFields(EngineBody):
 
     @property
     def streams(self) -> bool:
+        """Whether the answer is streamed as events."""
         return bool(self.stream)
 
     def grammar(self) -> Grammar | None:
-        """What the answer must match; subclasses add ``response_format``."""
-        wish = self.structured_outputs
-        if wish is None:
+        """Return the grammar that the answer must match; subclasses add ``response_format``."""
+        constraint = self.structured_outputs
+        if constraint is None:
             return None
-        given = [name for name, value in wish.model_dump(exclude_none=True).items() if value is not False]
+        given = [name for name, value in constraint.model_dump(exclude_none=True).items() if value is not False]
         if len(given) != 1:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
                 "structured_outputs takes exactly one of json, regex, choice, grammar, json_object",
                 param="structured_outputs",
             )
-        if wish.json_ is not None:
-            text = wish.json_ if isinstance(wish.json_, str) else json.dumps(wish.json_)
+        if constraint.json_ is not None:
+            text = constraint.json_ if isinstance(constraint.json_, str) else json.dumps(constraint.json_)
             return Grammar("json_schema", text)
-        if wish.regex is not None:
-            return Grammar("regex", wish.regex)
-        if wish.choice is not None:
-            return Grammar("choice", json.dumps(wish.choice))
-        if wish.grammar is not None:
-            return Grammar("grammar", wish.grammar)
+        if constraint.regex is not None:
+            return Grammar("regex", constraint.regex)
+        if constraint.choice is not None:
+            return Grammar("choice", json.dumps(constraint.choice))
+        if constraint.grammar is not None:
+            return Grammar("grammar", constraint.grammar)
         return Grammar("json_object")
 
     def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def include_usage(self) -> bool:
+        """Return whether the last event of the stream carries the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def continuous_usage(self) -> bool:
+        """Return whether every event of the stream carries the usage so far."""
         return self.include_usage() and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(
@@ -152,9 +157,18 @@ class SamplingFields(EngineBody):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Raises ApiError for a combination that makes no sense or a token id outside the vocabulary.
+        """Return the engine's sampling parameters for this request.
 
-        ``eos_token_ids`` outside it are left out: no engine can draw one, and one would look for its logit.
+        Args:
+            max_tokens: Upper bound of the completion tokens.
+            eos_token_ids: The tokens that end a completion. Ids outside the vocabulary are dropped: no engine
+                can sample them, and one engine would index the logits with them.
+            vocab_size: Tokens in the vocabulary.
+            logprobs: Alternatives per completion token, or None for no log probabilities.
+            prompt_logprobs: The same for prompt tokens.
+
+        Raises:
+            ApiError: Fields contradict each other, or a token id is outside the vocabulary.
         """
         eos = () if self.ignore_eos else tuple(token for token in eos_token_ids if token < vocab_size)
         if self.min_tokens is not None and self.min_tokens > max_tokens:
@@ -197,7 +211,7 @@ class SamplingFields(EngineBody):
 
 
 def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
-    """The grammar of OpenAI's ``response_format``."""
+    """Return the grammar that OpenAI's ``response_format`` describes, or None for text."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
@@ -212,7 +226,7 @@ def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
 
 
 def check_stream_options(body: SamplingFields) -> None:
-    """Raises ApiError: options of a stream need one."""
+    """Raise ApiError when a request has stream_options but does not stream."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             ErrorCode.INVALID_VALUE, "stream_options is only allowed with stream: true", param="stream_options"

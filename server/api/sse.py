@@ -1,4 +1,4 @@
-"""Server-sent events that watch their client: the generating half of a streamed answer."""
+"""Server-sent events: a streamed answer that notices when its client disconnects."""
 
 from __future__ import annotations
 
@@ -22,29 +22,35 @@ _COMMENT = b": keep-alive\n\n"
 
 
 def outcome_of(error: ApiError) -> Outcome:
-    """Refusals (the request's fault, or no room now) are ``rejected``; the engine's failures are ``error``;
-    what ran into its time limit is ``aborted``."""
+    """Return the outcome of a failed request.
+
+    A rejection (invalid request, or overload) is ``rejected``, a failure of the engine ``error``, and a request
+    over its time limit ``aborted``.
+    """
     if error.is_timeout:
         return "aborted"
     return "rejected" if error.is_refusal else "error"
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event of completions and chat: OpenAI's error envelope."""
+    """Return an error as an event with OpenAI's envelope, for completions and chat completions."""
     return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
 
 
-# The OpenAPI document of a route that answers with JSON, or with events when asked to.
+# For the OpenAPI document of a route that returns JSON or, on request, events.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class EventStream(Response):
-    """The events of ``events`` (whole: ``data: ...`` and a blank line), then ``[DONE]``.
+    """A streamed response: the events of an iterator, then the last event (``[DONE]``).
 
-    Nothing is sent before the first event, so that a refusal still gets its own status; but after
-    ``keep_alive`` seconds of silence (also before it) a comment goes out, or proxies hang up on a request that
-    waits. A failure after the start becomes an error event and the end. A client that hangs up closes
-    ``events`` at once; one that does not read holds nothing up, ``events`` run to their end (``outboxes``).
+    Nothing is sent before the first event, so that a rejected request still gets its own status. After
+    ``keep_alive`` seconds without an event a comment is sent, even before the first event; proxies would
+    otherwise close a connection that waits. A failure after the start becomes an error event, which ends the
+    stream.
+
+    When the client disconnects, the iterator is closed at once. When the client does not read, the iterator
+    still runs to its end, and ``outboxes`` keeps the unread events.
     """
 
     media_type = "text/event-stream"
@@ -72,17 +78,18 @@ class EventStream(Response):
         self._last = last
         self._started = False
         self._generated = False
-        self._ended = False  # nothing more comes but the last event
-        self._sent = 0  # messages; a timer that finds it unchanged has seen silence
+        self._ended = False  # only the last event is still to come
+        self._sent = 0  # messages sent; unchanged after keep_alive seconds means silence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; the request gets exactly one outcome."""
         outbox = Outbox(self._outboxes, scope, scope.get("tonnage.send", send))
         timer = asyncio.create_task(self._comments(outbox, send))
         try:
             await until_disconnect(receive, self._send_all(outbox, scope, receive, send))
         except ClientDisconnected:
             self._ticket.finish("aborted")
-        except asyncio.CancelledError:  # the server stops and has waited long enough
+        except asyncio.CancelledError:  # the server stops and the time to drain is over
             if self._generated:
                 await self._finish(outbox, send)
             else:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, with the request and response bodies of vLLM's API."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from starlette.responses import Response
 from tonnage.server.api.body import Fields, inline_schema, parse_body
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import Messages
-from tonnage.server.api.document import most_values, read_body
 from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.json_body import most_values, read_body
 from tonnage.server.api.sampling import STRICT, TokenId
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
 
-# What a text or a list may have, or what the context holds where that is more: a text takes some hundred times
-# its bytes in memory while it is encoded, with its tokens' texts twice that.
+# Limits of a text in bytes and of a list in tokens, raised to the context where that is larger. Encoding takes
+# about a hundred times the text's bytes in memory, and twice that with the texts of the tokens.
 MAX_BYTES = 2**18
 MAX_TOKENS = 2**17
 _WRITTEN_AT_ONCE = 2**14
-# English has four to five.
+# English text has four to five bytes per token.
 _BYTES_A_TOKEN = 8
 
 
@@ -50,6 +50,8 @@ class TokenizeRequest(_Named):
 
 
 class DetokenizeRequest(_Named):
+    """A list of token ids to convert to text."""
+
     tokens: list[TokenId] = Field(fail_fast=True)
 
 
@@ -57,6 +59,8 @@ Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class Tokens(BaseModel):
+    """The tokens of a text, with the context length of the model."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -64,6 +68,8 @@ class Tokens(BaseModel):
 
 
 class Text(BaseModel):
+    """The text of a list of token ids."""
+
     prompt: str
 
 
@@ -80,7 +86,7 @@ def _openapi(fields: Fields[Body]) -> dict[str, Any]:
 
 
 async def _written(items: Sequence[int | str]) -> list[bytes]:
-    """A list as JSON, in parts between which the event loop goes on."""
+    """Return a list as JSON in parts; the event loop runs other tasks between two parts."""
     parts = []
     for at in range(0, len(items), _WRITTEN_AT_ONCE):
         parts += [b",", to_json(items[at : at + _WRITTEN_AT_ONCE])[1:-1]]
@@ -89,11 +95,12 @@ async def _written(items: Sequence[int | str]) -> list[bytes]:
 
 
 def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
+    """Return the routes of /tokenize and /detokenize."""
     router = APIRouter()
-    one_large = asyncio.Lock()  # an answer takes up to a hundred megabytes until it is written
+    one_large = asyncio.Lock()  # a large answer takes up to a hundred megabytes until it is written
 
     async def parse(request: Request, fields: Fields[Body]) -> tuple[Body, int]:
-        """The body and its bytes."""
+        """Return the validated body and its size in bytes."""
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
         most = most_values(state.max_model_len)
@@ -114,7 +121,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model=Tokens)
     async def tokenize(request: Request) -> Response:
-        """Token ids of a prompt or a conversation, as the generating endpoints would see them."""
+        """Return the token ids of a prompt or a conversation, as the generating endpoints would encode it."""
         body, size = await parse(request, _TOKENIZE)
         async with one_large if size > FREE_BYTES else contextlib.nullcontext():
             return await answer(body)
@@ -136,7 +143,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
             ids = await generator.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
-        # Written here, in slices: FastAPI would go through all tokens in one go, and by hand.
+        # Written in slices, because FastAPI would serialize all tokens in one piece and hold the event loop.
         parts = [b'{"count":%d,"max_model_len":%d,"tokens":' % (len(ids), state.max_model_len)]
         parts += await _written(ids)
         if body.return_token_strs:
@@ -145,11 +152,11 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
     async def detokenize(request: Request) -> Text:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body, _ = await parse(request, _DETOKENIZE)
         check_length("tokens", body.tokens, "tokens", MAX_TOKENS, 1)
         if body.tokens:
             generator.check_token_ids([body.tokens], "tokens")
-        return Text(prompt=await asyncio.to_thread(state.tokenizer.decode_apart, body.tokens))
+        return Text(prompt=await asyncio.to_thread(state.tokenizer.decode_without_gil, body.tokens))
 
     return router

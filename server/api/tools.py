@@ -1,7 +1,7 @@
-"""Function tools of a request: what the template shows, what the answer must match, how its calls are read.
+"""Function tools of a request: the tools that the template shows, the grammar of a call, and the call parser.
 
-A call that is wanted (``tool_choice`` required, or a function by name) is forced by a grammar made of the
-functions' JSON schemas, with any model; one the model decides on (auto) is found by the model's tool parser.
+A required call (``tool_choice`` required, or a function by name) is forced by a grammar from the functions'
+JSON schemas, with any model. A call that the model decides on (auto) is found by the model's tool parser.
 """
 
 from __future__ import annotations
@@ -29,10 +29,19 @@ def tool_use(
     messages: Sequence[Mapping[str, Any]] = (),
     grammar: Grammar | None = None,
 ) -> ToolUse:
-    """``choice``: none, auto or required; ``function``: the one that must be called. ``grammar``: what else the
-    answer must match.
+    """Return how a request uses its tools.
 
-    Raises ApiError for what this server, model or engine cannot do, and for wishes that contradict each other.
+    Args:
+        state: The app's state.
+        tools: The functions, in the format of chat templates.
+        choice: ``tool_choice``: none, auto or required.
+        function: The name of the function that must be called, or None.
+        parallel: Whether several calls are allowed.
+        messages: The conversation, for the tool parser.
+        grammar: Another format that the answer must match, or None.
+
+    Raises:
+        ApiError: The server, model or engine does not support the combination, or fields contradict each other.
     """
     if not tools:
         if function is not None or choice == "required":
@@ -106,7 +115,7 @@ def _forced(
 def _needs_grammar(what: str, param: str) -> ApiError:
     return ApiError(
         ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{what} is not supported by this server's engine: it cannot hold an answer to a grammar",
+        f"{what} is not supported by this server's engine: it cannot constrain an answer to a grammar",
         param=param,
     )
 
@@ -116,7 +125,10 @@ def _parameters(tool: ToolDict) -> dict[str, Any]:
 
 
 def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
-    """[{name, parameters}, ...]; the functions' definitions move to the root, where their references point."""
+    """Return the schema of a list of calls ``{name, parameters}``.
+
+    The functions' ``$defs`` move to the root of the schema, where their references point.
+    """
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     items = []
     for tool in tools:
@@ -146,36 +158,41 @@ _DECODER = json.JSONDecoder()
 
 
 class ForcedReader:
-    """Reads what the grammar of a forced call lets through: the arguments of ``function``, or (None) an array
-    of {name, parameters}. Arguments come as they are written, also of a call that was cut off."""
+    """Parses the text of a forced tool call as it arrives.
+
+    The grammar produces either the arguments of ``function`` or, for None, an array of {name, parameters}.
+    Arguments are passed on as written, even from a call that was cut off.
+    """
 
     def __init__(self, function: str | None) -> None:
         self._function = function
-        self._rest = ""  # not read yet; within a call its arguments from their beginning
-        self._told = 0  # characters of them that are out
+        self._rest = ""  # unparsed text; inside a call it begins with the call's arguments
+        self._passed_on = 0  # characters of the arguments that are already passed on
         self._calls = 0
         self._inside = False
 
     def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
+        """Return the calls of a complete text, with an empty remaining text."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
+        """Add text and return the new parts of calls, with an empty remaining text."""
         self._rest += text
         deltas: list[CallDelta] = []
         while self._inside or self._begins(deltas):
-            if not self._told:
+            if not self._passed_on:
                 self._rest = self._rest.lstrip()
             end = _end_of_value(self._rest) if "}" in text else None
-            if piece := self._rest[self._told : end]:
+            if piece := self._rest[self._passed_on : end]:
                 deltas.append(CallDelta(self._calls - 1, piece))
             if end is None:
-                self._told = len(self._rest)
+                self._passed_on = len(self._rest)
                 break
-            self._inside, self._told, self._rest = False, 0, self._rest[end:]
+            self._inside, self._passed_on, self._rest = False, 0, self._rest[end:]
         return "", deltas
 
     def _begins(self, deltas: list[CallDelta]) -> bool:
-        """Whether another call begins; its name is told."""
+        """Return whether another call begins; if so, append its name to ``deltas``."""
         if self._function is not None:
             name = self._function
             if self._calls or not self._rest.strip():
@@ -192,7 +209,7 @@ class ForcedReader:
 
 
 def _end_of_value(text: str) -> int | None:
-    """Where the JSON value at the beginning of ``text`` ends; None: it goes on."""
+    """Return where the JSON value at the start of ``text`` ends, or None when it is incomplete."""
     try:
         return _DECODER.raw_decode(text)[1]
     except ValueError:

@@ -1,1 +1,1 @@
-"""The demo model: where it comes from and how it is converted."""
+"""The demo model: its sources and its conversion to safetensors."""

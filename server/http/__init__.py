@@ -1,1 +1,1 @@
-"""HTTP below the API: limits of connections, clients that hang up or do not read, turns of the event loop."""
+"""HTTP below the API: connection limits, disconnected and slow clients, and the rate of starting requests."""

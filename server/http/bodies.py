@@ -1,4 +1,4 @@
-"""The bytes of request bodies that are held while they arrive and wait to be parsed, over all connections."""
+"""Total size of the request bodies that arrive or wait to be parsed, over all connections."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TypeVar
 
 from tonnage.server.errors import ApiError, ErrorCode
 
-# The first bytes of a body count nothing, so that large bodies never keep a small one out. uvicorn buffers as
-# much of a connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
+# The first bytes of a body are not counted, so that large bodies never keep out a small one. uvicorn buffers as
+# much per connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
 FREE_BYTES = 65_536
-# Bodies of the largest size that may arrive at once: 24 MiB by default, which a plan for a CPU counts
-# (planner/engines/runtime/api.py).
+# Number of bodies of the largest size that may arrive at once. The default is 24 MiB in total, which a plan for
+# a CPU includes (planner/engines/runtime/api.py).
 LARGEST_AT_ONCE = 3
 
 Parsed = TypeVar("Parsed")
 
 
 class BodyBytes:
-    """How many are held, and the most of it."""
+    """Bytes of request bodies held by one server, with their upper bound ``most``."""
 
     def __init__(self, limit: int) -> None:
         self.most = LARGEST_AT_ONCE * limit
@@ -29,7 +29,11 @@ class BodyBytes:
         self._turn = asyncio.Lock()
 
     def hold(self, before: int, after: int) -> None:
-        """A body has grown. Raises ApiError (not now) when all together would be too large."""
+        """Count the growth of one body from ``before`` to ``after`` bytes.
+
+        Raises:
+            ApiError: All bodies together would exceed the bound (server_overloaded, a retry may succeed).
+        """
         more = max(0, after - FREE_BYTES) - max(0, before - FREE_BYTES)
         if self.held + more > self.most:
             raise ApiError(
@@ -39,13 +43,18 @@ class BodyBytes:
         self.held += more
 
     def release(self, size: int) -> None:
-        """A body of ``size`` was read, or is given up."""
+        """Stop counting a body of ``size`` bytes that was read or given up."""
         self.held -= max(0, size - FREE_BYTES)
 
     async def in_turn(self, size: int, parse: Callable[[], Parsed]) -> Parsed:
-        """``parse()``, of a body of ``size``. Large ones go one after the other and leave the event loop as
-        much time as they took: however many arrive at once, others wait for one of them. Raises ApiError as
-        ``hold``."""
+        """Call ``parse`` for a body of ``size`` bytes, large bodies one at a time.
+
+        After each large body the event loop gets as much time as the parsing took. Other requests therefore
+        wait for at most one large body, however many arrive at once.
+
+        Raises:
+            ApiError: All bodies together would exceed the bound.
+        """
         if size <= FREE_BYTES:
             return parse()
         self.hold(0, size)
@@ -55,8 +64,8 @@ class BodyBytes:
                 try:
                     return parse()
                 except Exception as error:
-                    # It is told and logged in frames that it refers to: what they hold, and what pydantic found
-                    # wrong, would wait for the garbage collector.
+                    # The error refers to the frames in which it is reported and logged. Without this, their
+                    # values and pydantic's records of invalid fields would wait for the garbage collector.
                     clear_frames(error.__traceback__)
                     error.__context__ = None
                     raise

@@ -1,7 +1,7 @@
-"""A client that hangs up ends its work at once, streamed or not.
+"""Cancellation of a request's work when its client disconnects, streamed or not.
 
-Pure ASGI: the work races ``http.disconnect``. (Starlette's BaseHTTPMiddleware hides the disconnect, and a
-response that only notices a failed ``send`` keeps computing while nothing is sent.)
+The work races ASGI's ``http.disconnect``. Starlette's BaseHTTPMiddleware hides that message. A response that
+notices only a failed ``send`` would keep computing while nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ Result = TypeVar("Result")
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection before its answer was complete."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run ``work``; when the client hangs up first, cancel it, wait for its clean-up, raise ClientDisconnected.
+    """Run ``work`` until it ends or the client disconnects.
 
-    ``receive`` is the ASGI receive of a request whose body has been read.
+    Args:
+        receive: The ASGI receive of a request whose body has been read.
+        work: The coroutine; on a disconnect it is cancelled and its clean-up awaited.
+
+    Raises:
+        ClientDisconnected: The client disconnected first.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnect(receive))
@@ -46,4 +51,4 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
         task.cancel()
         await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # retrieved: a failure during clean-up is not reported a second time
+        task.exception()  # retrieve it, so that asyncio does not report a failed clean-up again

@@ -1,13 +1,13 @@
-"""A client that has closed its half of the connection: it sends nothing more, and may well wait for its answer.
+"""Connections whose client has closed its sending half: detects whether the client still waits for its answer.
 
-A client that is gone looks the same (one FIN) until something is written to it: then its host answers with a
-reset, and the next write fails. So an answer that takes long begins early, byte by byte: with what every answer
-starts with, or with zeros before the size of the next chunk (RFC 9112, 7.1: chunk-size is 1*HEXDIG). An interim
-``100 Continue`` would ask as well, but HTTP/1.0 has none, and Go's client takes five of them.
+A disconnected client looks the same (one FIN) until the server writes to it: its host then answers with a
+reset, and the next write fails. A slow answer is therefore begun early, byte by byte. The bytes are the start
+that all answers share, or zeros before the size of the next chunk (RFC 9112, 7.1: chunk-size is 1*HEXDIG). An
+interim ``100 Continue`` would work too, but HTTP/1.0 has none, and Go's client accepts only five of them.
 
-RFC 9112 says that a half-closed connection does not imply a client that wants no answer any more
+RFC 9112 says that a half-closed connection does not imply that the client wants no answer
 (github.com/httpwg/http-core/issues/22). uvicorn, nginx (unless proxy_ignore_client_abort is set) and Go's
-net/http take the FIN for a hang-up, which saves the question.
+net/http treat the FIN as a disconnect, which avoids the problem.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import asyncio
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-START = b"HTTP/1.1 "  # of uvicorn's STATUS_LINE, whatever the status
+START = b"HTTP/1.1 "  # the start of uvicorn's STATUS_LINE for every status
 
-# Until the first byte; then twice as long each time. Most answers need none, and a client that is gone is found
-# out by the second one, 0.15 s after it left (longer where the way to it and back takes longer).
+# Delay before the first byte; it doubles for each further byte. Most answers need no such byte. A disconnected
+# client is detected by the second one, 0.15 s after the FIN (later on a connection with a long round trip).
 FIRST_SECONDS = 0.05
 
 
 class HalfClosed:
-    """Finds out whether the client is still there; START gives it nine bytes, the last after 26 s. (Later a
-    stream's own events and comments tell.)"""
+    """Probe of a half-closed connection: writes the nine bytes of ``START`` one at a time, the last after 26 s.
+
+    Later, a stream's own events and keep-alive comments are the probe.
+    """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._transport = transport
@@ -36,26 +38,26 @@ class HalfClosed:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """The answer that is being made is that of ``cycle``."""
+        """Probe on behalf of ``cycle``, the request whose answer comes next on the connection."""
         self._cycle = cycle
         self._begun = None
         if self._timer is None:
-            self._ask_in(FIRST_SECONDS)
+            self._probe_in(FIRST_SECONDS)
 
     def stop(self) -> None:
-        """The connection is lost."""
+        """Stop probing, because the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _ask_in(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._ask, 2 * seconds)
+    def _probe_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._probe, 2 * seconds)
 
-    def _ask(self, seconds: float) -> None:
+    def _probe(self, seconds: float) -> None:
         if self._transport.is_closing():
             return
         cycle = self._cycle
         if self._flow.write_paused:
-            pass  # what waits to be sent asks
+            pass  # the data that waits to be sent is the probe
         elif not cycle.response_started:
             if self._begun is None:
                 cycle.transport = self._begun = _Begun(self._transport)
@@ -64,11 +66,11 @@ class HalfClosed:
             self._transport.write(b"0")
         self._left -= 1
         if self._left:
-            self._ask_in(seconds)
+            self._probe_in(seconds)
 
 
 class _Begun(asyncio.Transport):
-    """The transport of an answer whose first bytes are out already; what uvicorn's cycle uses of one."""
+    """The transport of an answer whose first bytes are sent, with the methods that uvicorn's cycle uses."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()

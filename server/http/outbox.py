@@ -1,7 +1,8 @@
-"""What a stream has to say while its client does not listen.
+"""Buffers for streamed events that their clients have not read yet.
 
-A stream that waits for its client would keep its sequences, and its place in the queue, for as long as the
-client likes. So it goes on, and what is said meanwhile is kept, of all streams together within a bound.
+A stream that waited for a slow client would hold its sequences and its place in the queue for as long as the
+client likes. Instead the stream continues, and its unread events are kept within a limit for all streams
+together.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from tonnage.planner.engines.runtime.api import OUTBOX_BYTES
 
-# OUTBOX_BYTES is of all streams together. With events of 250 bytes, a token each, one slow client may be 67,000
-# tokens behind and each of 512 may be 130, besides the 64 KiB of its connection.
+# OUTBOX_BYTES is the limit over all streams. With events of 250 bytes, one per token, a single slow client may
+# be 67,000 tokens behind, or each of 512 clients 130 tokens, besides the 64 KiB of its connection.
 
 
 class Outboxes:
-    """Of one server. They hold OUTBOX_BYTES at most: who is furthest behind is cut off first."""
+    """The outboxes of one server, which drop the slowest client when they exceed OUTBOX_BYTES."""
 
     def __init__(self) -> None:
         self.held = 0
-        self.idle = asyncio.Event()  # set while none is behind
+        self.idle = asyncio.Event()  # set while no client is behind
         self.idle.set()
         self._behind: set[Outbox] = set()
 
     @property
     def behind(self) -> int:
-        """Streams whose clients have not been sent everything."""
+        """Number of streams whose clients have not been sent everything."""
         return len(self._behind)
 
     def hold(self, outbox: Outbox, size: int) -> None:
-        """``outbox`` keeps ``size`` bytes more."""
+        """Add ``size`` bytes of ``outbox`` to the total."""
         self._behind.add(outbox)
         self.idle.clear()
         self.held += size
@@ -41,46 +42,56 @@ class Outboxes:
             max(self._behind, key=len).cut()
 
     def release(self, size: int) -> None:
-        """So many were sent, or are of no use any more."""
+        """Subtract ``size`` bytes that were sent or discarded from the total."""
         self.held -= size
 
     def end(self, outbox: Outbox) -> None:
-        """Its client has got everything, or is gone."""
+        """Remove an outbox whose client has received everything or disconnected."""
         self._behind.discard(outbox)
         if not self._behind:
             self.idle.set()
 
 
 class Outbox:
-    """Of one stream, in the order of ``put``. ``scope``: of its request; without our protocol below (an ASGI
-    server of somebody else's) each event waits for the client."""
+    """Buffer of one stream, which sends events in the order of ``put``.
 
-    def __init__(self, all_of_them: Outboxes, scope: Scope, send: Send) -> None:
-        self._all = all_of_them
+    It works with connections of ``BoundedHttpProtocol``. Behind another ASGI server, each event waits for the
+    client.
+
+    Args:
+        outboxes: The server's outboxes, which hold the total.
+        scope: The ASGI scope of the request.
+        send: The ASGI send of the request.
+    """
+
+    def __init__(self, outboxes: Outboxes, scope: Scope, send: Send) -> None:
+        self._all = outboxes
         self._connection: Any = scope.get("tonnage.connection")  # BoundedHttpProtocol
         self._send = send
         self._kept = bytearray()
         self._cut = False
-        self._writer: asyncio.Task[None] | None = None  # while something is kept
+        self._writer: asyncio.Task[None] | None = None  # runs while the buffer holds bytes
 
     def __len__(self) -> int:
-        """Bytes kept."""
+        """Return the bytes in the buffer."""
         return len(self._kept)
 
     @property
     def behind(self) -> bool:
-        """The client has not taken what was sent before: more is kept for it."""
+        """Whether the client has not yet read what was sent, so that further events are buffered."""
         paused = self._connection is not None and self._connection.flow.write_paused
         return self._writer is not None or paused
 
     async def ready(self) -> None:
-        """Return when the client has taken the answers to what it asked before on this connection."""
+        """Wait until the client has read its earlier answers on this connection."""
         if self._connection is not None:
             await self._connection.flow.drain()
 
     async def put(self, event: bytes) -> None:
-        """Send ``event`` or keep it. For a client that is cut off this never returns: it is cancelled, as when
-        the client hangs up."""
+        """Send ``event``, or buffer it when the client is behind.
+
+        For a dropped client the call never returns; it is cancelled, as after a disconnect.
+        """
         if not self.behind:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
             return
@@ -93,18 +104,18 @@ class Outbox:
             await asyncio.get_running_loop().create_future()
 
     async def flush(self) -> None:
-        """Return when the client has been sent everything."""
+        """Wait until everything has been sent to the client."""
         if self._writer is not None:
-            await asyncio.wait((self._writer,))  # who waits may be cancelled, what is kept is still owed
+            await asyncio.wait((self._writer,))  # a cancelled caller must not cancel the writer
 
     def cut(self) -> None:
-        """Drop the client, and what is kept for it."""
+        """Abort the connection and discard the buffered events."""
         self._cut = True
         self._forget()
         self._connection.transport.abort()
 
     def close(self) -> None:
-        """The stream has ended: what has not been sent is of no use any more."""
+        """End the stream and discard the events that were not sent."""
         if self._writer is not None:
             self._writer.cancel()
             self._writer = None
@@ -118,7 +129,8 @@ class Outbox:
     async def _write(self) -> None:
         while self._kept:
             await self._connection.flow.drain()
-            # Whole events, as there are clients that take a chunk for one; at least a piece of a larger one.
+            # Send complete events, because some clients treat a chunk as one event; a larger event is sent in
+            # pieces.
             end = self._kept.rfind(b"\n\n", 0, HIGH_WATER_LIMIT) + 2
             piece = bytes(self._kept[: end if end > 1 else HIGH_WATER_LIMIT])
             del self._kept[: len(piece)]

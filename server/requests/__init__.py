@@ -1,1 +1,1 @@
-"""The requests of the API while they are here: what each asked, what it came to, all of them counted."""
+"""Requests of the API from arrival to outcome: their parameters, token counts, latencies and totals."""

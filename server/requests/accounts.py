@@ -1,4 +1,4 @@
-"""Every request of the API counted once: received = stop + length + aborted + rejected + error + in flight."""
+"""Accounting of the API's requests: received = stop + length + aborted + rejected + error + in flight."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.counts import Outcome, RequestCounts
 from tonnage.server.requests.drain import DrainEstimate
 from tonnage.server.requests.submission import Submission, TokenCounts
-from tonnage.server.security.tenants import ANYBODY, Tenant
+from tonnage.server.security.tenants import ANONYMOUS, Tenant
 
 
 class Accounts(RequestCounts):
-    """Counts and latencies of the API; one per app."""
+    """Counts and latencies of all requests of one app."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,14 +22,14 @@ class Accounts(RequestCounts):
         self.idle.set()
         self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
-        self._open: dict[Ticket, None] = {}  # those in flight, in the order of their arrival
+        self._open: dict[Ticket, None] = {}  # the requests in flight, in order of arrival
         self._reserved = 0  # tokens that the requests in flight may need, prompt and completion
         self._drain = DrainEstimate()
 
-    def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANYBODY) -> Ticket:
-        """Count a request in; it must be finished exactly once."""
+    def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANONYMOUS) -> Ticket:
+        """Count a new request and return its ticket, which must be finished exactly once."""
         if not self.in_flight:
-            self._drain = DrainEstimate()  # nothing was given back while nobody was here: that is no rate
+            self._drain = DrainEstimate()  # an idle time, in which nothing could end, must not lower the rate
         self.received += 1
         self.in_flight += 1
         self.idle.clear()
@@ -38,8 +38,7 @@ class Accounts(RequestCounts):
         return ticket
 
     def oldest(self) -> tuple[float | None, float | None]:
-        """Seconds since the arrival of the oldest request in flight that has had its turn, and of the oldest
-        that has not."""
+        """Return the age in seconds of the oldest admitted request and of the oldest waiting one, or None."""
         now = time.monotonic()
         found: dict[bool, float] = {}
         for ticket in self._open:
@@ -49,15 +48,16 @@ class Accounts(RequestCounts):
         return found.get(True), found.get(False)
 
     def retry_after(self) -> float:
-        """Seconds until what all requests in flight were reserved is given back, at the rate at which
-        reservations were given back lately; 1 to 60. Without two completions there is no rate: 1, the smallest
-        value Retry-After can say.
+        """Return the seconds until the reservations of all requests in flight are freed, 1 to 60.
+
+        The estimate uses the rate at which reservations were freed recently. Before two completions there is no
+        rate, and it is 1, the smallest value of Retry-After.
         """
         seconds = self._drain.seconds(self._reserved, time.monotonic())
         return 1.0 if seconds is None else min(60.0, max(1.0, seconds))
 
     def check(self) -> None:
-        """The law: nothing received is lost or counted twice. Raises AssertionError."""
+        """Raise AssertionError when a received request was lost or counted twice."""
         counted = sum(self.outcomes.values()) + self.in_flight
         if self.received != counted:
             raise AssertionError(f"received {self.received} requests, counted {counted}: {self.outcomes}")
@@ -80,7 +80,7 @@ class Accounts(RequestCounts):
 class Ticket:
     """One request, from its arrival to its single outcome.
 
-    ``submission`` and ``counts`` are set when it goes to the engine, ``error`` when it failed.
+    ``submission`` and ``counts`` are set when the request goes to the engine, ``error`` when it fails.
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class Ticket:
         self._accounts = accounts
         self._start = time.monotonic()
         self.arrived = time.time()
-        self.admitted = False  # one of its prompts was, as far as the engine says
+        self.admitted = False  # whether the engine reported the admission of one of its prompts
         self.endpoint = endpoint
         self.request_id = request_id
         self.tenant = tenant
@@ -115,10 +115,10 @@ class Ticket:
         self.error: ApiError | None = None
         self.submission: Submission | None = None
         self.counts: TokenCounts | None = None
-        self.reserved = 0  # tokens it may need, from when it goes to the engine
+        self.reserved = 0  # tokens it may need, set when it goes to the engine
 
     def submitted(self) -> None:
-        """It goes to the engine."""
+        """Record that the request goes to the engine."""
         if self.submission is not None:
             self.reserved = self.submission.most_tokens
             self._accounts._reserved += self.reserved
@@ -126,25 +126,25 @@ class Ticket:
             listener(self)
 
     def queued(self, seconds: float) -> None:
-        """A prompt of it was admitted after ``seconds`` in the queue."""
+        """Record that a prompt was admitted after ``seconds`` in the queue."""
         self.admitted = True
         self._accounts.queue_wait.observe(seconds)
 
     def finish(self, outcome: Outcome) -> None:
-        """Settle the outcome; the first one stands."""
+        """Record the outcome, unless the request already has one."""
         if self.outcome is None:
             self.outcome = outcome
             self.seconds = time.monotonic() - self._start
             self._accounts._close(self, outcome)
 
     def fail(self, error: ApiError, outcome: Outcome) -> None:
-        """Settle ``outcome``, with what the client is told."""
+        """Record ``outcome`` together with the error that the client receives."""
         if self.outcome is None:
             self.error = error
             self.finish(outcome)
 
     def timed_out(self, seconds: float | None) -> ApiError:
-        """What a request is told whose time is up: come back later if it never got its turn."""
+        """Return the error for a request over its time limit; a retry may help when it was never admitted."""
         if self.first_token_seconds is None:
             return ApiError(
                 ErrorCode.QUEUE_TIMEOUT,
@@ -157,7 +157,7 @@ class Ticket:
         )
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
-        """``count`` new tokens of a sequence arrived at ``now``; the previous ones at ``last`` or never."""
+        """Record ``count`` new tokens of a sequence at ``now``; ``last`` is the time of its previous ones."""
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._start
             self._accounts.time_to_first_token.observe(self.first_token_seconds)

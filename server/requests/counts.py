@@ -1,4 +1,4 @@
-"""Requests by outcome, and their latencies: what /metrics shows of them, whoever counts."""
+"""Requests by outcome and their latencies, as /metrics exports them for every engine."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error
 
 
 class RequestCounts:
-    """received = the sum of outcomes + in flight; histograms in seconds."""
+    """Counts of requests (received = sum of the outcomes + in flight) and histograms of their seconds."""
 
     def __init__(self) -> None:
         self.received = 0
         self.in_flight = 0
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
-        # Refused before the engine saw it: (outcome, reason), as in EngineStats.admissions.
+        # Requests rejected before they reached the engine, by (outcome, reason) as in EngineStats.admissions.
         self.refused: Counter[tuple[str, str]] = Counter()
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
         self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
-        self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of it
+        self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of the time to first token
         self._finished: deque[float] = deque(maxlen=32)  # times of the last completions
 
     def completed(self, seconds: float) -> None:
-        """A request came to its end (stop, length) ``seconds`` after it arrived."""
+        """Record a request that ended normally (stop, length) ``seconds`` after its arrival."""
         self.request_duration.observe(seconds)
         self._finished.append(time.monotonic())
 
     def completion_rate(self) -> float | None:
-        """Completions a second over the last (at most 32) ones until now; None before two of them."""
+        """Return the completions per second over the last 32 of them; None before the second."""
         if len(self._finished) < 2:
             return None
         return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])

@@ -1,4 +1,4 @@
-"""How soon there is room again, from what has become free lately."""
+"""Estimate of the time until reserved memory is free again, from recently freed reservations."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import deque
 
 
 class DrainEstimate:
-    """Seconds until so many blocks (or tokens) are given back, from the last ``window`` ends.
+    """Estimate of the seconds until reservations are freed, from the last ``window`` requests that ended.
 
-    For ``Retry-After``: the reservations of the requests that ended are what made room, so their rate is the
-    rate at which a queue of reservations drains.
+    The estimate is for ``Retry-After``. Ended requests free their reservations, so their rate is the rate at
+    which a queue of reservations drains. The unit is blocks or tokens, the same in all calls.
     """
 
     def __init__(self, window: int = 64) -> None:
         self._ended: deque[tuple[float, int]] = deque(maxlen=max(2, window))
 
     def ended(self, blocks: int, now: float) -> None:
-        """A request ended at ``now`` (seconds) and gave back its reservation."""
+        """Record that a request ended at ``now`` (seconds) and freed its reservation of ``blocks``."""
         self._ended.append((now, blocks))
 
     def seconds(self, blocks: int, now: float) -> float | None:
-        """Seconds until ``blocks`` more have been given back; None while too little has ended to tell."""
+        """Return the seconds until ``blocks`` more are freed, or None before the rate is known."""
         if len(self._ended) < 2:
             return None
         first = self._ended[0][0]

@@ -1,12 +1,12 @@
-"""Latencies by bucket, as Prometheus counts them."""
+"""Histograms of latencies, with the buckets of vLLM's metrics."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Bucket borders in seconds: those of vLLM 0.32.0 (vllm/v1/metrics/buckets.py), so that latencies of both
-# engines and of a bare vLLM can be laid over each other.
+# Bucket borders in seconds, as in vLLM 0.32.0 (vllm/v1/metrics/buckets.py), so that the latencies of both
+# engines and of a plain vLLM can be compared in one chart.
 TIME_TO_FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,
@@ -21,15 +21,16 @@ REQUEST_DURATION_BUCKETS = (
 
 
 class Histogram:
-    """Counts of seconds by bucket. Single-threaded: written and read on the event loop."""
+    """Counts of durations by bucket; written and read on the event loop only, so it has no lock."""
 
     __slots__ = ("borders", "counts", "total")
 
     def __init__(self, borders: Sequence[float]) -> None:
         self.borders = tuple(borders)
-        self.counts = [0] * (len(self.borders) + 1)  # the last one: above every border
+        self.counts = [0] * (len(self.borders) + 1)  # the last bucket is above every border
         self.total = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
+        """Count ``times`` durations of ``seconds``."""
         self.counts[bisect_left(self.borders, seconds)] += times
         self.total += seconds * times

@@ -1,4 +1,4 @@
-"""What a request of the API asks of the engine, and the tokens it came to."""
+"""The part of a request that goes to the engine, and the counts of its tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from tonnage.server.engines.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """``n`` completions of each prompt. ``stop``: strings that end a completion and are not shown.
+    """A request to the engine: ``n`` completions of each prompt.
 
-    For parsers of tool calls: ``special_tokens`` are part of the text; with ``all_tokens`` every delta comes,
-    also one whose text is still held back.
+    Attributes:
+        prompts: Token ids of each prompt.
+        params: Sampling parameters.
+        n: Completions per prompt.
+        stop: Strings that end a completion; they are not part of its text.
+        cache_salt: The request's own salt for prefix caching.
+        priority: The requested priority; None for the tenant's.
+        special_tokens: Whether special tokens are part of the text, for parsers of tool calls.
+        all_tokens: Whether deltas without text are yielded too, for parsers of tool calls.
+        lora: Name of the adapter; empty for the model itself.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -20,24 +28,25 @@ class Submission:
     n: int = 1
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
-    priority: int | None = None  # None: the tenant's
+    priority: int | None = None
     special_tokens: bool = False
     all_tokens: bool = False
-    lora: str = ""  # the adapter's name
+    lora: str = ""
 
     @property
     def sequences(self) -> int:
+        """Number of completions over all prompts."""
         return len(self.prompts) * self.n
 
     @property
     def most_tokens(self) -> int:
-        """Tokens it may use: every prompt once, every completion to its end."""
+        """Upper bound of the tokens it may use: every prompt once, every completion at its full length."""
         return sum(map(len, self.prompts)) + self.sequences * self.params.max_tokens
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of a submission so far. A stop token counts as a completion token, as in OpenAI's usage."""
+    """Token counts of a submission so far; a stop token counts as a completion token, as in OpenAI's usage."""
 
     prompt: int = 0
     choices: list[int] = field(default_factory=list)  # completion tokens of each choice
@@ -50,4 +59,5 @@ class TokenCounts:
 
     @property
     def cached_total(self) -> int:
+        """Prompt tokens of all prompts that came from the prefix cache."""
         return sum(self.cached.values())

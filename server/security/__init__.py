@@ -1,1 +1,1 @@
-"""Who may ask: API keys, the tenants they stand for, what each tenant may use, and the middleware that asks."""
+"""API keys, the tenants they identify, the quotas of each tenant, and the middleware that checks them."""

@@ -1,6 +1,6 @@
-"""API keys: each stands for a tenant. Only their SHA-256 is kept, compared in constant time.
+"""API keys, each of which identifies a tenant; only their SHA-256 is kept, and compared in constant time.
 
-A plain hash is enough: API keys are long random strings, not passwords, so there is nothing to guess.
+A plain hash is sufficient, because API keys are long random strings and not passwords.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MIN_KEY_LENGTH = 8
 
 
 class _Entry(BaseModel):
-    """One ``[[key]]`` of a key file. ``key`` in plain text, or its ``sha256`` in hexadecimal."""
+    """One ``[[key]]`` of a key file, with ``key`` in plain text or its ``sha256`` in hexadecimal."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # No slash: the name and a request's own salt are joined by one (tenants.py).
+    # A slash separates the tenant's name from a request's own salt (tenants.py), so names have none.
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     key: Annotated[str, Field(min_length=_MIN_KEY_LENGTH, max_length=1024)] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
@@ -37,7 +37,7 @@ class _Entry(BaseModel):
 
 
 class KeyRing:
-    """The keys of one server; empty: everybody may ask."""
+    """The API keys of one server; a server without keys accepts every request."""
 
     def __init__(self, tenants: Iterable[tuple[bytes, Tenant]] = ()) -> None:
         self._tenants = tuple(tenants)  # (SHA-256 of the key, tenant)
@@ -46,8 +46,13 @@ class KeyRing:
         return len(self._tenants)
 
     def tenant(self, key: bytes) -> Tenant | None:
-        """Whose key it is, by the bytes of the header: a key that is not ASCII comes as UTF-8. Every key is
-        compared, so the time says nothing about which came close."""
+        """Return the tenant of a key, or None.
+
+        Every key is compared, so the time reveals nothing about similar keys.
+
+        Args:
+            key: The bytes of the header; a key that is not ASCII is UTF-8.
+        """
         digest = hashlib.sha256(key).digest()
         found = None
         for known, tenant in self._tenants:
@@ -57,15 +62,18 @@ class KeyRing:
 
 
 def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
-    """Keys of ``--api-key`` and of ``--api-key-file`` together. Raises DeploymentError that names the entry,
-    never the key."""
+    """Load the keys of ``--api-key`` and ``--api-key-file``.
+
+    Raises:
+        DeploymentError: A key is invalid; the message names the entry, never the key.
+    """
     tenants: list[tuple[bytes, Tenant]] = []
     for number, key in enumerate(plain, 1):
         if len(key) < _MIN_KEY_LENGTH:
             raise DeploymentError(
                 f"key {number} has fewer than {_MIN_KEY_LENGTH} characters",
                 field="api_key",
-                hint="python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one",
+                hint="python -c 'import secrets; print(secrets.token_urlsafe(32))' generates one",
             )
         name = f"key-{number}"
         tenants.append((_digest(key), Tenant(name, cache_salt=name)))
@@ -73,7 +81,7 @@ def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
         tenants += [_tenant(entry, number, file) for number, entry in enumerate(_entries(file), 1)]
     names = [tenant.name for _, tenant in tenants]
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise DeploymentError(f"two keys are called {min(doubled)!r}", field="api_key_file")
+        raise DeploymentError(f"two keys have the name {min(doubled)!r}", field="api_key_file")
     if len({digest for digest, _ in tenants}) < len(tenants):
         raise DeploymentError("the same key is given twice", field="api_key_file")
     return KeyRing(tenants)
@@ -88,7 +96,7 @@ def _entries(file: Path) -> list[Any]:
         raise DeploymentError(f"{file} is not TOML: {error}", field="api_key_file") from None
     entries = document.get("key")
     if set(document) != {"key"} or not isinstance(entries, list) or not entries:
-        raise DeploymentError(f"{file} must hold [[key]] tables and nothing else", field="api_key_file")
+        raise DeploymentError(f"{file} must contain [[key]] tables only", field="api_key_file")
     return entries
 
 
@@ -102,7 +110,7 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
         hint = did_you_mean(field, _Entry.model_fields) if first["type"] == "extra_forbidden" else None
         raise DeploymentError(f"{where}: {field}: {first['msg']}", field="api_key_file", hint=hint) from None
     if (parsed.key is None) == (parsed.sha256 is None):
-        raise DeploymentError(f"{where}: give key or sha256, one of them", field="api_key_file")
+        raise DeploymentError(f"{where}: give either key or sha256", field="api_key_file")
     digest = bytes.fromhex(parsed.sha256) if parsed.sha256 else _digest(parsed.key or "")
     tenant = Tenant(
         name=parsed.name,
@@ -116,5 +124,5 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
 
 
 def _digest(key: str) -> bytes:
-    # surrogateescape: bytes of the environment that are no UTF-8 are compared as they are
+    # surrogateescape keeps bytes of the environment that are not UTF-8 unchanged, so that they can match
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

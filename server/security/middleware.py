@@ -1,6 +1,6 @@
-"""Around the app: a request id on every answer, and API keys.
+"""ASGI middleware around the app: a request id on every response, and authentication by API key.
 
-Pure ASGI: Starlette's BaseHTTPMiddleware buffers streams and hides disconnects.
+Starlette's BaseHTTPMiddleware is not used, because it buffers streams and hides disconnects.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, ErrorCode, render
 from tonnage.server.security.keys import KeyRing
-from tonnage.server.security.refusals import Refusals
+from tonnage.server.security.rejection_limits import RejectionLimits
 
-# Open without a key: an orchestrator's probes have none.
+# Paths without a key, because an orchestrator's probes have none.
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
-# What they show is of all tenants.
+# Paths that show the counts of all tenants.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
-# What a person opens in a browser, and what those pages load.
+# Paths that a person opens in a browser, and the files of these pages.
 BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json", "/plan"}
 ASSETS = ("/docs/", "/plan/")
-_ASK_A_PERSON = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password"'}
+_BASIC_CHALLENGE = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password"'}
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Takes the caller's X-Request-Id, or makes one, and sends it back with the answer; paces refusals."""
+    """Middleware that adds X-Request-Id (given or new) to each response, and delays repeated rejections."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._refusals = Refusals()
+        self._limits = RejectionLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app with a request id in the scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
         scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        # Where a stream that has begun sends its chunks: every middleware looks at the start of an answer only,
-        # and passing each token through all of them costs a twentieth of what a token costs.
+        # A stream that has begun sends its chunks directly. Middleware reads only the start of a response, and
+        # passing each token through all of it would take a twentieth of the token's time.
         scope["tonnage.send"] = send
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if 400 <= message["status"] < 500:
-                    await self._refusals.wait(scope)
+                    await self._limits.wait(scope)
                 request_id = scope["tonnage.request_id"].encode("latin-1")
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
@@ -60,14 +61,14 @@ class RequestId:
 
 
 class Authentication:
-    """``Authorization: Bearer KEY`` on every route but the public ones; its tenant goes into the scope.
+    """Middleware that requires ``Authorization: Bearer KEY`` and puts the key's tenant into the scope.
 
-    A browser cannot send that: for the pages it shows it may send the key as the password of ``Basic``, and is
-    asked for it. Nowhere else, since it sends that again by itself, whoever made it ask. ``on_refused`` hears
-    of each refusal.
+    A browser cannot send that header by itself. For its pages it may send the key as the password of ``Basic``,
+    and is asked for it. Other paths do not accept ``Basic``, because a browser repeats it for requests of other
+    sites.
 
-    Where there are several keys, the metrics are for those marked ``metrics = true`` in the key file;
-    ``tonnage.sees_all`` in the scope says whether this one may see them.
+    With several keys, only keys with ``metrics = true`` may read the metrics; ``tonnage.sees_all`` in the scope
+    is whether this key may. ``on_refused`` is called for each rejected request.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Authentication:
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an authenticated request on; reject another one."""
         if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
@@ -94,18 +96,18 @@ class Authentication:
         if tenant is None:
             message = "incorrect API key" if header.partition(" ")[0] else "you did not provide an API key"
             error = ApiError(ErrorCode.INVALID_API_KEY, f"{message}; send Authorization: Bearer KEY")
-            # A page is asked for as HTML; what it loads comes with the header of fetches.
-            asks = browser and ("text/html" in headers.get("accept", "") or "sec-fetch-mode" in headers)
-            if asks and not header:  # how a browser always begins
-                await render(error, _ASK_A_PERSON)(scope, receive, send)
+            # A browser requests a page as HTML; the files that a page loads come with a sec-fetch-mode header.
+            from_page = browser and ("text/html" in headers.get("accept", "") or "sec-fetch-mode" in headers)
+            if from_page and not header:  # a browser's first request never has the header, so it is not logged
+                await render(error, _BASIC_CHALLENGE)(scope, receive, send)
                 return
-            await self._refuse(error, scope, _ASK_A_PERSON if asks else None)(scope, receive, send)
+            await self._refuse(error, scope, _BASIC_CHALLENGE if from_page else None)(scope, receive, send)
             return
         sees_all = tenant.metrics or len(self._keys) == 1
         if scope["path"] in METRICS_PATHS and not sees_all:
             error = ApiError(
                 ErrorCode.PERMISSION_DENIED,
-                f"{scope['path']} shows the counts of all tenants: it takes a key of metrics = true",
+                f"{scope['path']} shows the counts of all tenants: it requires a key with metrics = true",
             )
             await self._refuse(error, scope)(scope, receive, send)
             return
@@ -124,10 +126,10 @@ def _for_browsers(path: str) -> bool:
 
 
 def _key(header: str, basic: bool) -> bytes:
-    """The key that an Authorization header holds; empty for none. ``basic``: also as a password."""
+    """Return the key in an Authorization header, or empty bytes; ``basic`` also accepts it as a password."""
     scheme, _, value = header.partition(" ")
-    # Starlette reads a header as Latin-1, so this is what was sent. Only blanks: U+00A0 and U+0085 are
-    # white space in Latin-1 and parts of characters in UTF-8.
+    # Starlette decodes headers as Latin-1, so encoding restores the bytes. Only blanks are stripped, because
+    # U+00A0 and U+0085 are white space in Latin-1 and parts of characters in UTF-8.
     sent = value.strip(" \t").encode("latin-1")
     if scheme.lower() == "bearer":
         return sent

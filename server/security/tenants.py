@@ -1,4 +1,4 @@
-"""Tenants: who a request belongs to, and what this caller may use of the server at once."""
+"""Tenants: the owners of requests, with the share of the server that each may use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from tonnage.server.errors import ApiError, ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``priority``: of its requests that name none, and the lowest any of them may have; lower runs first.
-    ``cache_salt``: keeps its prefixes apart from those of others; empty: they are shared. ``max_num_seqs`` and
-    ``tokens_per_minute`` (prompt plus completion): None, no limit. ``metrics``: it may read the counts of all
-    tenants."""
+    """An owner of requests, identified by an API key.
+
+    Attributes:
+        name: The key's name; empty without keys.
+        priority: Default priority of its requests, and the best one that they may request. Lower runs first.
+        cache_salt: Salt that separates its cached prefixes from other tenants'; empty to share them.
+        max_num_seqs: Limit of its sequences in flight; None for no limit.
+        tokens_per_minute: Limit of its prompt and completion tokens per minute; None for no limit.
+        metrics: Whether it may read the counts of all tenants.
+    """
 
     name: str = ""
     priority: int = 0
@@ -22,46 +28,51 @@ class Tenant:
     tokens_per_minute: int | None = None
     metrics: bool = False
 
-    def salt(self, asked: str) -> str:
-        """The salt of its request that asks for ``asked`` (empty: none). Tenants never meet.
+    def salt(self, requested: str) -> str:
+        """Return the salt of a request whose own salt is ``requested``; salts of two tenants never collide.
 
-        A tenant's name is not empty and has no slash (keys.py), so what stands before the first slash says
-        whose salt it is; of those who share nothing stands there, so they cannot spell the salt of another.
+        A tenant's name is not empty and has no slash (keys.py), so the part before the first slash identifies
+        the tenant. A tenant that shares its prefixes has an empty part there, so it cannot produce another's
+        salt.
         """
-        if self.cache_salt or (self.name and asked):
-            return f"{self.cache_salt}/{asked}"
-        return asked
+        if self.cache_salt or (self.name and requested):
+            return f"{self.cache_salt}/{requested}"
+        return requested
 
-    def priority_of(self, asked: int | None) -> int:
-        """The priority of its request that asks for ``asked``.
+    def priority_of(self, requested: int | None) -> int:
+        """Return the priority of a request: ``requested``, or the tenant's own for None.
 
-        Raises ApiError for one that would pass others whom the operator has put beside or before this tenant:
-        one step is worth seconds of waiting (`tonnage.cache.admission.types.AGEING_SECONDS`), -1000 hours.
-        Without keys nobody stands before anybody, and requests order themselves.
+        A priority better than the tenant's own would overtake tenants that the operator has ranked before it:
+        one step is worth seconds of waiting (`tonnage.cache.admission.types.AGEING_SECONDS`), -1000 is worth
+        hours. Without keys no tenants are ranked, so a request may have any priority.
+
+        Raises:
+            ApiError: The priority is better than the tenant's own.
         """
-        if asked is None:
+        if requested is None:
             return self.priority
-        if self.name and asked < self.priority:
+        if self.name and requested < self.priority:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"priority is {asked}; this key's requests may have {self.priority} or more (lower runs first)",
+                f"priority is {requested}; this key's requests may have {self.priority} or more "
+                "(lower runs first)",
                 param="priority",
             )
-        return asked
+        return requested
 
 
-ANYBODY = Tenant()
+ANONYMOUS = Tenant()
 
 
 @dataclass(slots=True)
 class _Account:
     sequences: int = 0
-    tokens: float = 0.0  # left in the bucket; filled at tokens_per_minute / 60 a second
+    tokens: float = 0.0  # tokens left, refilled at tokens_per_minute / 60 per second
     filled: float = 0.0
 
 
 class Quotas:
-    """What each tenant has in flight. One event loop, no locks. ``tenants``: how many keys the server has."""
+    """Use of the quotas by each tenant, on one event loop without locks; ``tenants`` is the number of keys."""
 
     def __init__(self, tenants: int = 0) -> None:
         self.tenants = tenants
@@ -70,35 +81,42 @@ class Quotas:
     def check_share(
         self, tenant: Tenant, sequences: int, queued: int, queue: int, drain_seconds: float
     ) -> None:
-        """Whether a tenant without a limit of its own may have ``sequences`` more of the server's ``queue``, of
-        which all together have ``queued``.
+        """Check the fair share of a tenant without its own limit.
 
-        It may have as many as it leaves free: one alone gets half, two a third each, and there is always room
-        for the next (dynamic thresholds with alpha 1: Choudhury and Hahne, "Dynamic Queue Length Thresholds for
-        Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking 6(2), 1998). Its first sequence only
-        needs a free place. Raises ApiError, 429 for now or for good.
+        It may hold as many of the queue's places as it leaves free: alone it gets half, two tenants get a third
+        each, and a place is always left for the next (dynamic thresholds with alpha 1: Choudhury and Hahne,
+        "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking
+        6(2), 1998). A first sequence needs only a free place.
+
+        Args:
+            tenant: The tenant.
+            sequences: The sequences of its new request.
+            queued: Sequences of all tenants in the queue.
+            queue: Places in the queue.
+            drain_seconds: Estimated wait, for Retry-After.
+
+        Raises:
+            ApiError: 429, to retry later or never.
         """
         if self.tenants < 2 or tenant.max_num_seqs is not None:
             return
         most = max(1, queue // 2)
         if sequences > most:
-            raise _never(
-                f"{sequences} sequences at once; a key may have {most} of the server's queue of {queue}"
-            )
+            raise _never(f"{sequences} sequences at once; a key may have {most} of the queue's {queue} places")
         held, free = self._account(tenant).sequences, queue - queued - sequences
         if held + sequences > max(1, free):
             raise ApiError(
                 ErrorCode.RATE_LIMIT_EXCEEDED,
-                f"this key has {held} sequences in the queue, {queue - queued} of whose {queue} places "
-                "are free: a key may have as many as it leaves free (max_num_seqs: a limit of its own)",
+                f"this key has {held} sequences in the queue, and {queue - queued} of its {queue} places are "
+                "free: a key may hold as many as it leaves free; set max_num_seqs for a limit of its own",
                 retry_after_seconds=drain_seconds,
             )
 
     def enter(self, tenant: Tenant, sequences: int, tokens: int, drain_seconds: float) -> None:
-        """Take ``sequences`` and ``tokens`` (at most) of the quota.
+        """Charge ``sequences`` and at most ``tokens`` to the tenant's quota.
 
-        Raises ApiError, and takes nothing: 429 with Retry-After, or for good when the quota is smaller than
-        the request.
+        Raises:
+            ApiError: 429 and nothing is charged; without Retry-After when the request exceeds the whole quota.
         """
         account = self._account(tenant)
         limit = tenant.max_num_seqs
@@ -114,11 +132,11 @@ class Quotas:
         rate = tenant.tokens_per_minute
         if rate is not None:
             if tokens > rate:
-                raise _never(f"{tokens} tokens; this key may use {rate} a minute")
+                raise _never(f"{tokens} tokens; this key may use {rate} per minute")
             if tokens > account.tokens:
                 raise ApiError(
                     ErrorCode.RATE_LIMIT_EXCEEDED,
-                    f"this key has {int(account.tokens)} of {rate} tokens a minute left; "
+                    f"this key has {int(account.tokens)} of {rate} tokens per minute left; "
                     f"the request may use {tokens}",
                     retry_after_seconds=(tokens - account.tokens) * 60 / rate,
                 )
@@ -126,7 +144,7 @@ class Quotas:
         account.sequences += sequences
 
     def leave(self, tenant: Tenant, sequences: int, unused_tokens: int) -> None:
-        """Give back what ``enter`` took; tokens only as far as they were not used."""
+        """Return the sequences and the unused tokens of a request to the tenant's quota."""
         account = self._account(tenant)
         account.sequences -= sequences
         if tenant.tokens_per_minute is not None:

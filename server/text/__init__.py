@@ -1,1 +1,1 @@
-"""Text at the API's edge: tokens, chat templates, tool calls."""
+"""Conversion between text and tokens: tokenizers, chat templates, grammars and tool calls."""

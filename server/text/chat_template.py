@@ -1,7 +1,7 @@
-"""A model's chat template: messages to the text of a prompt. Jinja's sandbox, no transformers.
+"""A model's chat template, which turns messages into the text of a prompt, in Jinja's sandbox.
 
-Templates are written for transformers' ``apply_chat_template`` (transformers 5.19,
-utils/chat_template_utils.py); the environment here has what they may use there.
+Templates are written for ``apply_chat_template`` of transformers (5.19, utils/chat_template_utils.py). The
+environment here offers the same names without importing transformers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from tonnage.planner.errors import ConfigError, TonnageError
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-# What a template raises over messages and arguments that it was not written for.
+# Exceptions that a template may raise for messages and arguments that it was not written for.
 _FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
 
 class TemplateRefused(TonnageError):
-    """The template itself says no to these messages (roles that do not alternate, a system message ...)."""
+    """The template rejects the messages, for example roles that do not alternate or a system message."""
 
     code = "invalid_value"
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name. ``tool_source``: the one for requests with
-    tools, where the model has two."""
+    """A compiled template with its special tokens; ``tool_source`` is its variant for requests with tools."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
@@ -46,7 +45,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        # Jinja's own tojson escapes HTML.
+        # Jinja's own tojson escapes HTML, which templates do not expect.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -54,7 +53,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             with_tools = source if tool_source is None else tool_source
             self._tool_template = environment.from_string(with_tools)
-            # A template that never looks at ``tools`` would drop them without a word.
+            # A template that never uses ``tools`` would silently drop them.
             self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"line {error.lineno}: {error.message}", field="chat_template") from None
@@ -62,10 +61,13 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, file: Path | None = None) -> ChatTemplate | None:
-        """``file``, or else chat_template.jinja (with additional_chat_templates/tool_use.jinja), or
-        chat_template of tokenizer_config.json; None: the model has none.
+        """Load a model's chat template, or return None when the model has none.
 
-        Raises ConfigError for a broken file or template.
+        The source is ``file``, else chat_template.jinja (with additional_chat_templates/tool_use.jinja), else
+        chat_template of tokenizer_config.json.
+
+        Raises:
+            ConfigError: A file or template is invalid.
         """
         folder = Path(folder)
         config: Any = {}
@@ -78,7 +80,7 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise ConfigError("not a JSON object", field="tokenizer_config.json")
         source, with_tools = config.get("chat_template"), None
-        if isinstance(source, list):  # several, by name
+        if isinstance(source, list):  # several templates, each with a name
             named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
             source, with_tools = named.get("default"), named.get("tool_use")
         if (folder / "chat_template.jinja").is_file():
@@ -90,7 +92,7 @@ class ChatTemplate:
         if source is None:
             return None
         if not isinstance(source, str) or not isinstance(with_tools, str | None):
-            raise ConfigError("is not a text", field="tokenizer_config.json: chat_template")
+            raise ConfigError("is not a string", field="tokenizer_config.json: chat_template")
         return cls(source, _special_tokens(config), with_tools)
 
     def render(
@@ -101,20 +103,20 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **more: Any,
     ) -> str:
-        """The prompt's text. Raises TemplateRefused with the template's own words."""
+        """Return the prompt's text; raises TemplateRefused with the template's own message."""
         template = self._tool_template if tools else self._template
         try:
             return template.render(
                 **self._special_tokens,
                 **more,
                 messages=messages,
-                tools=tools or None,  # none, not undefined: templates ask "tools is not none"
+                tools=tools or None,  # None, not undefined: templates test "tools is not none"
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except _FAULTS as error:
             raise TemplateRefused(
-                f"the model's chat template does not take these messages: {str(error)[:200]}", field="messages"
+                f"the model's chat template rejects these messages: {str(error)[:200]}", field="messages"
             ) from None
 
 
@@ -131,7 +133,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {}
     for name in _SPECIAL_TOKENS:
         value = config.get(name)
-        if isinstance(value, dict):  # an AddedToken as JSON
+        if isinstance(value, dict):  # an AddedToken in JSON form
             value = value.get("content")
         if isinstance(value, str):
             tokens[name] = value
@@ -155,10 +157,11 @@ def _refuse(message: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant said, for training; here it is only its body."""
+    """Jinja tag ``{% generation %}``, which marks assistant text for training and here renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a plain set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the nodes between the tag and its end."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

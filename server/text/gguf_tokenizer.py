@@ -1,6 +1,7 @@
-"""The tokenizer of a .gguf file as tokenizer.json: made once by transformers in a process of its own.
+"""The tokenizer of a .gguf file as tokenizer.json, converted once by transformers in a separate process.
 
-``python -m tonnage.server.text.gguf_tokenizer FILE FOLDER`` is that process; the API process imports no torch.
+``python -m tonnage.server.text.gguf_tokenizer FILE FOLDER`` is that process, because the API process imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from tonnage.planner.source.resolve import cache_folder
 
 
 def model_files(path: str) -> Path:
-    """The folder with tokenizer.json and its configs: a model's own, or for a .gguf file the one it lies in,
-    else one below the cache folder that is made on first use.
+    """Return the folder with a model's tokenizer.json and configs.
 
-    Raises CheckpointError when transformers cannot read the file's tokenizer, or the cache cannot be written.
+    It is the model's own folder, or the folder that contains the .gguf file. Without a tokenizer.json there, it
+    is a folder in the cache, made on first use.
+
+    Raises:
+        CheckpointError: transformers cannot read the file's tokenizer, or the cache cannot be written.
     """
     given = Path(path)
     if given.suffix.lower() != ".gguf":
@@ -36,7 +40,7 @@ def model_files(path: str) -> Path:
         _make(given, made)
     except OSError as error:
         raise CheckpointError(
-            f"cannot keep the tokenizer of {given.name} in {made.parent}: {error.strerror or error}",
+            f"cannot save the tokenizer of {given.name} in {made.parent}: {error.strerror or error}",
             hint="set TONNAGE_CACHE to another folder, or put the model's tokenizer.json beside the file",
         ) from None
     return made
@@ -57,13 +61,14 @@ def _make(given: Path, made: Path) -> None:
             )
         try:
             Path(work, "made").rename(made)
-        except OSError:  # another process was faster
+        except OSError:  # another process has made the folder meanwhile
             if not (made / "tokenizer.json").is_file():
                 raise
 
 
 def main(gguf: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer  # only in the process that makes one
+    """Convert the tokenizer of ``gguf`` and save it with its EOS ids in ``folder``."""
+    from transformers import AutoTokenizer  # only the converting process imports torch
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What the text of an answer must match. Engines compile it, parsers of tool calls make one."""
+"""Grammars that constrain the text of an answer; engines compile them, and tool-call parsers create them."""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ from typing import Literal
 
 from tonnage.planner.errors import TonnageError
 
-# What a request is told that leaves no token to draw.
+# The error of a request whose constraints leave no token to sample.
 NO_TOKEN = "grammar, min_tokens, logit_bias and penalties together allow no token"
 
-# Of a grammar's text in UTF-8, whatever its kind: what OpenAI allows the names and values of a JSON schema
-# together (its guide on structured outputs: 120,000 characters).
+# Limit of a grammar's text in UTF-8, for every kind. It is OpenAI's limit of the names and values in a JSON
+# schema (its guide to structured outputs: 120,000 characters).
 MAX_BYTES = 120_000
 
 
 class GrammarTooLong(TonnageError):
-    """No engine sees it."""
+    """The grammar's text exceeds the limit, so it is not sent to an engine."""
 
     code = "invalid_value"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an answer must match: ``json_schema`` and ``json_object`` (then ``text`` is empty or
-    a JSON schema), ``regex``, ``choice`` (a JSON array of strings), ``lark``/EBNF as ``grammar``, or
-    ``structural_tag``: xgrammar's JSON for text with parts in a given form (tool calls)."""
+    """A constraint on the text of an answer.
+
+    Attributes:
+        kind: The form of ``text``. ``grammar`` is Lark or EBNF; ``structural_tag`` is xgrammar's JSON for text
+            with parts in a given form, such as tool calls.
+        text: A JSON schema, a regex, a JSON array of strings (``choice``) or a grammar; empty for
+            ``json_object``.
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
     text: str = ""
 
     def check_size(self) -> None:
-        """Raises GrammarTooLong beyond `MAX_BYTES`."""
+        """Raise GrammarTooLong when the text exceeds `MAX_BYTES`."""
         size = len(self.text) if self.text.isascii() else len(self.text.encode(errors="replace"))
         if size > MAX_BYTES:
             raise GrammarTooLong(
-                f"what the answer must match takes {size:,} bytes (a schema as JSON); "
+                f"the structured-output constraint takes {size:,} bytes (a schema as JSON); "
                 f"at most {MAX_BYTES:,} are compiled",
                 field=self.kind,
             )

@@ -1,4 +1,4 @@
-"""``--shared-system-prompt``: the tokens that every prompt with a given system prompt begins with."""
+"""``--shared-system-prompt``: the common first tokens of all prompts with a given system prompt."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from tonnage.server.text.tokenizer import Tokenizer
 def shared_prefix(
     path: Path, folder: Path, block_size: int, chat_template: Path | None = None
 ) -> tuple[int, ...]:
-    """Token ids that every chat with the system prompt in ``path`` begins with; without a chat template (the
-    model's, or the file's), those of a completion that begins with the text.
+    """Return the first tokens of every chat with the system prompt in ``path``.
 
-    Raises DeploymentError where they do not fill a block.
+    Without a chat template (the model's or a file's), they are the tokens of a completion that begins with the
+    text.
+
+    Raises:
+        DeploymentError: The tokens do not fill one block.
     """
     field = "shared_system_prompt"
     try:
@@ -34,6 +37,6 @@ def shared_prefix(
         raise DeploymentError(
             f"{path} makes {len(common)} tokens, less than a KV block of {block_size}",
             field=field,
-            hint="so short a prompt is not worth sharing: leave it out",
+            hint="sharing needs at least one full block: leave it out",
         )
     return tuple(common)

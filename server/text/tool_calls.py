@@ -1,4 +1,4 @@
-"""Calls of tools as values: what an engine's text is read into, and who reads it."""
+"""Tool calls as values, and the interface of the parsers that find them in generated text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from tonnage.server.text.grammar import Grammar
 
-# A function as templates know it: {"type": "function", "function": {name, description, parameters}}.
+# A function in the format of chat templates: {"type": "function", "function": {name, description, parameters}}.
 ToolDict = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of call number ``index``; its ``id`` and ``name`` come once, with the first piece."""
+    """A piece of call number ``index``; only the first piece has its ``id`` and ``name``."""
 
     index: int
     arguments: str = ""
@@ -25,7 +25,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Call:
-    """A whole call. ``arguments``: JSON as the model wrote it."""
+    """A complete call; ``arguments`` is JSON as the model wrote it."""
 
     id: str
     name: str
@@ -33,29 +33,37 @@ class Call:
 
 
 class CallReader(Protocol):
-    """Reads the calls out of one answer. Each method gives the text that is no call, and the calls."""
+    """Parser of the calls in one answer; each method returns the text outside of calls, and the calls."""
 
-    def push(
-        self, text: str, token_ids: Sequence[int], *, finished: bool
-    ) -> tuple[str, Sequence[CallDelta]]: ...
+    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
+        """Parse more of the answer; ``finished`` marks its end."""
+        ...
 
     def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
-        """The same for an answer that is complete."""
+        """Parse a complete answer."""
         ...
 
 
 class ToolParser(Protocol):
-    """Knows how one family of models writes calls (``tonnage.server.engines.vllm.tool_parser``)."""
+    """Support for the call format of one model family (``tonnage.server.engines.vllm.tool_parser``)."""
 
     def use(
         self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool
-    ) -> ToolUse: ...
+    ) -> ToolUse:
+        """Return how a request with these tools is generated and parsed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What one request's tools come to. ``shown``: for the template. ``reader`` makes one for each answer;
-    None: nothing is looked for."""
+    """How a request uses its tools.
+
+    Attributes:
+        shown: The tools that the chat template shows.
+        grammar: The grammar of the answer, or None.
+        special_tokens: Whether the parser needs special tokens in the text.
+        reader: Factory of a parser per answer; None when no calls are expected.
+    """
 
     shown: tuple[ToolDict, ...] = ()
     grammar: Grammar | None = None
@@ -64,11 +72,12 @@ class ToolUse:
 
 
 def new_call_id() -> str:
+    """Return a new random id of a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
-    """``deltas`` with one piece for each call."""
+    """Join ``deltas`` into one piece per call."""
     pieces: dict[int, CallDelta] = {}
     for delta in deltas:
         if begun := pieces.get(delta.index):
@@ -78,7 +87,7 @@ def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 
 def calls_of(deltas: Sequence[CallDelta]) -> list[Call]:
-    """The pieces put together."""
+    """Join ``deltas`` into complete calls."""
     calls: dict[int, Call] = {}
     for delta in deltas:
         call = calls.setdefault(delta.index, Call(delta.id or new_call_id(), "", ""))

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from tonnage.planner.engines.runtime.api import BODIES_BYTES
-from tonnage.server.api import document as document_module
+from tonnage.server.api import json_body
 from tonnage.server.api.body import Fields, parse_body
 from tonnage.server.api.chat import protocol as chat
 from tonnage.server.api.completions import protocol as completions
-from tonnage.server.api.document import MAX_ITEMS, most_values
 from tonnage.server.api.embeddings import protocol as embeddings
 from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS, Generator
+from tonnage.server.api.json_body import MAX_ITEMS, most_values
 from tonnage.server.api.responses import protocol as responses
 from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_BYTES, MAX_TOKENS
 from tonnage.server.engines.fake import FakeEngine
@@ -188,7 +188,7 @@ def test_values_are_counted_as_they_are_read(size: int, monkeypatch: pytest.Monk
         items = [value(depth - 1) for _ in range(draw.randrange(4))]
         return items if draw.random() < 0.5 else {f"{text}{at}": item for at, item in enumerate(items)}
 
-    monkeypatch.setattr(document_module, "_COUNTED_AT_ONCE", size)
+    monkeypatch.setattr(json_body, "_COUNTED_AT_ONCE", size)
     limits = {
         "strings": "_MAX_STRINGS", "objects and lists": "_MAX_BRACKETS", "names in objects": "_MAX_NAMES",
     }  # fmt: skip
@@ -198,15 +198,15 @@ def test_values_are_counted_as_they_are_read(size: int, monkeypatch: pytest.Monk
         count = in_json(document)
         text += b" " * 2 * count["names in objects"]  # long enough to be looked at
         for what, name in limits.items():
-            monkeypatch.setattr(document_module, name, count[what])
-        document_module._check_values(text, count["values"])
+            monkeypatch.setattr(json_body, name, count[what])
+        json_body._check_values(text, count["values"])
         for what in [*limits, "values"]:
             if count[what]:
                 with monkeypatch.context() as patch:
                     if what != "values":
-                        patch.setattr(document_module, limits[what], count[what] - 1)
+                        patch.setattr(json_body, limits[what], count[what] - 1)
                     with pytest.raises(ApiError, match=what):
-                        document_module._check_values(text, count["values"] - (what == "values"))
+                        json_body._check_values(text, count["values"] - (what == "values"))
 
 
 async def test_large_bodies_are_parsed_in_turn_and_leave_time_to_others() -> None:
@@ -393,7 +393,7 @@ def test_a_batch_is_encoded_and_decoded_as_each_alone(tokenizer: Tokenizer) -> N
         assert tokenizer.encode_all(texts, special) == [tokenizer.encode(text, special) for text in texts]
     for text in texts:
         ids = tokenizer.encode(text)
-        assert tokenizer.decode_apart(ids) == tokenizer.decode(ids)
+        assert tokenizer.decode_without_gil(ids) == tokenizer.decode(ids)
         assert tokenizer.token_texts(ids) == [tokenizer.token_text(token) for token in ids]
 
 

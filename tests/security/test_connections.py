@@ -14,10 +14,10 @@ from serving import PATIENCE
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.http import protocol
 from tonnage.server.http.protocol import (
-    KEPT_FILES,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
+    RESERVED_FILES,
     max_connections,
 )
 
@@ -151,7 +151,7 @@ async def test_idle_connections_make_room(server, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("files", "most"),
-    [(1024, 1024 - KEPT_FILES), (65536, MAX_CONNECTIONS), (RLIM_INFINITY, MAX_CONNECTIONS), (32, 1)],
+    [(1024, 1024 - RESERVED_FILES), (65536, MAX_CONNECTIONS), (RLIM_INFINITY, MAX_CONNECTIONS), (32, 1)],
 )
 def test_open_files_are_kept_for_all_else(monkeypatch, files: int, most: int) -> None:
     monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))

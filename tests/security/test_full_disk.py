@@ -198,7 +198,7 @@ def test_output_that_has_no_space_is_one_line(words: list[str]) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "tonnage.server.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True
         )
-    said = "tonnage: what it prints cannot be written: No space left on device\n"
+    said = "tonnage: cannot write the output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 

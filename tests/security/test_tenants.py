@@ -17,7 +17,7 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.errors import ApiError
-from tonnage.server.security import refusals
+from tonnage.server.security import rejection_limits
 from tonnage.server.security.keys import load_keys
 from tonnage.server.security.tenants import Quotas, Tenant
 
@@ -190,7 +190,7 @@ async def test_a_key_beyond_ascii_is_known(run_server, small_plan, tmp_path) -> 
     assert load_keys((os.fsdecode(odd),), None).tenant(odd) is not None
 
 
-async def test_refusals_of_one_key_have_a_pace(run_server, small_plan, monkeypatch) -> None:
+async def test_rejections_of_one_key_are_rate_limited(run_server, small_plan, monkeypatch) -> None:
     """In the server's time, which the test sets: after a burst each waits for the one before, others do not."""
     slept: list[float] = []
     now = 1000.0
@@ -198,8 +198,8 @@ async def test_refusals_of_one_key_have_a_pace(run_server, small_plan, monkeypat
     async def sleep(seconds: float) -> None:
         slept.append(round(seconds, 6))
 
-    monkeypatch.setattr(refusals, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(refusals, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(rejection_limits, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rejection_limits, "asyncio", SimpleNamespace(sleep=sleep))
     async with run_server(FakeEngine(small_plan()), api_key=(ALICE, BOB)) as server:
 
         async def refused(key: str, times: int) -> list[float]:
@@ -209,14 +209,14 @@ async def test_refusals_of_one_key_have_a_pace(run_server, small_plan, monkeypat
                 assert answer.status_code == (404 if key in (ALICE, BOB) else 401)
             return list(slept)
 
-        burst, gap = refusals.AT_ONCE, 1 / refusals.A_SECOND
+        burst, gap = rejection_limits.BURST, 1 / rejection_limits.REJECTIONS_PER_SECOND
         assert await refused(ALICE, burst + 1) == []
         assert await refused(ALICE, 3) == [gap, 2 * gap, 3 * gap]
         assert await refused(BOB, 1) == []
         assert await refused("a wrong key", 1) == []
         answer = await server.http.get("/v1/models", headers=bearer(ALICE))
         assert (answer.status_code, slept) == (200, [])
-        monkeypatch.setattr(refusals, "LONGEST_SECONDS", 5 * gap)
+        monkeypatch.setattr(rejection_limits, "MAX_DELAY_SECONDS", 5 * gap)
         assert max(await refused(ALICE, 10)) <= 5 * gap
         now += 1.0
         assert await refused(ALICE, 1) == []

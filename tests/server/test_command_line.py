@@ -225,7 +225,7 @@ def test_a_misspelled_variable_is_refused_and_a_foreign_one_named(capsys: pytest
         assert caught.value.field == variable
         assert caught.value.hint == f"did you mean TONNAGE_{meant}?"
     check_environment({"TONNAGE_WHATEVER_THIS_IS": "x"})
-    assert "TONNAGE_WHATEVER_THIS_IS is no variable of Tonnage" in capsys.readouterr().err
+    assert "TONNAGE_WHATEVER_THIS_IS is not a variable of Tonnage" in capsys.readouterr().err
 
 
 def test_the_port_that_kubernetes_sets_is_not_the_server_s(monkeypatch: pytest.MonkeyPatch) -> None:

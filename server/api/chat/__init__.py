@@ -1,1 +1,1 @@
-"""/v1/chat/completions: protocol (bodies), prompt (messages to tokens), service (logic)."""
+"""/v1/chat/completions: ``protocol`` (bodies), ``prompt`` (messages to tokens), ``service`` (logic)."""

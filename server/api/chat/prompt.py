@@ -1,4 +1,4 @@
-"""From messages to the token ids of a prompt, by the model's chat template."""
+"""Conversion of chat messages to the token ids of a prompt, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import ChatTemplate
 
-# What a request may not set in the template: the messages themselves, and Jinja's own name for the template.
+# Names that chat_template_kwargs may not set: the template's own arguments, and Jinja's name for the template.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
 
 
@@ -29,9 +29,13 @@ async def chat_prompt(
     add_special_tokens: bool = False,
     param: str = "messages",
 ) -> tuple[int, ...]:
-    """Token ids of the conversation. Raises ApiError and TemplateRefused.
+    """Return the token ids of a conversation.
 
-    The template writes the special tokens itself, so the tokenizer adds none unless asked to.
+    The template writes the special tokens itself, so by default the tokenizer adds none.
+
+    Raises:
+        ApiError: The conversation is invalid, or too long.
+        TemplateRefused: The template rejects the conversation.
     """
     text = render(
         template_of(state),
@@ -48,7 +52,7 @@ async def chat_prompt(
 
 
 def template_of(state: ServerState) -> ChatTemplate:
-    """Raises ApiError when the model has no chat template."""
+    """Return the model's chat template; raises ApiError when it has none."""
     if state.chat_template is None:
         raise ApiError(
             ErrorCode.UNSUPPORTED_ENDPOINT,
@@ -67,12 +71,12 @@ def render(
     template_arguments: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The text of the prompt."""
+    """Return the text of the prompt that the template makes from the messages."""
     arguments = dict(template_arguments or {})
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
         raise ApiError(
-            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is not free", param="chat_template_kwargs"
+            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is reserved", param="chat_template_kwargs"
         )
     if continue_final_message and add_generation_prompt:
         raise ApiError(
@@ -88,22 +92,22 @@ def render(
     )
     if not continue_final_message:
         return text
-    # Everything the template writes after the final message's own text (its end of turn) is cut off.
+    # Cut the text that the template writes after the final message's own text (its end of turn).
     last = messages[-1].text().strip()
     at = text.rfind(last)
     if not last or at < 0:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            "continue_final_message: the chat template does not show the final message as it is",
+            "continue_final_message: the chat template does not show the final message unchanged",
             param="continue_final_message",
         )
     return text[: at + len(last)]
 
 
 def _check(message: Message, at: int) -> None:
-    """Raises ApiError for what OpenAI's reference asks of a role (ChatCompletionMessageParam of openai)."""
+    """Raise ApiError when a message breaks OpenAI's rules for its role (ChatCompletionMessageParam)."""
     param = f"messages.{at}.content"
-    # A function's content may be null there; an assistant may have called tools instead.
+    # OpenAI allows null content for a function, and for an assistant, which may have called tools instead.
     if message.content is None and message.role not in ("assistant", "function"):
         raise ApiError(
             ErrorCode.MISSING_PARAMETER,
@@ -126,7 +130,7 @@ def _check(message: Message, at: int) -> None:
 
 
 def _for_template(message: Message, at: int) -> dict[str, Any]:
-    """The dict templates are written for; ``developer`` is OpenAI's newer name of ``system``."""
+    """Return the message as the dict that templates expect; ``developer`` becomes ``system``."""
     _check(message, at)
     shown: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -135,7 +139,7 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
     if message.name is not None:
         shown["name"] = message.name
     thought = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if thought is not None:  # both names, as vLLM 0.32 gives them (renderers/chat_utils.py)
+    if thought is not None:  # under both names, as in vLLM 0.32 (renderers/chat_utils.py)
         shown["reasoning"] = shown["reasoning_content"] = thought
     if message.tool_calls:
         shown["tool_calls"] = [_call_for_template(call, at) for call in message.tool_calls]
@@ -145,11 +149,14 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
 
 
 def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves (transformers' guide to chat templates), so they get
-    them as an object, not as OpenAI's string."""
+    """Return a tool call for the template, with its arguments as an object instead of OpenAI's string.
+
+    Templates write the arguments as JSON themselves (transformers' guide to chat templates).
+    """
     why = ""
     try:
-        # The reader of the bodies, with its limit of depth: templates go through the arguments by recursion.
+        # The parser of the bodies limits the depth, which templates need: they visit the arguments by
+        # recursion.
         arguments = pydantic_core.from_json(call.function.arguments or "{}")
     except ValueError as error:
         arguments, why = None, f": {str(error)[:200]}"

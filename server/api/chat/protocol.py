@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions: OpenAI's fields, and those of vLLM that are honoured here."""
+"""Bodies of /v1/chat/completions: OpenAI's fields and the honoured extensions of vLLM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.completions.protocol import Usage
-from tonnage.server.api.document import MAX_ITEMS
 from tonnage.server.api.fields import CHAT
+from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import (
     MAX_TOP_LOGPROBS,
     STOP_EXPECTED,
@@ -26,7 +26,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class TextPart(BaseModel):
-    """The one kind of content part a text model takes."""
+    """A content part of text, the only kind that a text model takes besides a refusal."""
 
     model_config = STRICT
 
@@ -35,7 +35,7 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """What an assistant declined with, among the parts of its message."""
+    """A refusal of the assistant, as one part of its message."""
 
     model_config = STRICT
 
@@ -43,35 +43,37 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
-# What only a client's types know of an answer, and its next request brings back: without effect here, and in
-# nothing that the server writes.
+# A field that only the client's types have and that its next request sends back. It has no effect, and no
+# response contains it.
 Unread = Field(None, exclude=True)
 
 
 class FunctionCall(BaseModel):
+    """Name and arguments of a call; the arguments are JSON in a string."""
+
     model_config = STRICT
 
     name: str
     arguments: str
-    parsed_arguments: Any = Unread  # openai: of parse()
+    parsed_arguments: Any = Unread  # added by openai's parse()
 
 
 class ToolCall(BaseModel):
-    """A call the assistant made earlier in the conversation."""
+    """A tool call that the assistant made earlier in the conversation."""
 
     model_config = STRICT
 
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: int | None = Unread  # of a message put together from the deltas of a stream
+    index: int | None = Unread  # present in a message assembled from the deltas of a stream
 
 
 class Message(BaseModel):
-    """One message of any role. ``content`` may only be left out by an assistant: it called tools, or declined.
+    """One message of any role; only an assistant that called tools or refused may leave out ``content``.
 
-    An answer may come back as it is in a client's types, with nulls for all that the server did not say.
-    ``reasoning``: what an assistant thought, by vLLM's name; ``reasoning_content`` by the name before that.
+    An earlier answer may be sent back with the client's extra null fields. ``reasoning`` is vLLM's name of the
+    assistant's reasoning, and ``reasoning_content`` the older name.
     """
 
     model_config = STRICT
@@ -89,13 +91,13 @@ class Message(BaseModel):
     audio: None = Unread
     function_call: None = Unread
     annotations: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = Unread
-    parsed: Any = Unread  # openai: of parse()
-    provider_specific_fields: dict[str, Any] | None = Unread  # litellm
+    parsed: Any = Unread  # added by openai's parse()
+    provider_specific_fields: dict[str, Any] | None = Unread  # added by litellm
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def text(self) -> str:
-        """The content as one text, or what the assistant declined with."""
+        """Return the content as one text, or the assistant's refusal when there is no content."""
         if isinstance(self.content, list):
             return "".join(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
         return (self.refusal or "") if self.content is None else self.content
@@ -110,7 +112,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fa
 
 
 class FunctionDefinition(BaseModel):
-    """``parameters``: a JSON schema; left out, the function takes none."""
+    """A function's name and description; ``parameters`` is a JSON schema, absent for a function without any."""
 
     model_config = STRICT
 
@@ -121,7 +123,7 @@ class FunctionDefinition(BaseModel):
 
 
 class Tool(BaseModel):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     model_config = STRICT
 
@@ -130,13 +132,15 @@ class Tool(BaseModel):
 
 
 class NamedFunction(BaseModel):
+    """The name of a function, inside a ``tool_choice``."""
+
     model_config = STRICT
 
     name: FunctionName
 
 
 class NamedTool(BaseModel):
-    """The one function that must be called."""
+    """A ``tool_choice`` that requires a call of one function."""
 
     model_config = STRICT
 
@@ -148,7 +152,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions. Ranges as in OpenAI's API reference."""
+    """Body of POST /v1/chat/completions; the ranges are of OpenAI's API reference."""
 
     messages: Messages
     max_tokens: AtLeastOne | None = Field(None, description="deprecated by OpenAI: max_completion_tokens")
@@ -165,6 +169,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
 
     def grammar(self) -> Grammar | None:
+        """Return the grammar that the answer must match, or None."""
         return grammar_of(self.response_format) or super().grammar()
 
 
@@ -180,21 +185,29 @@ FIELDS = Fields(
 
 
 class TopLogprob(BaseModel):
+    """A token with its log probability."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
+    """A generated token with its log probability and the alternatives at its position."""
+
     top_logprobs: list[TopLogprob]
 
 
 class ChoiceLogprobs(BaseModel):
+    """Log probabilities of one choice."""
+
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class AssistantMessage(BaseModel):
+    """An assistant's message of text, without tool calls."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
@@ -202,7 +215,7 @@ class AssistantMessage(BaseModel):
 
 
 class ToolCallMessage(BaseModel):
-    """An assistant's message that calls tools; ``tool_calls`` is absent, not null, in one that does not."""
+    """An assistant's message that calls tools; in other messages ``tool_calls`` is absent, not null."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -212,6 +225,8 @@ class ToolCallMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
+    """One of the n answers of a chat completion."""
+
     index: int
     message: ToolCallMessage | AssistantMessage
     logprobs: ChoiceLogprobs | None = None
@@ -219,7 +234,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """A whole answer."""
+    """A whole chat completion, as one JSON object."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,4 +1,4 @@
-"""/v1/chat/completions without HTTP: a request in, a completion or the events of a stream out."""
+"""/v1/chat/completions without HTTP: turns a request into a completion or into the events of a stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from json.encoder import encode_basestring_ascii  # json.dumps of a text, without its detours
+from json.encoder import encode_basestring_ascii  # json.dumps of a str without its overhead
 from typing import Any, Literal
 
 from tonnage.server.api.chat.prompt import chat_prompt
@@ -38,7 +38,7 @@ from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of, merged
 
 
 class ChatService(OpenAIEvents):
-    """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+    """Chat completions of one app; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -47,7 +47,7 @@ class ChatService(OpenAIEvents):
         self._generator = generator
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
-        """The whole answer. Cancelling the call aborts the request."""
+        """Return the whole answer as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
         counts = TokenCounts()
         texts = [""] * submission.n
@@ -88,28 +88,28 @@ class ChatService(OpenAIEvents):
         return completion.model_dump_json().encode()
 
     async def stream(self, request: ChatRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Events as the text comes; closing the iterator aborts the request."""
+        """Yield events as the text arrives; closing the iterator aborts the request."""
         submission, use = await self._prepare(request)
         readers = [use.reader() for _ in range(submission.n)] if use.reader else None
         called: set[int] = set()
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
-        events = _Events(self._state, ticket.request_id, request.model, request.include_usage())
+        events = _ChatEvents(self._state, ticket.request_id, request.model, request.include_usage())
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
         continuous = request.continuous_usage()
-        said: list[int] = []  # tokens of each choice in the usage before
+        reported: list[int] = []  # tokens of each choice, as of the previous usage
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    if continuous:  # the role comes before a token, as in vLLM
-                        events.told = usage_so_far(replace(counts, choices=said))
+                    if continuous:  # as in vLLM, the role is sent before any token
+                        events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index)
                 if continuous:
-                    said = list(counts.choices)
-                    events.told = usage_so_far(counts)
+                    reported = list(counts.choices)
+                    events.usage_member = usage_so_far(counts)
                 lists = b"null"
                 if request.logprobs:
                     content = chat_logprobs(delta.logprobs, tokenizer, top)
@@ -146,13 +146,13 @@ class ChatService(OpenAIEvents):
                 "top_logprobs is only allowed with logprobs: true",
                 param="top_logprobs",
             )
-        asked, param = request.max_completion_tokens, "max_completion_tokens"
-        if asked is None:
-            asked, param = request.max_tokens, "max_tokens"
-        elif request.max_tokens not in (None, asked):
+        limit, param = request.max_completion_tokens, "max_completion_tokens"
+        if limit is None:
+            limit, param = request.max_tokens, "max_tokens"
+        elif request.max_tokens not in (None, limit):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"max_tokens is {request.max_tokens} and max_completion_tokens {asked}; send one of them",
+                f"max_tokens is {request.max_tokens} and max_completion_tokens {limit}; send one of them",
                 param="max_tokens",
             )
         use = self._tools(request)
@@ -168,7 +168,7 @@ class ChatService(OpenAIEvents):
             add_special_tokens=bool(request.add_special_tokens),
         )
         max_tokens = generator.max_tokens(
-            asked, len(prompt), default=state.settings.default_chat_max_tokens, param=param
+            limit, len(prompt), default=state.settings.default_chat_max_tokens, param=param
         )
         params = request.sampling(
             max_tokens,
@@ -216,19 +216,19 @@ def _message(use: ToolUse, text: str, token_ids: Sequence[int]) -> AssistantMess
 
 
 def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"]:
-    """``tool_calls`` for an answer with calls that ended by itself; one that was cut off says so."""
+    """Return ``tool_calls`` for an answer with calls that ended by itself, else the finish reason unchanged."""
     return "tool_calls" if called and finish == "stop" else finish
 
 
-class _Events:
-    """Chunks of one stream as bytes: everything that does not change is written once."""
+class _ChatEvents:
+    """Writer of the chunks of one stream; it serializes the constant parts once."""
 
     def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
         head = {"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk", "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
-        self.told = NO_USAGE_YET if include_usage else b""  # or the usage so far, where every chunk tells it
+        self.usage_member = NO_USAGE_YET if include_usage else b""  # the usage so far, where every chunk has it
 
     def role(self, index: int) -> bytes:
         return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
@@ -237,7 +237,7 @@ class _Events:
         return self._choice(index, b'{"content":%b}' % encode_basestring_ascii(text).encode(), logprobs)
 
     def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
-        # One piece a call in each chunk: openai's stream() takes two for two calls.
+        # One piece per call in each chunk, since openai's stream() counts two pieces of a call as two calls.
         return self._choice(
             index, json.dumps({"tool_calls": [_delta(delta) for delta in merged(deltas)]}).encode()
         )
@@ -256,12 +256,12 @@ class _Events:
             logprobs,
             finish,
             self._tail,
-            self.told,
+            self.usage_member,
         )
 
 
 def _delta(delta: CallDelta) -> dict[str, Any]:
-    """OpenAI's ``choices.delta.tool_calls``: id, type and name come once."""
+    """Return an item of ``choices.delta.tool_calls``; only a call's first item has id, type and name."""
     function: dict[str, Any] = {"arguments": delta.arguments}
     if delta.name is None:
         return {"index": delta.index, "function": function}

@@ -1,1 +1,1 @@
-"""/v1/completions: protocol (bodies) and service (logic)."""
+"""/v1/completions: ``protocol`` (bodies) and ``service`` (logic)."""

@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions: OpenAI's fields, and those of vLLM that are honoured here."""
+"""Bodies of /v1/completions: OpenAI's fields and the honoured extensions of vLLM."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions. Ranges as in OpenAI's API reference."""
+    """Body of POST /v1/completions; the ranges are of OpenAI's API reference."""
 
     prompt: str | Texts | TokenIds | TokenIdLists
-    suffix: str | None = Field(None, description="what comes after the answer, for models that fill in")
+    suffix: str | None = Field(None, description="text after the completion, for fill-in-the-middle models")
     max_tokens: TokenCount | None = Field(None, description="0 only with echo: the prompt's own logprobs")
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -37,13 +37,14 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
 
     def grammar(self) -> Grammar | None:
+        """Return the grammar that the answer must match, or None."""
         return grammar_of(self.response_format) or super().grammar()
 
 
 FIELDS = Fields(
     model=CompletionRequest,
     table=COMPLETION,
-    # What a field takes, for messages about unions (pydantic reports one error for each member).
+    # Descriptions of union fields for error messages, because pydantic reports one error per member.
     expected={
         "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
         "stop": STOP_EXPECTED,
@@ -52,13 +53,13 @@ FIELDS = Fields(
 
 
 class PromptTokensDetails(BaseModel):
-    """``cached_tokens``: prompt tokens whose K/V came from the prefix cache."""
+    """Details of the prompt tokens; ``cached_tokens`` had their keys and values in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens of all prompts and choices of a request."""
+    """Token counts over all prompts and choices of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,7 +68,7 @@ class Usage(BaseModel):
 
 
 class Choice(BaseModel):
-    """One completion. ``finish_reason`` is null only in the chunks of a stream before the last."""
+    """One completion; ``finish_reason`` is null only in a stream's chunks before the last."""
 
     index: int
     text: str
@@ -76,7 +77,7 @@ class Choice(BaseModel):
 
 
 class Completion(BaseModel):
-    """A whole answer, or one chunk of a stream (the same shape, as in OpenAI's API)."""
+    """A whole answer or one chunk of a stream, which have the same form in OpenAI's API."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

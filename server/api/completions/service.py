@@ -1,4 +1,4 @@
-"""/v1/completions without HTTP: a request in, a completion or the events of a stream out."""
+"""/v1/completions without HTTP: turns a request into a completion or into the events of a stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii  # json.dumps of a text, without its detours
+from json.encoder import encode_basestring_ascii  # json.dumps of a str without its overhead
 
 from tonnage.server.api.completions.protocol import (
     FIELDS,
@@ -31,9 +31,9 @@ from tonnage.server.state import ServerState
 
 @dataclass(slots=True)
 class _Answer:
-    """A choice while it grows."""
+    """One choice during its generation."""
 
-    echo: str = ""  # of the prompt, until it was shown
+    echo: str = ""  # the part of the prompt to show before the text
     text: list[str] = field(default_factory=list)
     tokens: list[TokenLogprobs] = field(default_factory=list)
     prompt_tokens: tuple[TokenLogprobs | None, ...] = ()
@@ -45,7 +45,7 @@ class _Answer:
 
 
 class CompletionService(OpenAIEvents):
-    """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+    """Completions of one app; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -54,7 +54,7 @@ class CompletionService(OpenAIEvents):
         self._generator = generator
 
     async def complete(self, request: CompletionRequest, ticket: Ticket) -> bytes:
-        """The whole answer. Cancelling the call aborts the request."""
+        """Return the whole answer as JSON; cancelling the call aborts the request."""
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         answers = [_Answer(text) for text in echo]
@@ -95,7 +95,7 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _best(answers: list[_Answer], ran: int, n: int) -> list[_Answer]:
-        """Of ``ran`` answers to each prompt the ``n`` with the highest log probability per token."""
+        """Return the ``n`` answers per prompt, of ``ran``, with the highest log probability per token."""
         if ran == n:
             return answers
         kept: list[_Answer] = []
@@ -105,11 +105,11 @@ class CompletionService(OpenAIEvents):
         return kept
 
     async def stream(self, request: CompletionRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Events as the text comes; closing the iterator aborts the request."""
+        """Yield events as the text arrives; closing the iterator aborts the request."""
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
-        events = _Events(self._state, ticket.request_id, request.model, request.include_usage())
+        events = _CompletionEvents(self._state, ticket.request_id, request.model, request.include_usage())
         logprobs = (
             [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in echo]
             if request.logprobs is not None
@@ -130,14 +130,14 @@ class CompletionService(OpenAIEvents):
                     tokens = (*delta.prompt_logprobs, *delta.logprobs)
                     lists = json.dumps(logprobs[index].take(tokens, prompt)).encode()
                 if continuous:
-                    events.told = usage_so_far(counts)
+                    events.usage_member = usage_so_far(counts)
                 yield events.delta(delta, lists)
         ticket.finish(outcome_of_finishes(list(finishes.values())))
         if request.include_usage():
             yield events.usage(counts)
 
     async def _prepare(self, request: CompletionRequest) -> tuple[Submission, list[str]]:
-        """Tokens, limits and sampling parameters; and what each choice echoes of its prompt."""
+        """Return the submission to the engine, and the text of the prompt that each choice echoes."""
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
@@ -195,7 +195,7 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _sequences(request: CompletionRequest) -> int:
-        """How many are generated for each prompt: n, or best_of of which n are kept."""
+        """Return the sequences to generate per prompt: n, or best_of, of which n are kept."""
         n, best_of = request.n or 1, request.best_of
         if best_of is None or best_of == n:
             return n
@@ -215,7 +215,7 @@ class CompletionService(OpenAIEvents):
         )
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
-        """The prompts, with the suffix as the model wants to see it."""
+        """Return the prompts, combined with the suffix in the model's fill-in-the-middle format."""
         items = _as_list(request.prompt)
         if not request.suffix:
             return items
@@ -225,12 +225,11 @@ class CompletionService(OpenAIEvents):
                 raise ApiError(
                     ErrorCode.INVALID_VALUE, "suffix needs a prompt of text, not of token ids", param="suffix"
                 )
-            text = self._state.tokenizer.between(item, request.suffix)
+            text = self._state.tokenizer.fill_in_the_middle(item, request.suffix)
             if text is None:
                 raise ApiError(
                     ErrorCode.UNSUPPORTED_PARAMETER,
-                    "suffix is not supported: the model has no fill-in-the-middle tokens this server knows; "
-                    "leave it out",
+                    "suffix is not supported: the model has no known fill-in-the-middle tokens; leave it out",
                     param="suffix",
                 )
             texts.append(text)
@@ -246,15 +245,15 @@ class CompletionService(OpenAIEvents):
         ]
 
 
-class _Events:
-    """Chunks of one stream as bytes: everything that does not change is written once."""
+class _CompletionEvents:
+    """Writer of the chunks of one stream; it serializes the constant parts once."""
 
     def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
         head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
-        self.told = NO_USAGE_YET if include_usage else b""
+        self.usage_member = NO_USAGE_YET if include_usage else b""
 
     def delta(self, delta: Delta, logprobs: bytes) -> bytes:
         finish = b'"%s"' % delta.finish_reason.encode() if delta.finish_reason else b"null"
@@ -265,7 +264,7 @@ class _Events:
             logprobs,
             finish,
             self._tail,
-            self.told,
+            self.usage_member,
         )
 
     def usage(self, counts: TokenCounts) -> bytes:
@@ -273,21 +272,26 @@ class _Events:
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
-    """The four forms of ``prompt`` as a list of texts or of token id lists."""
+    """Return the four forms of ``prompt`` as a list of texts or of token id lists."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # the first item decides: the protocol has no mixed lists
+        return [prompt]  # the first item decides, because the protocol allows no mixed lists
     return prompt
 
 
 def outcome_of_finishes(finishes: list[Finish | None]) -> Outcome:
-    """One outcome for a request of several choices: length as soon as one was cut off."""
+    """Return the outcome of a request with several choices: length if any choice was cut off."""
     return "length" if "length" in finishes else "stop"
 
 
 def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
-    """OpenAI's usage. ``scoring``: only the prompt was asked for, so no completion is counted."""
+    """Return OpenAI's usage object.
+
+    Args:
+        counts: The token counts.
+        scoring: Whether the request only scores its prompt, so that its one completion token is not counted.
+    """
     completion = 0 if scoring else counts.completion
     return Usage(
         prompt_tokens=counts.prompt,
@@ -297,10 +301,11 @@ def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
     )
 
 
-# With include_usage every chunk has the member, null before the last (openai's ChatCompletionChunk.usage).
+# With include_usage every chunk has the member, null before the last chunk (openai's
+# ChatCompletionChunk.usage).
 NO_USAGE_YET = b',"usage":null'
 
 
 def usage_so_far(counts: TokenCounts) -> bytes:
-    """The usage as the last member of a chunk."""
+    """Return the usage so far as the last member of a chunk's JSON object."""
     return b',"usage":' + usage(counts).model_dump_json().encode()

@@ -1,1 +1,1 @@
-"""/v1/embeddings: protocol (bodies) and service (logic)."""
+"""/v1/embeddings: ``protocol`` (bodies) and ``service`` (logic)."""

@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings: OpenAI's fields, and those of vLLM that are honoured here."""
+"""Bodies of /v1/embeddings: OpenAI's fields and the honoured extensions of vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tonnage.server.api.body import Fields
 from tonnage.server.api.fields import EMBEDDING
 from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
 
-MAX_INPUTS = 2048  # OpenAI's limit (its API reference, "input")
+MAX_INPUTS = 2048  # OpenAI's limit (API reference, "input")
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -19,14 +19,14 @@ Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fai
 
 
 class EmbeddingRequest(EngineBody):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     input: Text | Texts | TokenIds | Lists
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: AtLeastOne | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """The four forms of ``input`` as a list of texts or of token id lists."""
+        """Return the four forms of ``input`` as a list of texts or of token id lists."""
         if isinstance(self.input, str):
             return [self.input]
         if isinstance(self.input[0], int):
@@ -40,7 +40,7 @@ FIELDS = Fields(model=EmbeddingRequest, table=EMBEDDING, expected={"input": INPU
 
 
 class Embedding(BaseModel):
-    """``embedding``: floats, or base64 of little-endian 32-bit ones."""
+    """One vector, as a list of floats or as base64 of little-endian 32-bit floats."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -48,12 +48,14 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
+    """Token counts of an embeddings request."""
+
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingList(BaseModel):
-    """A whole answer."""
+    """The whole answer: one embedding per input."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]

@@ -1,5 +1,7 @@
-"""/v1/embeddings without HTTP. A prompt goes the way of every request, through quota, queue and admission; what
-comes back is one chunk with a vector in it."""
+"""/v1/embeddings without HTTP: turns a request into one vector per input.
+
+An input passes quota, queue and admission like any request; the engine returns one chunk with a vector.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tonnage.server.state import ServerState
 
 
 class EmbeddingService:
-    """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+    """Embeddings of one app; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -32,7 +34,7 @@ class EmbeddingService:
         self._generator = generator
 
     async def complete(self, request: EmbeddingRequest, ticket: Ticket) -> bytes:
-        """The whole answer. Cancelling the call aborts the request."""
+        """Return the whole answer as JSON; cancelling the call aborts the request."""
         submission = await self._prepare(request)
         counts = TokenCounts()
         vectors: list[tuple[float, ...]] = [()] * len(submission.prompts)
@@ -65,7 +67,7 @@ class EmbeddingService:
             state.accounts.refused["never", "max_model_len"] += 1
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"an input may have {limit} tokens on this server; the longest has {longest}",
+                f"an input may have at most {limit} tokens on this server; the longest has {longest}",
                 param="input",
             )
         params = SamplingParams(1, pooling=Pooling(request.dimensions))

@@ -1,1 +1,1 @@
-"""/v1/responses: protocol (bodies), service (logic and events). Nothing is stored."""
+"""/v1/responses: ``protocol`` (bodies), ``output`` (items, events), ``service`` (logic). It stores nothing."""

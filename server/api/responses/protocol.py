@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: text and function calls, nothing stored."""
+"""Bodies of /v1/responses: text, function calls and reasoning. The server stores no response."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import FunctionName
-from tonnage.server.api.document import MAX_ITEMS
 from tonnage.server.api.fields import RESPONSES
+from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
 from tonnage.server.text.grammar import Grammar
 
 
 class InputText(BaseModel):
+    """A text part of a message."""
+
     model_config = STRICT
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Any = None  # openai: of parse()
+    parsed: Any = None  # added by openai's parse()
 
 
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class InputRefusal(BaseModel):
-    """What an assistant declined with."""
+    """A refusal of the assistant, as one part of its message."""
 
     model_config = STRICT
 
@@ -43,7 +45,7 @@ MessageParts = Annotated[
 
 
 class InputMessage(BaseModel):
-    """A message of the conversation; an output message of an earlier response may be sent back as it came."""
+    """A message of the conversation; an output message of an earlier response may be sent back unchanged."""
 
     model_config = STRICT
 
@@ -56,7 +58,7 @@ class InputMessage(BaseModel):
 
 
 class FunctionCallItem(BaseModel):
-    """A call of an earlier response, sent back as it came."""
+    """A function call of an earlier response, sent back unchanged."""
 
     model_config = STRICT
 
@@ -64,8 +66,8 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Any = None  # openai: of parse()
-    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))  # openai 3: dumps the second
+    parsed_arguments: Any = None  # added by openai's parse()
+    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))  # openai 3 sends async_
     caller: None = None
     namespace: None = None
     id: str | None = None
@@ -73,7 +75,7 @@ class FunctionCallItem(BaseModel):
 
 
 class FunctionCallOutput(BaseModel):
-    """What the function gave."""
+    """The result of a function call."""
 
     model_config = STRICT
 
@@ -85,6 +87,8 @@ class FunctionCallOutput(BaseModel):
 
 
 class ReasoningText(BaseModel):
+    """A text part of a reasoning item."""
+
     model_config = STRICT
 
     type: Literal["reasoning_text", "summary_text"]
@@ -95,8 +99,10 @@ ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail
 
 
 class ReasoningItem(BaseModel):
-    """What an assistant thought before the message or the call that follows: ``content``. The ``summary`` was
-    written for people, and what is encrypted only its server can read."""
+    """The assistant's reasoning before the message or call that follows; only ``content`` has an effect.
+
+    The ``summary`` is for people, and encrypted content can be read only by the server that made it.
+    """
 
     model_config = STRICT
 
@@ -109,7 +115,7 @@ class ReasoningItem(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """A function the model may call. ``parameters``: a JSON schema; without one it takes none."""
+    """A function that the model may call; ``parameters`` is a JSON schema, absent for none."""
 
     model_config = STRICT
 
@@ -120,12 +126,12 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As the chat completions have it."""
+        """Return the tool in the format of chat completions, which chat templates expect."""
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class NamedFunctionTool(BaseModel):
-    """The one function that must be called."""
+    """A ``tool_choice`` that requires a call of one function."""
 
     model_config = STRICT
 
@@ -134,6 +140,8 @@ class NamedFunctionTool(BaseModel):
 
 
 class TextFormat(BaseModel):
+    """The format of the answer's text: free text, a JSON object, or a JSON schema."""
+
     model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
@@ -144,6 +152,8 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
+    """OpenAI's ``text`` options; ``verbosity`` has no effect."""
+
     model_config = STRICT
 
     format: TextFormat | None = None
@@ -154,7 +164,7 @@ InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
 
 
 class ResponseRequest(SamplingFields):
-    """POST /v1/responses."""
+    """Body of POST /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     instructions: str | None = None
@@ -167,6 +177,7 @@ class ResponseRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def grammar(self) -> Grammar | None:
+        """Return the grammar that the answer must match, or None."""
         form = self.text.format if self.text else None
         if form is None or form.type == "text":
             return super().grammar()
@@ -188,7 +199,7 @@ FIELDS = Fields(
 
 
 class ResponseBody(BaseModel):
-    """OpenAI's response object; built as a dict, because null and absent are different things in it."""
+    """OpenAI's response object, for the OpenAPI document; responses are built as dicts (see ``output``)."""
 
     id: str
     object: Literal["response"]

@@ -1,4 +1,4 @@
-"""/v1/responses without HTTP: a request in, a response or its events out."""
+"""/v1/responses without HTTP: turns a request into a response or into its events."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """What was told of a response, for the events of its failure."""
+    """State of a stream that a failure event needs: the events so far and the response object."""
 
     events: output.OutputEvents
     response: dict[str, Any]
 
 
 class ResponseService:
-    """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+    """Responses of one app; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    last_event = b""  # response.completed (incomplete, failed) is the end
+    last_event = b""  # the stream ends with response.completed, response.incomplete or response.failed
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
         self._state = state
@@ -53,25 +53,25 @@ class ResponseService:
         self._streams: WeakKeyDictionary[Ticket, _Stream] = WeakKeyDictionary()
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
-        """The ``error`` event, and ``response.failed`` if there is a response.
+        """Return the ``error`` event, followed by ``response.failed`` when the response has begun.
 
-        The event has its fields twice: OpenAI's reference shows them flat, its servers and Open Responses
-        (ErrorStreamingEvent, 2026-04-24) have them under ``error``, where openai's client looks for them.
+        The event has its fields twice. OpenAI's reference has them at the top level. OpenAI's servers and Open
+        Responses (ErrorStreamingEvent, 2026-04-24) have them under ``error``, where openai's client reads them.
         """
         begun = self._streams.get(ticket)
         events = begun.events if begun else output.OutputEvents(ticket.request_id)
         body = envelope(error)["error"]
         flat = {name: body[name] for name in ("code", "message", "param")}
-        told = events.tell("error", **flat, error=body)
+        data = events.numbered_event("error", **flat, error=body)
         if begun is None:
-            return told
-        # OpenAI's list of codes for failed responses has none of ours.
+            return data
+        # OpenAI's codes for failed responses include none of this server's codes.
         failure = {"code": "server_error", "message": body["message"]}
         response = begun.response | {"status": "failed", "error": failure, "output": events.items}
-        return told + events.tell("response.failed", response=response)
+        return data + events.numbered_event("response.failed", response=response)
 
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
-        """The whole answer. Cancelling the call aborts the request."""
+        """Return the whole answer as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
         counts, text = TokenCounts(), ""
         token_ids: list[int] = []
@@ -90,7 +90,7 @@ class ResponseService:
         return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """The events of an answer; closing the iterator aborts the request."""
+        """Yield the events of an answer; closing the iterator aborts the request."""
         submission, use = await self._prepare(request)
         reader = None if use.reader is None else use.reader()
         counts = TokenCounts()
@@ -101,28 +101,28 @@ class ResponseService:
         begun = False
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
-                told = b""
+                data = b""
                 if not begun:
                     begun = True
-                    told += events.tell("response.created", response=response)
-                    told += events.tell("response.in_progress", response=response)
+                    data += events.numbered_event("response.created", response=response)
+                    data += events.numbered_event("response.in_progress", response=response)
                 text = delta.text
                 calls: Sequence[CallDelta] = ()
                 finish = delta.finish_reason or finish
                 if reader is not None:
                     text, calls = reader.push(text, delta.token_ids, finished=delta.finish_reason is not None)
                 if text or reader is None:
-                    told += events.text(text)
+                    data += events.text(text)
                 for call in calls:
-                    told += events.call(call)
-                if told:
-                    yield told
+                    data += events.call(call)
+                if data:
+                    yield data
         ticket.finish(outcome_of_finishes([finish]))
-        told = events.close(_status(finish))
-        if not events.items:  # nothing was said: an empty message
-            told = events.text("") + events.close(_status(finish))
+        data = events.close(_status(finish))
+        if not events.items:  # the model generated nothing: send an empty message
+            data = events.text("") + events.close(_status(finish))
         done = _finished(response, events.items, finish, counts)
-        yield told + events.tell(f"response.{done['status']}", response=done)
+        yield data + events.numbered_event(f"response.{done['status']}", response=done)
 
     async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse]:
         state, generator = self._state, self._generator
@@ -179,9 +179,10 @@ class ResponseService:
         )
 
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
-        """The response object before its first token, with every field of Open Responses' ResponseResource.
+        """Return the response object before its first token, with every field of Open Responses.
 
-        What is accepted without effect (``store``, ``reasoning`` ...) is shown as it was used: not at all.
+        A field that is accepted without effect (``store``, ``reasoning`` ...) has the value that was used:
+        none.
         """
         params = submission.params
         return {
@@ -220,11 +221,11 @@ class ResponseService:
 
 
 def _messages(request: ResponseRequest) -> list[Message]:
-    """The conversation as chat messages; the calls of one turn belong to one message. Raises ApiError."""
+    """Return the conversation as chat messages; the calls of one turn belong to one message."""
     messages = [Message(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)]
-    thought: str | None = None  # belongs to what the assistant says next
+    thought: str | None = None  # reasoning for the assistant's next message or call
     for at, item in enumerate(request.input):
         if isinstance(item, ReasoningItem):
             thought = "".join(part.text for part in item.content or ()) or None
@@ -262,7 +263,7 @@ def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
 def _shown_text(request: ResponseRequest) -> dict[str, Any]:
     assert request.text is not None
     shown: dict[str, Any] = request.text.model_dump(by_alias=True, exclude_none=True)
-    if shown.get("format", {}).get("type") == "json_schema":  # the answer always matches, asked to or not
+    if shown.get("format", {}).get("type") == "json_schema":  # the answer always matches, even without strict
         shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
 
@@ -273,14 +274,14 @@ def _shown_choice(request: ResponseRequest) -> Any:
 
 
 def _status(finish: Finish) -> str:
-    """Cut off by max_output_tokens a response, and the item it was in, is ``incomplete``."""
+    """Return the status of a response and its last item: ``incomplete`` when max_output_tokens cut it off."""
     return "incomplete" if finish == "length" else "completed"
 
 
 def _finished(
     response: dict[str, Any], found: list[dict[str, Any]], finish: Finish, counts: TokenCounts
 ) -> dict[str, Any]:
-    """``response`` with its output and usage."""
+    """Return ``response`` completed with its output and usage."""
     return response | {
         "status": _status(finish),
         "completed_at": None if finish == "length" else int(time.time()),

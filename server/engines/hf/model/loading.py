@@ -16,7 +16,7 @@ from tonnage.planner.errors import CheckpointError, DeploymentError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.hf.attention.interface import NAME, register
 from tonnage.server.engines.hf.model.formats import load_options
-from tonnage.server.text.gguf_once import parsed_once
+from tonnage.server.text.gguf_reader_cache import cached_gguf_reader
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
     dtype = DTYPES[plan.deployment.dtype]
     require_computed(dtype, plan.deployment.device)
     options = load_options(plan, dtype)
-    with parsed_once() if "gguf_file" in options else contextlib.nullcontext():
+    with cached_gguf_reader() if "gguf_file" in options else contextlib.nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             dtype=dtype,
             attn_implementation=NAME,

@@ -1,7 +1,7 @@
-"""From the bytes of a request to a JSON object of bounded size.
+"""Request bodies: from bytes to a JSON object of bounded size.
 
-Read by hand instead of by FastAPI: the size is bounded while reading, and broken UTF-8 and broken JSON end in
-the same small OpenAI error, never in a copy of the input.
+FastAPI does not read the bodies, because the size has to be bounded during reading. Invalid UTF-8 and invalid
+JSON end in the same small OpenAI error, never in a copy of the input.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.http.disconnect import ClientDisconnected
 
-# A body over the limit is read to its end and thrown away up to this many times the limit: a client that is
-# still sending does not read the answer.
+# A body over the limit is read and discarded up to this many times the limit, because a client does not read
+# the answer while it is still sending.
 _DISCARD_FACTOR = 8
 
-# What a body may hold, before anything is built of it. A conversation has at most MAX_ITEMS messages, each with
-# a few objects in it (parts, tool calls): ten for each is more than any needs.
+# Limits of a body's contents, checked before objects are built. A conversation has at most MAX_ITEMS messages;
+# ten containers per message (parts, tool calls) exceed any known need.
 MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10 * MAX_ITEMS
-# Two million empty objects, 6 MB of text, take 150 MB and half a second to build: the text is looked at first.
-# Strings, names of members included: twenty-five for each message. Other values are token ids in the main: a
-# quarter of a million take 10 MB and 20 ms. Names, which one object may have all of, cost ten times as much.
+# Building two million empty objects (6 MB of text) takes 150 MB and half a second, so the text is counted
+# first. The string limit, which includes member names, is 25 per message. Most other values are token ids:
+# 2**18 of them take 10 MB and 20 ms. Names cost ten times as much, and one object may hold all of them.
 _MAX_BRACKETS = 2 * _MAX_CONTAINERS
 _MAX_NAMES = 12 * MAX_ITEMS
 _MAX_STRINGS = 25 * MAX_ITEMS
 MAX_VALUES = 2**18
-_COUNTED_AT_ONCE = 2**18  # bytes, so that the pieces between quotes take no memory to speak of
-# JSON schemas have the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
+_COUNTED_AT_ONCE = 2**18  # bytes per slice, so that the pieces between quotes take little memory
+# JSON schemas are the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
 _MAX_KEYS = 10_000
 
-_short = reprlib.Repr()  # an answer never grows with the body that caused it
+_short = reprlib.Repr()  # an error message must not grow with the body that caused it
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 3
 _short.maxlevel = 2
@@ -47,15 +47,23 @@ shown = _short.repr
 async def read_body(
     request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
 ) -> bytearray:
-    """The body, at most ``limit`` bytes, sent within ``seconds``; its bytes count in ``bodies`` meanwhile.
+    """Read the request body; its bytes count in ``bodies`` during the read.
 
-    Raises ApiError (wrong media type, too large, too slow, too many at once), ClientDisconnected.
+    Args:
+        request: The request.
+        limit: Upper bound of the body's bytes.
+        seconds: Time limit for the whole body, or None.
+        bodies: The total over all requests, or None.
+
+    Raises:
+        ApiError: The media type is wrong, or the body is too large, too slow or one too many at once.
+        ClientDisconnected: The client disconnected.
     """
     media = request.headers.get("content-type")
     if media is None and "origin" in request.headers:
-        # A page of any site may send such a body without asking first (a preflight, Fetch standard), so it
-        # could use a server without keys on its reader's machine. Browsers always add Origin to a POST; others
-        # may leave the type out.
+        # A web page of any site may send such a body without a preflight request (Fetch standard), and so could
+        # use a server without keys on the machine of its reader. Browsers always add Origin to a POST. Other
+        # clients may leave out the content type.
         raise ApiError(
             ErrorCode.UNSUPPORTED_MEDIA_TYPE,
             "a web page (the request has an Origin) must send the header content-type: application/json",
@@ -76,7 +84,7 @@ async def read_body(
 
 
 async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
-    body = bytearray()  # grows in place: joined parts would be there twice
+    body = bytearray()  # grows in place, since joining parts would hold them twice
     size = held = 0
     try:
         while True:
@@ -94,7 +102,7 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
             if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
                 break
     except BaseException:
-        body.clear()  # the error refers to this frame, and may wait for the garbage collector
+        body.clear()  # the error refers to this frame and may wait for the garbage collector
         raise
     finally:
         bodies.release(held)
@@ -106,13 +114,21 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
 
 
 def most_values(max_model_len: int) -> int:
-    """That a body may hold: two prompts of token ids as long as the context, or many shorter ones."""
+    """Return the limit of JSON values in a body: two prompts of token ids as long as the context."""
     return max(MAX_VALUES, 2 * max_model_len)
 
 
 def read_document(body: bytes | bytearray, most: int, names: Collection[str]) -> dict[str, Any]:
-    """The object. ``most``: values, see ``most_values``; ``names``: of fields, which an error may name. Raises
-    ApiError."""
+    """Parse a body into a JSON object of bounded size.
+
+    Args:
+        body: The JSON text.
+        most: Upper bound of the number of values (``most_values``).
+        names: Field names that an error message may repeat.
+
+    Raises:
+        ApiError: The body is not a JSON object, or is too large.
+    """
     _check_values(body, most)
     document = _json_object(body)
     _check_size(document, names)
@@ -120,18 +136,21 @@ def read_document(body: bytes | bytearray, most: int, names: Collection[str]) ->
 
 
 def _check_values(body: bytes | bytearray, most: int) -> None:
-    """Raises ApiError for more objects, lists, strings or other values than any request needs, before one of
-    them is built. Exact for JSON; what is none is found out later."""
-    if len(body) <= 2 * _MAX_NAMES:  # each takes two bytes and more
+    """Raise ApiError when the text has more objects, lists, strings or other values than any request needs.
+
+    It counts the characters before any value is built. The counts are exact for valid JSON; the parser reports
+    invalid JSON later.
+    """
+    if len(body) <= 2 * _MAX_NAMES:  # each value takes at least two bytes
         return
     quotes = commas = brackets = names = 0
     more = ""
-    cut = b""  # a backslash that belongs to the next slice's first character
+    cut = b""  # a backslash that escapes the first character of the next slice
     for at in range(0, len(body), _COUNTED_AT_ONCE):
         text = (cut + body[at : at + _COUNTED_AT_ONCE]).replace(b"\\\\", b"")
         cut = b"\\" if text.endswith(b"\\") else b""
         pieces = text.replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[quotes % 2 :: 2])  # what stands between the strings
+        outside = b"".join(pieces[quotes % 2 :: 2])  # the text outside the strings
         quotes += len(pieces) - 1
         if quotes // 2 > _MAX_STRINGS:
             more = " and more"
@@ -175,16 +194,15 @@ def _check_encoding(body: bytes | bytearray) -> None:
 
 
 def _check_size(document: dict[str, Any], names: Collection[str]) -> None:
-    """Raises ApiError for more objects and lists, or a larger object, than any request needs: pydantic keeps a
-    record of a kilobyte for each wrong one.
+    """Raise ApiError when the document has too many objects and lists, or a too large object.
 
-    A list whose first item is a scalar is not looked through. The models read it with ``fail_fast``, to its
-    first wrong item.
+    pydantic keeps a record of about a kilobyte for each invalid item. A list whose first item is a scalar is
+    not searched, because the models read it with ``fail_fast``, only to its first invalid item.
     """
     _check_keys(document, "the request", None)
     count = 0
     for name, field_value in document.items():
-        param = name if name in names else None  # a key of the client's own is no field
+        param = name if name in names else None  # the client's own key is not a field
         waiting = [field_value]
         while waiting:
             value = waiting.pop()
