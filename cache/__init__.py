@@ -1,1 +1,1 @@
-"""The paged KV block manager: pool, block tables, prefix index, eviction, admission. Imports no torch."""
+"""The paged KV block manager: pool, block tables, prefix index, eviction, admission, trace replay; no torch."""

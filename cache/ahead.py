@@ -1,8 +1,9 @@
-"""Machine code that was compiled before the package came here: an archive for each set of instructions.
+"""Archives of machine code that was compiled ahead of time, one for each set of CPU instructions.
 
-`python -m tonnage.server.engines.hf.ahead` writes the archives into `FOLDER`, from where they go into a wheel
-or an image. A file of one holds, for each function and signature of some sources, what numba would keep in a
-cache folder. Nothing of other sources, of another Python or another numba is found: they are part of its name.
+`python -m tonnage.server.engines.hf.ahead` writes the archives into `FOLDER`. From there they go into a wheel
+or an image. For each function and signature an archive holds what numba would keep in a cache folder. The names
+of its members contain a digest of the sources and the versions of Python and numba, so that machine code of
+another version is never used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ FOLDER = Path(__file__).parent / "machine_code"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A set of instructions: LLVM's processor of that name, and LLVM's names of what a processor must have."""
+    """A set of CPU instructions that an archive is compiled for.
+
+    Attributes:
+        name: Name of the set, and of its archive.
+        cpu: LLVM's name of the processor to compile for.
+        needs: LLVM's names of the features that a processor must have.
+    """
 
     name: str
     cpu: str
@@ -37,22 +44,22 @@ class Level:
 
     @property
     def path(self) -> Path:
-        """Of its archive."""
+        """Path of the archive compiled for this set of instructions."""
         return FOLDER / f"{self.name}.zip"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a process that compiles for it."""
+        """Environment variables of a process that compiles for this set of instructions."""
         return {
             "NUMBA_CPU_NAME": self.cpu,
             "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in self.needs),
         }
 
 
-# x86-64 psABI 1.0, table 3.1
+# Source: x86-64 psABI 1.0, table 3.1.
 _V3 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-# The best first. AVX512-BF16: Cooper Lake, Sapphire Rapids, Zen 4 and what came after them.
+# The best set comes first. AVX512-BF16 exists from Cooper Lake, Sapphire Rapids and Zen 4 on.
 LEVELS = (
     Level("x86-64-v4-bf16", "x86-64-v4", (*_V4, "avx512bf16")),
     Level("x86-64-v4", "x86-64-v4", _V4),
@@ -61,42 +68,47 @@ LEVELS = (
 
 
 def level_here() -> Level | None:
-    """The best of `LEVELS` that this processor has; None: not even the last."""
+    """Return the best set of `LEVELS` that this processor supports, or None if it supports no set."""
     features = llvm.get_host_cpu_features()
     return next((level for level in LEVELS if all(features.get(each) for each in level.needs)), None)
 
 
 def has(feature: str) -> bool:
-    """Whether what is compiled now may use an instruction set, by LLVM's name: this processor's, or those of
-    the one that NUMBA_CPU_FEATURES describes."""
+    """Return whether code compiled now may use the CPU feature ``feature``, by LLVM's name.
+
+    The features are this processor's, or NUMBA_CPU_FEATURES if that is set.
+    """
     if numba.config.CPU_FEATURES is not None:
         return f"+{feature}" in numba.config.CPU_FEATURES.split(",")
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
 def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
-    """An archive: the functions of each `Archive.name`, compressed as one, for they hold the code of the same
-    callees: 1 MB, and 2 MB one by one."""
+    """Write an archive of machine code to ``path``.
+
+    The functions of each `Archive.name` are compressed together, because they contain code of the same callees:
+    1 MB instead of 2 MB.
+    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         for name, members in compiled.items():
             archive.writestr(name, pickle.dumps(dict(members)))
 
 
 def read(path: Path, name: str) -> dict[str, bytes]:
-    """What `write` was given under ``name``; nothing where it is not there, or cannot be read."""
+    """Return the members that `write` stored under ``name``; empty if the archive is missing or damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             found: dict[str, bytes] = pickle.loads(archive.read(name))
-    except Exception:  # damaged, in one of many ways, or a Python that was built without lzma: it is compiled
+    except Exception:  # a damaged file, or a Python built without lzma: the functions are compiled again
         return {}
     return found
 
 
 class Archive:
-    """What was compiled ahead of the modules that ``digest`` stands for, on this processor's level; nothing
-    where numba is told to compile for another processor, or not to compile.
+    """The machine code compiled ahead of time for the sources with one digest, on this processor.
 
-    Where an archive is made, `collected` takes what is compiled instead; see `collect`.
+    It is empty if numba is configured for another processor or not to compile. While an archive is being made
+    (`collect`), `collected` receives what is compiled.
     """
 
     def __init__(self, digest: str) -> None:
@@ -116,18 +128,18 @@ class Archive:
         return member in self._members
 
     def collect(self) -> None:
-        """From now on keep what is compiled in `collected`, by its name in an archive; read nothing."""
+        """Start collecting newly compiled code in `collected`, by member name, and stop reading the archive."""
         self.collected = {}
         self._members = {}
 
     def take(self, member: str) -> Any:
-        """What numba makes a function of, which it asks for once; or None."""
+        """Remove and return one compiled function in numba's serialized form, or None if it is not stored."""
         found = self._members.pop(member, None)
         return None if found is None else pickle.loads(found)
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
-    """numba's cache of one function (core/caching.py, 0.65): ``archive``, and behind it the one in a folder."""
+    """numba's cache of one function (core/caching.py, 0.65): an archive first, a cache folder second."""
 
     def __init__(self, function: Callable[..., Any], archive: Archive, kept: FunctionCache | None) -> None:
         self._archive = archive
@@ -139,10 +151,12 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
 
     @property
     def cache_path(self) -> str | None:
+        """Path of the cache folder behind the archive, as numba reports it."""
         path: str | None = self._kept.cache_path
         return path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function for one signature from the archive or the folder, or None."""
         found = self._archive.take(self._member(sig))
         if found is not None:
             target_context.refresh()
@@ -150,8 +164,9 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
         return None if self._archive.collected is not None else self._kept.load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep the compiled function of one signature in the archive being made, or else in the folder."""
         if self._archive.collected is not None:
-            # An eighth of an archive, of which only inspect_types() reads.
+            # The type annotation is an eighth of an archive, and only inspect_types() reads it.
             self._archive.collected[self._member(sig)] = dumps(data._replace(type_annotation="")._reduce())
         else:
             self._kept.save_overload(sig, data)

@@ -1,15 +1,15 @@
-"""The compiler of the hot loops: numba, in one place, with the compiled code kept on disk.
+"""The numba compiler of the block manager's hot loops, with the machine code kept on disk.
 
-What runs for every block of every request (hashing, matching, publishing, releasing, evicting) is written as
-plain loops over arrays of ints and compiled; the same source runs uncompiled with NUMBA_DISABLE_JIT=1, and the
-tests hold the two against each other. The kernels of the server's engine use the same `Compiler`.
+Loops over every block of every request (hashing, matching, publishing, releasing, evicting) are plain Python
+over arrays of ints. numba compiles them. With NUMBA_DISABLE_JIT=1 the same source runs uncompiled, and the
+tests compare both. The kernels of the HF engine use the same `Compiler`.
 
-What was compiled ahead, where the package was installed (`tonnage.cache.ahead`), is read from there. Else
-compiling takes some seconds once per machine and version, and the result is kept in the user's cache folder
-(XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it); where nothing can be written (no home, no permission,
-no space), it is compiled at every start. What no start has used for a month goes when another is kept: each
-version of these sources has its own folder. Only what imports the manager pays for the import; `tonnage plan`
-does not.
+Machine code that was compiled at installation (`tonnage.cache.ahead`) is read first. Else compiling takes some
+seconds, once per machine and version. The result is kept in the user's cache directory (XDG_CACHE_HOME or
+~/.cache; NUMBA_CACHE_DIR moves it). If nothing can be written there, every start compiles again.
+
+Each version of the sources has its own folder. A new folder removes the folders that no start has used for a
+month. `tonnage plan` never imports this module.
 """
 
 from __future__ import annotations
@@ -41,21 +41,25 @@ _UNUSED_SECONDS = 30 * 86_400
 
 
 class Compiler:
-    """numba for the modules below one folder, whose functions are compiled into one another.
+    """A numba compiler for the modules below one folder, whose functions are compiled into one another.
 
-    ``folder`` holds their machine code and is named by a digest of all these modules: numba itself asks only
-    whether a function's own file has changed, and not those of the functions and constants compiled into it.
-    None: nothing is kept (no folder that can be written, or NUMBA_DISABLE_JIT). ``kept``: so far everything
-    compiled is in it. ``archive``: what was compiled ahead of the same sources, wherever they lay.
-    ``made``: its functions so far, compiled or not.
+    The folder of machine code is named by a digest of all these modules. numba itself checks only whether a
+    function's own file has changed, not the files of the functions and constants compiled into it.
+
+    Attributes:
+        folder: Folder of the machine code. None: nothing is kept, because no folder is writable or
+            NUMBA_DISABLE_JIT is set.
+        kept: Whether everything compiled so far is in ``folder``.
+        archive: Machine code that was compiled ahead of time from the same sources.
+        made: Compiled functions and functions still to be compiled.
     """
 
     def __init__(self, sources: Path) -> None:
-        # numba keeps code by the path of its source as it was imported (core/caching.py, 0.65), so another
-        # installation finds nothing in this folder.
+        # numba keeps code by the path of its source as it was imported (core/caching.py, 0.65). The path is
+        # therefore part of the digest.
         digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
         content = xxhash.xxh3_64()
-        # ahead.py says what instructions an archive may have.
+        # ahead.py names the instruction sets of an archive, so its content is part of the digest too.
         for path in (Path(__file__), Path(ahead.__file__), *sorted(sources.rglob("*.py"))):
             digest.update(text := path.read_bytes())
             content.update(text)
@@ -67,25 +71,27 @@ class Compiler:
         self.made: list[CPUDispatcher] = []
 
     def __contains__(self, note: str) -> bool:
-        """Whether all that the note stands for was compiled, here (`note`) or ahead."""
+        """Return whether everything that the mark ``note`` stands for is compiled, here or ahead of time."""
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 
     def note(self, note: str) -> None:
-        """All that it stands for is compiled and kept; the note goes when that goes."""
+        """Mark in ``folder`` that everything ``note`` stands for is compiled and kept there."""
         if self.folder is not None and self.kept:
-            with contextlib.suppress(OSError):  # not to be written: it compiles at every start
+            with contextlib.suppress(OSError):  # without the mark, every start compiles again
                 (self.folder / note).touch()
 
     def progress(self) -> tuple[int, int]:
-        """Functions that are compiled, and all that are there."""
+        """Return the number of compiled functions and the number of all functions."""
         return sum(bool(each.overloads) for each in self.made), len(self.made)
 
     def __call__(self, function: Function, **options: Any) -> Function:
-        """``function`` compiled at its first call, with numba's options. Nobody in C calls it: without the way
-        in from there, a seventh of the compiler's work."""
+        """Return ``function`` wrapped by numba, with numba's options; it is compiled at its first call.
+
+        The wrapper for calls from C is left out: it takes a seventh of the compile time and has no caller.
+        """
         dispatcher = numba.njit(no_cfunc_wrapper=True, **options)(function)
-        if isinstance(dispatcher, CPUDispatcher):  # not so with NUMBA_DISABLE_JIT
-            # as cache=True does (core/dispatcher.py, 0.65)
+        if isinstance(dispatcher, CPUDispatcher):  # with NUMBA_DISABLE_JIT it is a plain function
+            # as cache=True sets it (core/dispatcher.py, 0.65)
             dispatcher._cache = AheadOrKept(function, self.archive, self._in_folder(function))
             self.made.append(dispatcher)
         return cast(Function, dispatcher)
@@ -94,30 +100,33 @@ class Compiler:
         if self.folder is None:
             return None
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(self.folder)  # read when the cache is made
+        numba.config.CACHE_DIR = str(self.folder)  # numba reads it when it makes the cache
         try:
             return _Kept(function, self)
-        except RuntimeError as error:  # numba finds no place that it can write to
+        except RuntimeError as error:  # numba finds no writable place
             self.lost(error)
             return None
         finally:
             numba.config.CACHE_DIR = before
 
     def lost(self, error: Exception) -> None:
-        """Something compiled could not be kept, which is said once and hinders nobody."""
+        """Log once that compiled code could not be kept; the program goes on."""
         if self.kept:
-            log.warning("compiled code is not kept in %s (%s): each start compiles again", self.folder, error)
+            log.warning("cannot keep compiled code in %s (%s): every start compiles again", self.folder, error)
         self.kept = False
 
 
 class _InFolder(CompileResultCacheImpl):  # type: ignore[misc]
-    """Nowhere else: numba would go on to __pycache__, which no digest of all the modules names."""
+    """A numba cache that uses only the given folder.
+
+    numba would otherwise fall back to __pycache__, which no digest of all the modules names.
+    """
 
     _locator_classes = (UserProvidedCacheLocator,)
 
 
 class _Kept(FunctionCache):  # type: ignore[misc]
-    """numba's cache of one function, whose errors of the disk (full, gone, not ours) cost time only."""
+    """numba's cache of one function, in which a disk error only costs compile time."""
 
     _impl_class = _InFolder
 
@@ -128,7 +137,7 @@ class _Kept(FunctionCache):  # type: ignore[misc]
     def load_overload(self, *arguments: Any) -> Any:
         try:
             return super().load_overload(*arguments)
-        except OSError:  # not to be read: it is compiled
+        except OSError:  # unreadable machine code is compiled again
             return None
 
     def save_overload(self, *arguments: Any) -> None:
@@ -139,19 +148,20 @@ class _Kept(FunctionCache):  # type: ignore[misc]
 
 
 def _cache_folder() -> Path | None:
-    """Where users keep what can be made again; None: this one has no home."""
+    """Return the user's cache directory, or None for a user without a home directory."""
     if own := numba.config.CACHE_DIR:
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tonnage"
     try:
         return Path.home() / ".cache" / "tonnage"
-    except RuntimeError:  # no HOME, and nobody of that number in passwd: a container under any user id
+    # no HOME, and no entry for the user id in passwd: a container under an arbitrary user id
+    except RuntimeError:
         return None
 
 
 def _used(folder: Path | None) -> bool:
-    """Whether it can be written to; if so it is there, and marked as in use."""
+    """Create the folder if necessary, set its time of last use, and return whether it is writable."""
     if folder is None:
         return False
     try:
@@ -166,8 +176,11 @@ def _used(folder: Path | None) -> bool:
 
 
 def _remove_unused(cache: Path) -> None:
-    """Who runs with one of them loses nothing: its code is in memory, and numba makes the folder again for what
-    is compiled later."""
+    """Remove the folders of machine code that no process has opened for 30 days.
+
+    A process that still runs with such a folder loses nothing: its code is in memory, and numba creates the
+    folder again for later compilations.
+    """
     for folder in cache.glob("compiled-*"):
         with contextlib.suppress(OSError):
             unused = time.time() - folder.stat().st_mtime > _UNUSED_SECONDS
@@ -179,17 +192,20 @@ COMPILER = Compiler(Path(__file__).parent)
 
 
 def compiled(function: Function) -> Function:
-    """``function`` of this package compiled; arguments are numbers, arrays and named tuples of arrays.
+    """Compile a function of this package whose arguments are numbers, arrays or named tuples of arrays.
 
-    Without numba's reference counts: nothing is allocated inside, and their atomic operations in the inner
-    loops cost a third of the time (each waits for the stores before it).
+    numba's reference counting is off: the functions allocate nothing, and its atomic operations cost a third of
+    the time of the inner loops.
     """
     return _once(COMPILER(function, error_model="numpy", _nrt=False))
 
 
 def inner(function: Function) -> Function:
-    """As `compiled`, for callers that are compiled too. The way in from Python, which takes the core apart into
-    its arrays, is a quarter of the compiler's work."""
+    """Compile a function like `compiled`, for calls from compiled functions only.
+
+    It has no wrapper for calls from Python. That wrapper takes the core apart into its arrays and costs a
+    quarter of the compile time.
+    """
     made = _once(COMPILER(function, error_model="numpy", _nrt=False, no_cpython_wrapper=True))
     if isinstance(made, CPUDispatcher):
         made.__class__ = _Inner
@@ -197,20 +213,29 @@ def inner(function: Function) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """As `compiled`, copied into each caller: for what runs once a block. A call that passes all arrays of the
-    core by value costs more than what it does."""
+    """Mark a function to be copied into each compiled caller, for code that runs once per block.
+
+    A call that passes all arrays of the core by value costs more than the body of such a function.
+    """
     return cast(Function, numba.njit(error_model="numpy", _nrt=False, inline="always")(function))
 
 
 class _Inner(CPUDispatcher):  # type: ignore[misc]
+    """A compiled function that can be called only from compiled functions."""
+
     def __call__(self, *arguments: Any) -> Any:
-        """numba would jump to address 0."""
-        raise TypeError(f"{self.py_func.__name__} is for compiled callers (tonnage.cache.compiled.inner)")
+        """Raise TypeError for a call from Python, which numba would answer by a jump to address 0."""
+        raise TypeError(
+            f"{self.py_func.__name__} can be called only from compiled code (tonnage.cache.compiled.inner)"
+        )
 
 
 def _once(made: Function) -> Function:
-    """Compiled for the types of its arguments: numba compiles a callee again for each constant that a caller
-    hands it, and for the 0 that a loop begins with (types/functions.py, 0.65)."""
+    """Make numba compile a function once per argument type instead of once per constant argument.
+
+    By default numba compiles a callee again for each literal that a caller passes, and for the 0 that a loop
+    starts with (types/functions.py, 0.65).
+    """
     if isinstance(made, CPUDispatcher):
         template = made.get_call_template
         made.get_call_template = lambda given, named: template(tuple(map(types.unliteral, given)), named)
@@ -218,6 +243,5 @@ def _once(made: Function) -> Function:
 
 
 def compiled_apart(function: Function) -> Function:
-    """Return ``function`` compiled for another thread: it may allocate, and runs without the interpreter's
-    lock."""
+    """Compile a function for another thread: it may allocate, and it releases the interpreter's lock."""
     return COMPILER(function, error_model="numpy", nogil=True)

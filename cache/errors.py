@@ -1,4 +1,4 @@
-"""Errors of the block manager. Each is raised before any state has changed."""
+"""Errors of the block manager, each raised before any state has changed."""
 
 from __future__ import annotations
 
@@ -6,77 +6,77 @@ from tonnage.planner.errors import TonnageError
 
 
 class CacheError(TonnageError):
-    """Base of every error of ``tonnage.cache``."""
+    """Base class of every error that ``tonnage.cache`` raises."""
 
     code = "kv_cache_error"
 
 
 class CacheConfigError(CacheError):
-    """Pool, layout or limits that cannot work: zero blocks, a group of a kind that has no table ..."""
+    """An invalid pool, layout or limit, such as zero blocks or a group of an unknown kind."""
 
     code = "invalid_kv_cache_config"
 
 
 class InvalidRequest(CacheError):
-    """A request or a token list that means nothing: no prompt, max_tokens below 1, a token that is no int."""
+    """An invalid request or token list, such as an empty prompt or a token id that is not an int."""
 
     code = "invalid_request"
 
 
 class SequenceExists(CacheError):
-    """The sequence id is already live."""
+    """The sequence id of a new sequence already belongs to a live sequence."""
 
     code = "sequence_exists"
 
 
 class UnknownSequence(CacheError):
-    """The sequence id is not live."""
+    """A call names a sequence id that does not belong to a live sequence."""
 
     code = "unknown_sequence"
 
 
 class SequenceFinished(UnknownSequence):
-    """The sequence id was live and has been freed."""
+    """A call names a sequence id that was live and has been freed."""
 
     code = "sequence_finished"
 
 
 class DoubleFree(SequenceFinished):
-    """The sequence has already been freed."""
+    """A sequence is freed a second time."""
 
     code = "double_free"
 
 
 class ReservationExceeded(CacheError):
-    """The call asks for more than admission reserved: tokens, tokens per step, or forks."""
+    """A call needs more than admission reserved: tokens, tokens per step, or forks."""
 
     code = "reservation_exceeded"
 
 
 class OutOfOrder(CacheError):
-    """The call comes before the one it depends on: commit before extend, fork before the prompt is computed."""
+    """A call comes before the call it depends on, such as commit before extend."""
 
     code = "out_of_order"
 
 
 class InvariantViolation(CacheError):
-    """A law of the block manager does not hold: a defect of this package, not of its caller."""
+    """An invariant of the block manager does not hold: a defect of this package, not of its caller."""
 
     code = "invariant_violation"
 
     @property
     def law(self) -> str:
-        """Name of the broken law, as listed in ``tonnage.cache.laws.invariants``."""
+        """Name of the broken invariant, as listed in ``tonnage.cache.laws.invariants``."""
         return self.field or ""
 
 
 class CacheBusy(CacheError):
-    """The cache cannot be reset while sequences hold its blocks."""
+    """The prefix cache cannot be reset while live sequences hold its blocks."""
 
     code = "kv_cache_busy"
 
 
 class NoFreeBlocks(CacheError):
-    """A step asks for more blocks than are free or cached: admission was not asked first, or broke its word."""
+    """A step needs more blocks than are free or cached: the scheduler extended beyond its grant."""
 
     code = "no_free_blocks"

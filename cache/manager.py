@@ -1,16 +1,16 @@
-"""KVCacheManager: the blocks of every live sequence, from admission to free.
+"""The block manager that an engine calls: it holds the blocks of every live sequence, from admission to free.
 
-The order of calls, for one request::
+The order of calls for one request::
 
     admit -> [extend -> (engine writes K/V) -> commit]* -> free
                     prefill chunks, then one token a step, each first given to append
 
-`extend` makes room before a step, `commit` says after it what has been written. A step that computes
-positions [computed, end) calls ``extend(ids, ends)`` first, performs the copies it returns in their order,
-and only then writes. Engines read `tables` and `slots`; rows are updated in place, so a table is read after the
-`extend` of a step.
+`extend` allocates blocks before a step, `commit` reports after the step which positions have been written. A
+step that computes positions [computed, end) first calls ``extend(ids, ends)``, then performs the returned
+copies in order, and only then writes. Engines read `tables` and `slots`. Rows are updated in place, so a step
+reads its tables after its `extend`.
 
-Every error is raised before anything changes. Not thread-safe: one scheduler owns it.
+Every error is raised before anything changes. The manager is not thread-safe; one scheduler owns it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,27 @@ _NO_ENDS, _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 class KVCacheManager:
-    """Blocks of all groups of ``layout`` from one pool of ``num_blocks`` (block 0 is the null block).
+    """A manager of the KV cache blocks of all groups of a layout, in one block pool.
 
-    ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
-    reservation depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction.choice`).
-    ``prefix_cache_retention_interval`` (vLLM's name): tokens from one recurrent state kept to the next, beside
-    those where prompts end and part; 0: no others, None: each at the end of a step and of a block.
-    ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
-    ``policy`` None: ``no_evict``. ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function
-    of their own, slow. Raises CacheConfigError for limits that cannot work.
+    Args:
+        layout: KV cache groups and block size.
+        num_blocks: Blocks of the pool, with the null block (block 0).
+        max_num_seqs: Upper bound of live sequences.
+        max_model_len: Upper bound of prompt + max_tokens, in tokens.
+        max_num_batched_tokens: Upper bound of positions that one sequence computes in a step. With sliding
+            windows the reservation depends on it.
+        enable_prefix_caching: Whether full blocks are kept for later requests with the same prefix.
+        policy: Admission policy; None is ``no_evict``.
+        eviction: "adaptive", or "lru" to switch learning off (`tonnage.cache.eviction.choice`).
+        prefix_cache_retention_interval: Tokens between two kept recurrent states, beside the states where
+            prompts end and diverge (vLLM's name). 0: only these; None: at every block end that a step ends at.
+        hash_seed: Key of the block hashes. None: random, so that a client cannot prepare collisions; a replay
+            sets it.
+        kv_events: Whether `subscribe` is allowed.
+        hash_block: A slow Python hash function, for tests.
+
+    Raises:
+        CacheConfigError: The limits cannot work.
     """
 
     def __init__(
@@ -73,17 +85,17 @@ class KVCacheManager:
         hash_block: HashBlock | None = None,
     ) -> None:
         check_num_blocks(num_blocks)
-        # With prefixes, recurrent states too: `tonnage.cache.groups.states`.
+        # With prefix caching, recurrent states are cached too: see `tonnage.cache.groups.states`.
         self.cached_states = aligned = enable_prefix_caching and can_cache_states(layout)
         self.limits = admission.Limits(
             layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens, aligned
         )
         self.block_size = layout.block_size
         every = state_every(prefix_cache_retention_interval, self.block_size)
-        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index.
+        # Without a full-attention group no group keeps the start of a prefix: see tonnage.cache.prefix.index.
         caching = enable_prefix_caching and num_full(layout) > 0 and (num_states(layout) == 0 or aligned)
         key = secrets.randbits(64) if hash_seed is None else hash_seed
-        self.core = new_core(  # all that compiled code knows
+        self.core = new_core(  # the whole state that compiled code reads and changes
             layout,
             num_blocks,
             rows=max_num_seqs,
@@ -100,20 +112,21 @@ class KVCacheManager:
         self.counts, self.model = columns(self.core.pool), columns(self.core.model)
         self.pool = BlockPool(self.core)
         self.prefix = PrefixCache(self.core, key, hash_block)
-        groups = len(paged(layout))  # [rows, max_blocks] by paged group:
+        groups = len(paged(layout))  # one table [rows, max_blocks] for each paged group
         self.tables: tuple[Int32Array, ...] = tuple(self.core.tables[:groups])
         self.sequences = Sequences(max_num_seqs)
-        # At most two a row and group: a shared state of its own, and from there to its next block.
+        # A row needs at most two copies per group: its own copy of a shared state, and a copy to its next
+        # block.
         self._copies = np.zeros((2, 2 * max_num_seqs * len(layout.groups)), np.int32)
         self.reservations = Reservations(self.core, self.limits)
         no_evict = admission.Policy(admission.AdmissionMode.NO_EVICT)
         self.admission = Admission(policy or no_evict, self.reservations)
         self._violations = 0
 
-    # -- admission ---------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------
 
     def running(self) -> RunningSnapshot:
-        """What every running request holds and may still ask for; copies, in order of admission."""
+        """Return a copy of what every running request holds and may still need, in order of admission."""
         return self.reservations.snapshot()
 
     def admit(
@@ -128,18 +141,35 @@ class KVCacheManager:
         produced: int = 0,
         head: admission.Head | None = None,
     ) -> Admitted | admission.Wait | admission.Never:
-        """Decide, lock the prefix hit and register the sequence, or change nothing.
+        """Decide on a request and, if it is admitted, lock its prefix hit and register its sequence.
 
-        At least the last prompt token is left to compute: its logits are needed. The n - 1 other sequences
-        come by `fork` once the prompt is computed; their rows and blocks are reserved here. Requests with
-        different salts never share a block, those of `allow_prefix` aside. ``produced``: how many of the tokens
-        are its own output, after a preemption. ``head``: the request it would pass, from `start_of`. Raises
-        SequenceExists, InvalidRequest.
+        A request that is not admitted changes nothing. At least the last prompt token is left to compute,
+        because its logits are needed. The n - 1 other sequences are created by `fork` once the prompt is
+        computed; their rows and blocks are reserved here. Requests with different salts never share a block,
+        except the prefixes of `allow_prefix`.
+
+        Args:
+            sequence_id: Id of the new sequence.
+            token_ids: The prompt.
+            max_tokens: Upper bound of output tokens per sequence.
+            n: Number of sequences from this prompt.
+            salt: Requests share cached blocks only with requests of the same salt.
+            tenant: Name of the tenant, for its quota.
+            produced: Number of trailing prompt tokens that are the request's own output, after a preemption.
+            head: The request at the head of the queue that this one would pass, from `start_of`.
+
+        Returns:
+            Admitted with the row and the hit, Wait with what is missing, or Never if the request cannot fit
+            even alone.
+
+        Raises:
+            SequenceExists: The id is live.
+            InvalidRequest: A token id or a count is invalid.
         """
         if sequence_id in self.sequences.row_of:
             raise errors.SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         row = self.sequences.next_row
-        # Straight into the row that it would get: an unused row is no state.
+        # The tokens go straight into the row that the sequence would get: an unused row holds no state.
         tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
         request = admission.AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
         decision = self.admission.decide_early(request, head)
@@ -157,55 +187,72 @@ class KVCacheManager:
         return self.prefix.take(row, hit)
 
     def start_of(self, request: admission.AdmissionRequest) -> admission.Head:
-        """When a waiting request begins if all ends as forecast: what `admit` wants as ``head``."""
+        """Return when a waiting request can start by the forecast, in the form of `admit`'s ``head``."""
         return self.admission.start_of(request)
 
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
-        """How far each sequence may be extended in this step, int64; changes nothing.
+        """Return how far each sequence may be extended in this step; change nothing.
 
-        ``num_tokens``: how far each would go, in order of preference. A prefill chunk may be cut; a sequence
-        that gets no more than it has computed stalls: it is left out of the step and asked for again in the
-        next. In guaranteed mode, whoever asks for all running sequences is never refused all of them; in the
-        others `Admission.victim` says whom to preempt then.
+        A prefill chunk may be cut. A sequence that is granted no more than it has computed stalls: the
+        scheduler leaves it out of the step and requests it again in the next. In guaranteed mode at least one
+        sequence is granted its tokens if all running sequences are in the call. In other modes
+        `Admission.victim` names the request to preempt.
+
+        Args:
+            sequence_ids: Sequences in order of preference.
+            num_tokens: Requested length of each sequence in tokens, [sequences].
+
+        Returns:
+            int64 [sequences]: granted length of each sequence in tokens.
         """
         batch = self.sequences.rows(sequence_ids)
         return self.admission.grant(batch, end_array(batch, num_tokens, "num_tokens"))
 
     def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
-        """Index of each sequence's request in the arrays of `running`; int64."""
+        """Return the index of each sequence's request in the arrays of `running`; int64 [sequences]."""
         return self.reservations.entries(self.sequences.rows(sequence_ids))
 
-    # -- the step ----------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------------------
 
     def extend(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
-        """Make positions [computed, num_tokens) of each sequence writable; returns the copies to perform first.
+        """Make positions [computed, num_tokens) of each sequence writable; return the copies due before.
 
-        Sliding blocks that no query at a position >= computed can read are dropped before new ones are taken.
-        Only sequences that cross a block border (or write into a shared block) cost more than a comparison.
-        Raises ReservationExceeded beyond prompt + max_tokens or max_num_batched_tokens beyond what is
-        committed, NoFreeBlocks when the pool has too few (which a scheduler that follows admission never sees).
+        Blocks of sliding windows that no query at a position >= computed can read are released before new
+        blocks are taken. Only a sequence that crosses a block boundary or writes into a shared block costs more
+        than a comparison.
+
+        Raises:
+            ReservationExceeded: A sequence exceeds prompt + max_tokens, or max_num_batched_tokens beyond its
+                committed tokens.
+            NoFreeBlocks: The pool has too few blocks, which a scheduler that follows admission never sees.
         """
         return self._step(steps.EXTEND, sequence_ids, num_tokens)
 
     def append(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
-        """A token that the model produced for each of the distinct sequences; as an array [sequences, count],
-        so many for each. Raises ReservationExceeded beyond prompt + max_tokens."""
+        """Append a produced token to each of the distinct sequences.
+
+        An array [sequences, count] appends ``count`` tokens to each. Raises ReservationExceeded beyond prompt +
+        max_tokens.
+        """
         self._step(steps.APPEND, sequence_ids, token_ids)
 
     def commit(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
-        """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
+        """Record that K/V below position ``num_computed`` is written, and publish the blocks that are now full.
 
-        A full block whose tokens another sequence has published meanwhile is replaced in the table by that one.
-        Raises OutOfOrder when it goes back, passes what `extend` has made writable, or passes the tokens
-        known.
+        If another sequence has published the same tokens meanwhile, its block replaces the duplicate in the
+        table.
+
+        Raises:
+            OutOfOrder: The number is below the computed positions, beyond what `extend` has made writable, or
+                beyond the known tokens.
         """
         self._step(steps.COMMIT, sequence_ids, num_computed)
 
     def decode(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
-        """A decode step in one call: what is known is computed, each sequence gets a token and its slot.
+        """Commit the known tokens, append one token to each sequence and allocate its slot, in one call.
 
-        The same as `commit` to all known tokens, `append` and `extend` to one more, all or
-        nothing; raises as they do.
+        It equals `commit` to all known tokens, `append` and `extend` to one more token. It changes everything
+        or nothing, and raises as these three do.
         """
         return self._step(steps.DECODE, sequence_ids, token_ids)
 
@@ -227,15 +274,20 @@ class KVCacheManager:
             return ()
         return tuple(BlockCopy(src, dst) for src, dst in self._copies[:, :at].T.tolist())
 
-    # -- fork and free -----------------------------------------------------------------------------------
+    # -- fork and free -------------------------------------------------------------------------------------
 
     def fork(self, parent_id: int, child_id: int) -> int:
-        """A second sequence from what the parent has computed; returns its row.
+        """Create a second sequence that shares everything the parent has computed, and return its row.
 
         All blocks with computed positions are shared. Call it between steps: parent and child must both
-        `extend` before they write again, and the first to write into a shared partial block copies it.
-        Raises SequenceFinished / UnknownSequence, SequenceExists, ReservationExceeded (no fork was reserved: n
-        of `admit`), OutOfOrder (the full prompt blocks, counted once for all n, are not computed yet).
+        `extend` before they write again, and the first one to write into a shared partial block copies it.
+
+        Raises:
+            SequenceFinished: The parent has been freed.
+            UnknownSequence: The parent is not live.
+            SequenceExists: The child's id is live.
+            ReservationExceeded: No fork is left of the n that `admit` reserved.
+            OutOfOrder: The full blocks of the prompt, which are reserved once for all n, are not computed yet.
         """
         parent = self.sequences.row(parent_id)
         if child_id in self.sequences.row_of:
@@ -244,9 +296,9 @@ class KVCacheManager:
         request, computed = reservation.request, int(self.rows.computed[parent])
         if self.requests.forks_left[reservation.slot] == 0:
             raise errors.ReservationExceeded(
-                f"sequence {parent_id} has no fork left of n = {request.n}",
+                f"sequence {parent_id} has no fork left: it was admitted with n = {request.n}",
                 field="n",
-                hint="admit with n",
+                hint="admit the request with a larger n",
             )
         if computed < request.prompt_tokens // self.block_size * self.block_size:
             raise errors.OutOfOrder(
@@ -261,10 +313,10 @@ class KVCacheManager:
         return child
 
     def free(self, sequence_ids: Sequence[int]) -> None:
-        """Give back the blocks of distinct sequences, last block first, and at once their reservations.
+        """Release the blocks of distinct sequences, last block first, and their reservations.
 
-        Published blocks stay cached and reusable; the others are reused before any cached one. Raises
-        DoubleFree, UnknownSequence.
+        Published blocks stay cached and can be hit; unpublished blocks are reused before any cached block.
+        Raises DoubleFree and UnknownSequence.
         """
         try:
             batch = self.sequences.rows(sequence_ids)
@@ -282,12 +334,15 @@ class KVCacheManager:
         for reservation in reservations:
             self.reservations.give_back(reservation)
 
-    # -- reading -----------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------
 
     @property
     def states(self) -> tuple[Int32Array, ...]:
-        """By state group, int32 [rows]: the block with each row's state, which its step reads and overwrites
-        once the copies of `extend` are done; the null block where nothing is yet."""
+        """Block with the recurrent state of each row, int32 [rows] for each state group.
+
+        A step reads and overwrites that block after the copies of `extend`. The null block stands for a row
+        without a state.
+        """
         groups = self.core.tables[len(self.tables) :]
         if not self.cached_states:
             return tuple(groups[:, :, 0])
@@ -295,16 +350,19 @@ class KVCacheManager:
         return tuple(table[rows, last] for table in groups)
 
     def row(self, sequence_id: int) -> int:
-        """Row of the sequence in each of `tables`. Raises SequenceFinished, UnknownSequence."""
+        """Return the row of the sequence in each of `tables`. Raises SequenceFinished or UnknownSequence."""
         return self.sequences.row(sequence_id)
 
     def slots(self, sequence_id: int, group: int, start: int, stop: int) -> Int64Array:
-        """block * block_size + offset of positions [start, stop), int64; positions whose block a sliding window
-        has left are slots of the null block. Raises OutOfOrder beyond what `extend` has made."""
+        """Return the storage slots (block * block_size + offset) of positions [start, stop), int64.
+
+        Positions whose block a sliding window has released map to slots of the null block. Raises OutOfOrder
+        beyond what `extend` has made writable.
+        """
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise errors.OutOfOrder(
-                f"positions {start} to {stop} of sequence {sequence_id}, slots below {self.rows.slots[row]}",
+                f"positions {start} to {stop} of sequence {sequence_id}: {self.rows.slots[row]} are allocated",
                 field="stop",
                 hint="extend first",
             )
@@ -312,13 +370,13 @@ class KVCacheManager:
         return self.slot_mapping(group, np.full(positions.shape, row), positions)
 
     def slot_mapping(self, group: int, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """As `slots`, for a flat batch: one row and one position each, unchecked; int64."""
+        """Return the storage slots of a flat batch, one row and one position per entry, unchecked; int64."""
         at, offsets = np.divmod(positions, self.block_size)
         slots: Int64Array = self.tables[group][rows, at].astype(np.int64) * self.block_size + offsets
         return slots
 
     def stats(self) -> CacheStats:
-        """Counts, without walking anything."""
+        """Return the counts of blocks and tokens; O(1)."""
         pool, counts = self.pool, self.counts
         return CacheStats(
             num_blocks=pool.num_blocks,
@@ -338,37 +396,41 @@ class KVCacheManager:
         )
 
     def check_invariants(self) -> None:
-        """Raises InvariantViolation with the name of the law that is broken and what is wrong. O(pool), slow:
-        for tests. See `sample_invariants`."""
+        """Check every invariant, in O(pool), and raise InvariantViolation with the name of a broken one."""
         check_invariants(self)
 
     def sample_invariants(self) -> str | None:
-        """Name of the first broken law, None when all hold; counted in `stats`, raises nothing.
+        """Return the name of the first broken invariant, or None if all hold; raise nothing.
 
-        Compiled, milliseconds for a large pool: what a server calls now and then between steps.
+        `stats` counts the violations. The checks are compiled and take milliseconds for a large pool, so that a
+        server can call them between steps.
         """
         law = laws.first_broken(self.core)
         self._violations += law is not None
         return law
 
-    # -- the prefix cache --------------------------------------------------------------------------------
+    # -- the prefix cache ----------------------------------------------------------------------------------
 
     def allow_prefix(self, token_ids: TokenIds) -> None:
-        """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).
+        """Let requests of every salt share the whole blocks of this prefix, such as a public system prompt.
 
-        Holds for requests admitted from now on; the longest allowed prefix that a prompt starts with counts.
-        Raises InvalidRequest when it is shorter than a block.
+        It holds for requests admitted from now on. The longest allowed prefix that a prompt starts with counts.
+        Raises InvalidRequest if the prefix is shorter than a block.
         """
         self.prefix.allow(token_array(token_ids))
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with the KV events of every call that has any. Raises CacheConfigError unless the
-        manager was made with ``kv_events``."""
+        """Call ``subscriber`` with the KV events of every later call that has any.
+
+        Raises CacheConfigError unless the manager was created with ``kv_events``.
+        """
         self.prefix.subscribe(subscriber)
 
     def reset_prefix_cache(self) -> None:
-        """Forget everything cached, e.g. after the weights have changed. Raises CacheBusy while a sequence
-        lives: its blocks are in the index."""
+        """Evict everything cached, for example after the weights have changed.
+
+        Raises CacheBusy while a sequence is live.
+        """
         if len(self.sequences):
             raise errors.CacheBusy(
                 f"{len(self.sequences)} sequences are live",

@@ -1,19 +1,24 @@
-"""What the block manager answers with."""
+"""Result types of the block manager's calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Why blocks are evicted: for K/V of prompts, of answers, for a copy on write, and because everything cached was
-# to be forgotten.
+# Reason of an eviction: K/V of a prompt, K/V of an output, a copy-on-write, or a reset of the prefix cache.
 EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Runs now. K/V of the first ``cached_tokens`` prompt positions is already in the row's blocks;
-    ``shared_tokens`` of them come from blocks that any salt may read. ``junction``: up to where full groups
-    have the prompt, where that is further because no recurrent state is cached there; else 0."""
+    """The result of an admitted request, which may run in the next step.
+
+    Attributes:
+        row: Index of the sequence in the block tables.
+        cached_tokens: Leading prompt positions whose K/V is already in the row's blocks.
+        shared_tokens: Tokens of ``cached_tokens`` in blocks that requests with any salt may read.
+        junction: Length in tokens of the prompt prefix that full-attention groups have cached, where no
+            recurrent state is cached at its end; else 0.
+    """
 
     row: int
     cached_tokens: int
@@ -23,7 +28,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the whole block ``src`` to ``dst`` (all layer slots, K and V) before the step writes anything."""
+    """A copy of the whole block ``src`` to ``dst`` (all layer slots, K and V), due before the step writes."""
 
     src: int
     dst: int
@@ -31,13 +36,25 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Blocks by state: used + cached + free = usable, used <= reserved <= usable. Counters since the start.
+    """Counts of blocks by state, and counters since the start.
 
-    ``evictions_by_cause`` are in the order of `EVICTION_CAUSES`.
-    ``query_tokens`` are the prompt tokens of admitted requests, ``hit_tokens`` those served from the cache,
-    ``shared_hit_tokens`` the part of them from blocks that any salt may read, ``merged`` the duplicate blocks
-    given back when a sequence had computed what another one had published, ``violations`` the calls of
-    `sample_invariants` that found a broken law.
+    used + cached + free = usable, and used <= reserved <= usable.
+
+    Attributes:
+        num_blocks: Blocks of the pool, with the null block.
+        usable: Blocks of the pool without the null block.
+        used: Blocks with a reference.
+        cached: Blocks without a reference whose content is in the prefix index.
+        free: Blocks without content.
+        reserved: Blocks reserved for the running requests.
+        sequences: Live sequences.
+        evictions: Cached blocks that lost their content.
+        evictions_by_cause: The evictions by cause, in the order of `EVICTION_CAUSES`.
+        query_tokens: Prompt tokens of admitted requests.
+        hit_tokens: Tokens of ``query_tokens`` served from the prefix cache.
+        shared_hit_tokens: Tokens of ``hit_tokens`` from blocks that requests with any salt may read.
+        merged: Duplicate blocks given back because another sequence had published the same tokens.
+        violations: Calls of `KVCacheManager.sample_invariants` that found a broken invariant.
     """
 
     num_blocks: int

@@ -1,4 +1,4 @@
-"""Compile (or read from disk) everything the manager runs, before the first request pays for it."""
+"""Compile every kernel of the block manager before the first request, or read it from disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tonnage.planner.model.layout import KVLayout
 
 @functools.cache
 def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
-    """A small manager of ``layout`` through its life: about half a second from disk, some 20 s without.
+    """Run a small manager of ``layout`` through every call, so that all its kernels are compiled.
 
-    The compiled code knows the types of its arrays, not their lengths, so that it serves a pool of any size.
+    It takes half a second with machine code on disk and some 20 s without. Compiled code depends on the types
+    of its arrays, not on their lengths, so it serves a pool of any size.
     """
     compile_loops()
     size = layout.block_size
@@ -29,7 +30,7 @@ def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
         policy=policy,
     )
     prompt = np.arange(3 * size + 1, dtype=np.int32)
-    for sequence in range(0, 60, 3):  # the pool over and over: hits, copies, evictions
+    for sequence in range(0, 60, 3):  # fill the pool several times, for prefix hits, copies and evictions
         tokens = prompt if sequence % 2 else prompt + sequence * len(prompt)
         if not isinstance(manager.admit(sequence, tokens, 2 * size, n=2), Admitted):
             raise AssertionError("an empty pool of 64 blocks admits a request of 9")

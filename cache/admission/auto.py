@@ -1,12 +1,13 @@
 """The mode ``auto``: vLLM's rule, unless a rehearsal shows that holding requests back serves the load better.
 
-Where a block is missing, vLLM preempts and computes again. Whether that is dear or nearly free depends on the
-engine, the lengths and the queue, so nothing here is a constant of the machine. `Auto` learns three things:
-what steps cost (`tonnage.cache.admission.cost`), how long requests are, and how many are in the system. From
-them it rehearses vLLM's rule and some that hold back (`tonnage.cache.admission.rehearsal`), and takes the one
-with the most tokens a second that loses nothing a client notices: time to the first token, time between tokens.
+If a block is missing, vLLM preempts a request and recomputes it later. Whether that is expensive depends on the
+engine, the lengths and the queue, so no constant of the machine is assumed. `Auto` learns three things: what
+steps cost (`tonnage.cache.admission.cost`), how long requests are, and how many are in the system.
 
-While nothing is learned, while nothing is computed again, and wherever no rule gains, that is vLLM's rule.
+With these it simulates vLLM's rule and several rules that hold requests back
+(`tonnage.cache.admission.rehearsal`). It takes the rule with the most tokens per second that keeps the time to
+the first token and the time between tokens. vLLM's rule stays while nothing is learned, while nothing is
+recomputed, and where no rule gains.
 """
 
 from __future__ import annotations
@@ -28,56 +29,62 @@ from tonnage.cache.admission.types import Limits
 
 log = logging.getLogger("tonnage.cache")
 
-# What is rehearsed beside vLLM's rule. A higher share holds back less. These shares and the bounds below were
-# chosen on benchmarks/vllm_admission.py --matrix --costs cpu --pools 200 --seeds 2 (benchmarks/README.md).
+# The rules that are rehearsed beside vLLM's. A higher share holds back less. These shares and the bounds below
+# were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200 --seeds 2
+# (benchmarks/README.md).
 RULES = (
     *(Rule(share) for share in (0.6, 0.7, 0.8, 0.9)),
     *(Rule(share, fresh=False) for share in (0.5, 0.75)),
 )
-# Lengths that are remembered, that must be known, and after how many ends all is rehearsed anew.
+# Lengths that are remembered, lengths that a rehearsal needs, and finished requests between two rehearsals.
 _REMEMBERED, _KNOWN, _ANEW = 256, 96, 64
-# The least share of seconds that goes into tokens computed again before anything is rehearsed: no rule can
-# gain more.
+# Smallest share of the time spent on recomputed tokens for which anything is rehearsed: no rule can gain more
+# than it.
 _LOST = 0.02
-# Steps over which the number of requests in the system is averaged: some lives of a request. A queue that
-# comes and goes within them is no reason to hold anything back.
+# Steps over which the number of requests in the system is averaged, some lifetimes of a request. A queue that
+# comes and goes within them is no reason to hold requests back.
 _LIFETIME = 256
-# Times between tokens that differ by less are those of the same kind of step.
+# Relative difference below which two times between tokens belong to the same kind of step.
 _SAME = 1e-3
-# Systems whose numbers of requests differ by less are taken for the same.
+# Ratio of the numbers of requests in the system below which two loads share a rehearsal.
 _LEVEL = 1.4
-# Share of a window's steps in which requests waited, for its tokens a second to say what a rule can serve.
+# Share of a window's steps with waiting requests, from which its tokens per second measure what a rule can
+# serve.
 _QUEUED = 0.9
-# The guard: windows in a row that may fall this far behind the forecast of vLLM's rule, and for how many ends
-# vLLM's rule then holds.
+# The guard: a rule may fall below this share of the forecast of vLLM's rule for this many windows in a row.
+# Then vLLM's rule holds for this many finished requests.
 _BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
-# Rehearsals take at most this share of one core.
+# Upper bound of the share of one core that rehearsals take.
 _DUTY = 0.05
-_STEADY_REQUESTS = 1536  # of a rehearsal, beside twice its clients
-# Most tokens of a rehearsal, 8 bytes each: 32 MiB. Where the clients' requests are longer, nothing is
-# rehearsed.
+_STEADY_REQUESTS = 1536  # requests of a rehearsal, in addition to twice its clients
+# Upper bound of the tokens of a rehearsal, 8 bytes each: 32 MiB. If the clients' requests are longer, nothing
+# is rehearsed.
 _MOST_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a rule must keep, as ratios of its rehearsal to that of vLLM's rule: at least ``tokens`` a second,
-    at most ``first`` of the seconds to the first token (P50, P99), at most ``between`` of those between tokens
-    (P99)."""
+    """Conditions on a rule, as ratios of its rehearsal to the rehearsal of vLLM's rule.
+
+    Attributes:
+        tokens: Lower bound of tokens per second.
+        first: Upper bound of the seconds to the first token (P50 and P99).
+        between: Upper bound of the seconds between tokens (P99).
+    """
 
     tokens: float
     first: float
     between: float
 
 
-# To start holding back, and to go on with it: a rehearsal scatters by some per cent, and a rule that comes and
-# goes brings neither throughput nor a smooth stream.
+# Bounds to start holding requests back, and to continue. A rehearsal scatters by some per cent, and a rule that
+# comes and goes brings neither throughput nor a smooth stream.
 START, STAY = Bounds(1.03, 0.98, 0.85), Bounds(1.01, 1.02, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for some number of requests in the system: the rule, its outcome and that of vLLM's."""
+    """The rule chosen for a number of requests in the system, with its rehearsed outcome and vLLM's."""
 
     rule: Rule
     outcome: Outcome
@@ -85,55 +92,56 @@ class Choice:
 
 
 class Auto:
-    """Chooses the rule of admission; `rule` asks, all other methods teach.
+    """The mode ``auto`` at work: `rule` returns the rule to follow, and the other methods record observations.
 
     Args:
-        engine: limits of pool and step.
-        target_itl: P99 of the seconds between tokens to stay below, at the price of throughput; None: at most
-            that of vLLM's rule.
-        background: rehearse in a thread, while the last rule holds. False: at once, for a simulated clock.
+        engine: Limits of the pool and of a step.
+        target_itl: Upper bound of the P99 seconds between tokens, at the price of throughput. None: at most the
+            P99 of vLLM's rule.
+        background: Rehearse in a thread while the last rule holds. False: rehearse at once, for a simulated
+            clock.
     """
 
     def __init__(self, engine: Engine, target_itl: float | None = None, *, background: bool = True) -> None:
         self.engine, self.target_itl, self.background = engine, target_itl, background
         self.fit = CostFit()
-        self.log = log  # an adapter sets that of its engine
+        self.log = log  # an adapter sets its engine's logger
         self._cost_said = False
-        self.fallbacks = 0  # how often the guard went back to vLLM's rule
-        self.choice: Choice | None = None  # the last one; None: vLLM's rule, with nothing rehearsed
+        self.fallbacks = 0  # how often the guard returned to vLLM's rule
+        self.choice: Choice | None = None  # the last choice; None: vLLM's rule, with nothing rehearsed
         self._requests: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
         self._ended = 0
         self._choices: dict[int, Choice] = {}
-        self._rehearsed_at = 0  # requests that had ended then
+        self._rehearsed_at = 0  # value of `_ended` at the last rehearsal
         self._pending: Future[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._idle_until = 0.0
         self._recomputed = 0
-        # The window of the guard and of what is lost: counts since `_rehearsed_at`.
+        # Counts since `_rehearsed_at`, for the guard and for the share of recomputed tokens.
         self._seconds = self._tokens = 0.0
         self._steps = self._held_steps = self._queued_steps = self._in_system = 0
-        self._accuracy = 1.0  # tokens a second that vLLM's rule served, of those that its rehearsal forecast
-        self._usual = 0.0  # requests in the system, of late
+        self._accuracy = 1.0  # tokens per second under vLLM's rule, served over forecast
+        self._usual = 0.0  # recent average of the requests in the system
         self._lost = 0.0
         self._behind = self._banned_until = 0
-        self._failed = False  # a rehearsal has raised
+        self._failed = False  # a rehearsal has raised an exception
 
     @property
     def cost(self) -> StepCost | None:
-        """What a step costs; None: not known yet."""
+        """The fitted cost of a step, or None if it is not known yet."""
         return self.fit.cost
 
-    # -- what it learns ----------------------------------------------------------------------------------------
+    # -- observations --------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, sequences: int, context_tokens: int, seconds: float, in_system: int) -> None:
-        """Note a step that has come back.
+        """Record a finished step.
 
         Args:
-            tokens: positions it computed.
-            sequences: sequences that computed at least one.
-            context_tokens: tokens of KV cache held by running sequences.
-            seconds: duration of the step.
-            in_system: requests that ran or waited.
+            tokens: Positions it computed.
+            sequences: Sequences that computed at least one position.
+            context_tokens: Tokens of KV cache held by running sequences.
+            seconds: Duration of the step.
+            in_system: Requests that ran or waited.
         """
         self.fit.observe(tokens, sequences, context_tokens, seconds)
         self._seconds += seconds
@@ -144,12 +152,12 @@ class Auto:
         self._held_steps += self.choice is not None and self.choice.rule != VLLM
 
     def ended(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
-        """Note a request that ended by itself.
+        """Record a request that ended by itself.
 
         Args:
-            prompt_tokens: tokens of its prompt that were not found in the prefix cache, at least 1.
-            output_tokens: tokens it produced, at least 1.
-            max_tokens: most it might have produced.
+            prompt_tokens: Tokens of its prompt that were not found in the prefix cache, at least 1.
+            output_tokens: Tokens it produced, at least 1.
+            max_tokens: Upper bound of the tokens it could have produced.
         """
         self._requests.append((max(1, prompt_tokens), max(1, output_tokens), max(max_tokens, output_tokens, 1)))
         self._ended += 1
@@ -157,10 +165,10 @@ class Auto:
             self._anew()
 
     def recomputed(self, tokens: int) -> None:
-        """Note tokens that a preempted request computes again."""
+        """Record tokens that a preempted request computes again."""
         self._recomputed += tokens
 
-    # -- what it says ------------------------------------------------------------------------------------------
+    # -- the rule in effect --------------------------------------------------------------------------------
 
     def rule(self, in_system: int) -> Rule:
         """Return the rule for a queue that is not empty, with ``in_system`` requests running or waiting."""
@@ -186,13 +194,13 @@ class Auto:
             return True
         return self._lost >= _LOST or any(choice.rule != VLLM for choice in self._choices.values())
 
-    # -- rehearsals --------------------------------------------------------------------------------------------
+    # -- rehearsals ----------------------------------------------------------------------------------------
 
     def _may_rehearse(self) -> bool:
         return not self.background or time.monotonic() >= self._idle_until
 
     def _anew(self) -> None:
-        """Look at the window that ends, and forget what was chosen for it."""
+        """Evaluate the window that ends, and discard the choices made for it."""
         cost = self.cost
         self._rehearsed_at = self._ended
         if cost is not None and self._seconds > 0:
@@ -200,14 +208,17 @@ class Auto:
             self._guard(cost)
         held = self.choice is not None and self.choice.rule != VLLM
         self._choices = {}
-        if held:  # it goes on until the same number of requests is rehearsed anew
+        if held:  # it continues until the same number of requests is rehearsed again
             self._lost = max(self._lost, _LOST)
         self._recomputed = self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._seconds = self._tokens = 0.0
 
     def _guard(self, cost: StepCost) -> None:
-        """Judge a window with a queue in nearly every step: of one under vLLM's rule learn how accurate its
-        rehearsal is, of one that held requests back whether that served less than vLLM's rule would have."""
+        """Judge a window of steps in which requests waited nearly always.
+
+        A window under vLLM's rule shows how accurate its rehearsal is. A window under another rule shows
+        whether that rule served less than vLLM's would have.
+        """
         mixed = 0 < self._held_steps < self._steps
         if self.target_itl is not None or mixed or self._queued_steps < _QUEUED * self._steps:
             self._behind = 0
@@ -250,7 +261,7 @@ class Auto:
         self._pending = self._worker.submit(self._alone, job, *arguments)
 
     def _alone(self, job: Callable[..., None], *arguments: object) -> None:
-        """Run ``job`` in the thread of rehearsals. After an exception vLLM's rule holds for good."""
+        """Run ``job`` in the rehearsal thread; after an exception vLLM's rule holds for good."""
         try:
             job(*arguments)
         except Exception:
@@ -295,9 +306,9 @@ class Auto:
         )  # fmt: skip
 
     def _load(self, clients: int, requests: list[tuple[int, int, int]]) -> Load:
-        """Return ``requests`` again and again in random order, without those that the pool cannot hold.
+        """Return a load that repeats ``requests`` in random order, without requests that the pool cannot hold.
 
-        The load is empty where too few of them are left, or where they are too long to be rehearsed.
+        The load is empty if too few requests are left, or if they are too long to be rehearsed.
         """
         rows = np.array(requests, np.int64).reshape(-1, 3)
         most = (self.engine.blocks - 1) * self.engine.block_size
@@ -305,7 +316,7 @@ class Auto:
         count = 0
         if len(rows):
             count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / rows[:, 1].mean()))
-        if count < 2 * clients:  # not one request after another for each client
+        if count < 2 * clients:  # fewer than two requests per client
             count = 0
         draw = np.random.default_rng(0)
         turns = [draw.permutation(len(rows)) for _ in range(-(-count // max(1, len(rows))))]
@@ -315,13 +326,13 @@ class Auto:
 
 
 def best(choices: list[Choice], target_itl: float | None, bounds: Bounds = START) -> Choice:
-    """Return the choice with the most tokens a second among those that lose nothing else.
+    """Return the choice with the most tokens per second among the rules that lose nothing else.
 
     Args:
-        choices: the first is vLLM's rule.
-        target_itl: P99 of the seconds between tokens to stay below: the only condition then, and where no rule
-            meets it, the one that comes nearest is returned. None: ``bounds`` are the conditions.
-        bounds: what a rule must keep of vLLM's.
+        choices: The first is vLLM's rule.
+        target_itl: Upper bound of the P99 seconds between tokens, as the only condition; if no rule meets it,
+            the rule that comes nearest is returned. None: ``bounds`` are the conditions.
+        bounds: What a rule must keep in comparison with vLLM's.
     """
     if target_itl is not None:
         smooth = [each for each in choices if each.outcome.between_p99 <= target_itl]
@@ -341,18 +352,20 @@ def best(choices: list[Choice], target_itl: float | None, bounds: Bounds = START
 
 
 def _is_smooth(between: float, own: float, bound: float) -> bool:
-    """Return whether the P99 between tokens is below ``bound`` times vLLM's own, or decided by the same step:
-    where prompts fill the token budget, their steps are that P99 under every rule."""
+    """Return whether the P99 between tokens is below ``bound`` times vLLM's, or due to the same step.
+
+    If prompts fill the token budget, their steps are that P99 under every rule.
+    """
     return between <= bound * own or own * (1 - _SAME) <= between <= own
 
 
 def auto_of(policy: Policy, limits: Limits) -> Auto | None:
-    """Return what chooses the rule of ``auto``; None in other modes."""
+    """Return the `Auto` that chooses the rule in mode ``auto``, or None in other modes."""
     if policy.mode is not AdmissionMode.AUTO:
         return None
     engine = Engine(
         limits.usable_blocks // max(1, len(limits.layout.groups)), limits.layout.block_size,
         limits.max_num_batched_tokens, limits.max_num_seqs,
     )  # fmt: skip
-    compile_rehearsal()  # before a request pays for it
+    compile_rehearsal()  # before the first request
     return Auto(engine, policy.target_itl)

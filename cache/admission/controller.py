@@ -1,7 +1,7 @@
 """Admission over our block manager: which requests start, and how far running sequences may grow.
 
-The decisions are those of `tonnage.cache.admission.decide`; this module fills their `State` from the manager's
-reservations and tables. Only `Admission.ended` and `Admission.auto` change what it knows, so the server, the
+The decisions are in `tonnage.cache.admission.decide`; this module fills their `State` from the manager's
+reservations and tables. Only `Admission.ended` and `Admission.auto` change its knowledge, so the server, the
 replay of a trace and a test run the same code.
 """
 
@@ -27,10 +27,10 @@ from tonnage.cache.sequences import steps
 
 
 class Admission:
-    """``policy`` over the requests of ``reservations``.
+    """An admission policy applied to the running requests of a block manager.
 
-    ``ended`` teaches it lengths, and ``auto`` (None in other modes) what steps cost; everything else only
-    reads.
+    `ended` teaches it output lengths, and ``auto`` (None in other modes) the cost of steps. Every other method
+    only reads.
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
@@ -44,23 +44,23 @@ class Admission:
 
     @property
     def mode(self) -> AdmissionMode:
-        """The mode that holds now: in ``auto`` one of two others."""
+        """The mode in effect now; ``auto`` alternates between two other modes."""
         return self.rules.policy.mode
 
     def choose(self, in_system: int) -> None:
-        """Let ``auto`` choose the rule for the next decisions, with so many requests running and waiting."""
+        """Let mode ``auto`` choose the rule, with ``in_system`` requests running and waiting."""
         if self.auto is not None:
             rule = self.auto.rule(in_system)
             self.rules.follow(self.policy.under(rule), rule.fresh)
 
-    # -- who may start -----------------------------------------------------------------------------------
+    # -- requests that start -------------------------------------------------------------------------------
 
     def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:
-        """Return the answer where it does not depend on the prefix cache, else None: `decide` has it then.
+        """Return the decision if it does not depend on the prefix cache; None means that `decide` must run.
 
         Args:
-            request: what was requested.
-            head: the head of the queue that the request would pass, from `start_of`.
+            request: The request to decide on.
+            head: The head of the queue that the request would pass, from `start_of`.
         """
         limits, held = self.limits, self.reservations
         never = refusal(request, limits, self.policy.tenant_blocks)
@@ -85,10 +85,11 @@ class Admission:
         """Return whether ``request`` may start now.
 
         Args:
-            request: what was requested.
-            row: row of the tables in which `hits.find_hit` has left the blocks of its prefix.
-            hit: blocks of that prefix. Those that no request references cost capacity as an allocation does.
-            head: the head of the queue that the request would pass.
+            request: The request to decide on.
+            row: Row of the tables in which `hits.find_hit` has recorded the blocks of its prefix.
+            hit: Blocks of that prefix. Blocks of it that no request references cost capacity like an
+                allocation.
+            head: The head of the queue that the request would pass.
         """
         limits, groups = self.limits, len(self._full)
         lost = np.zeros(limits.max_num_seqs, np.int32)
@@ -105,7 +106,7 @@ class Admission:
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
 
     def _state(self, most: int = 0) -> State:
-        """Return the running requests, with room for ``most`` newcomers."""
+        """Return the state of the running requests, with space for ``most`` new ones."""
         snapshot, requests = self.reservations.snapshot(), self.reservations.requests()
         produced = snapshot.output.astype(np.int64)
         produced += np.array([request.produced for request in requests], np.int64)
@@ -115,7 +116,7 @@ class Admission:
         )  # fmt: skip
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """Return when ``request``, the head of the queue that does not fit yet, starts by the forecast."""
+        """Return the forecast start of ``request``, the head of the queue, which does not fit yet."""
         state = self._state(1)
         entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
         after = state.with_one(Newcomer(entry, 0, 0, 0))
@@ -125,24 +126,23 @@ class Admission:
         return head_start(request, int(left[-1]), state.snapshot, left[:-1], self.limits, self.rules.margin)
 
     def committed(self) -> int:
-        """Return the usable blocks that count as taken for a new request, with the margin that it must
-        leave."""
+        """Return the usable blocks that count as taken for a new request, with the margin to leave free."""
         return decisions.committed(self._state(), self.rules)
 
     def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
         """Learn from a sequence that ended by itself (not cancelled).
 
         Args:
-            output_tokens: tokens it produced.
-            tenant: whose it was.
-            prompt_tokens: tokens of its prompt that no prefix saved.
-            max_tokens: most it might have produced.
+            output_tokens: Tokens it produced.
+            tenant: Name of its tenant.
+            prompt_tokens: Tokens of its prompt that were not found in the prefix cache.
+            max_tokens: Upper bound of the tokens it could have produced.
         """
         self.rules.forecast.ended(output_tokens, tenant)
         if self.auto is not None:
             self.auto.ended(prompt_tokens, output_tokens, max_tokens)
 
-    # -- who may grow ------------------------------------------------------------------------------------
+    # -- sequences that grow -------------------------------------------------------------------------------
 
     def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
         """Return int64 [rows]: the length up to which each row of ``batch`` may be extended, at most its end.
@@ -152,25 +152,28 @@ class Admission:
         """
         held, rows, groups = self.reservations, self._rows, len(self._full)
         if held.reserved <= self.limits.usable_blocks:
-            return ends  # all reservations fit at once: no sequence can be in another's way
+            return ends  # all reservations fit at once, so no sequence can block another
         wanted = np.zeros(len(batch), np.int64)
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
             return ends
         granted = decisions.grant(self._state(), held.entries(batch), wanted, self.rules, self.leaving)
-        if granted is None:  # the law is broken: no sequence may grow, and the scheduler raises
+        if granted is None:  # the safety invariant is broken: no sequence may grow, and the scheduler raises
             granted = np.zeros_like(wanted)
         short = granted < wanted
         if not short.any():
             return ends
         reach = rows.room[batch] + granted // groups * self.limits.layout.block_size
-        # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
+        # The copied block comes first: a sequence with a shared tail writes nothing unless all its blocks are
+        # granted.
         reach[rows.shared_tail[batch] & COPY_TAIL != 0] = 0
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
     def leaving(self) -> Leaving:
-        """Return the order in which the running requests can finish, and what each gives back; walks all
-        tables."""
+        """Return an order in which the running requests can finish, with the blocks each gives back.
+
+        It walks all block tables.
+        """
         rows = np.flatnonzero(self._rows.request >= 0)
         held = self._rows.room[rows] // self.limits.layout.block_size
         tables = [
@@ -183,10 +186,10 @@ class Admission:
         return last_owners(self.reservations.snapshot(), blocks, owners, self.core.refs.size)
 
     def victim(self, snapshot: RunningSnapshot) -> int:
-        """Return the entry of the request to preempt when no sequence can go on.
+        """Return the snapshot index of the request to preempt when no sequence can continue.
 
-        It is the one with the fewest tokens to compute again, of equals the youngest. Guaranteed mode never
-        asks.
+        It is the request with the fewest tokens to recompute, the youngest of equals. Guaranteed mode never
+        needs one.
         """
         computed = snapshot.prompt - snapshot.prompt_left + snapshot.output
         return len(computed) - 1 - int(np.argmin(computed[::-1]))

@@ -1,7 +1,7 @@
-"""What an engine step costs in seconds, fitted online from the steps that ran.
+"""The cost of an engine step in seconds, fitted online from the steps that ran.
 
-Admission weighs idle blocks against tokens computed twice, and only the engine's own step times say which of
-the two is dearer: on a CPU a recomputed token costs a seventeenth of a step, on a GPU a seven-hundredth.
+Admission weighs idle blocks against tokens computed twice, and only the engine's own step times tell which is
+more expensive. On a CPU a recomputed token costs a seventeenth of a step, on a GPU a seven-hundredth.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Steps until a fit is used, and how many of them must have computed a prompt: below, four costs cannot be told
-# apart (benchmarks/vllm_admission.py --matrix, cold cells).
+# Steps before a fit is used, and how many of them must have computed a prompt. With fewer, the four costs
+# cannot be separated (benchmarks/vllm_admission.py --matrix, cold cells).
 _STEPS, _PROMPT_STEPS = 64, 8
-# The sums of past steps shrink by this factor every `_EVERY` steps: half of what is known is younger than 700.
+# The sums over past steps shrink by this factor every `_EVERY` steps: half of their weight is younger than 700
+# steps.
 _KEEP, _EVERY = 0.94, 64
 # A step that took this many times its forecast is an outlier (a pause of the machine, a first compilation).
 _OUTLIER = 5.0
@@ -21,8 +22,14 @@ _OUTLIER = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step that computes some tokens: ``fixed`` + ``prefill`` for each token beyond the first of
-    its sequence + ``sequence`` for each sequence + ``context`` for each token of KV cache that is held."""
+    """The cost model of a step: seconds as a linear function of its tokens.
+
+    Attributes:
+        fixed: Seconds per step.
+        prefill: Seconds per computed token beyond the first of each sequence.
+        sequence: Seconds per sequence.
+        context: Seconds per token of KV cache held.
+    """
 
     fixed: float
     prefill: float
@@ -40,9 +47,9 @@ class StepCost:
 
 
 class CostFit:
-    """Least squares over the steps so far, older ones weighted less; no cost is negative.
+    """A least-squares fit of `StepCost` to the steps so far, with decaying weights and no negative cost.
 
-    ``steps`` counts what was observed; the fit itself is `cost`.
+    ``steps`` is the number of observed steps; `cost` is the fit.
     """
 
     def __init__(self) -> None:
@@ -51,17 +58,17 @@ class CostFit:
         self._squares = np.zeros((4, 4))
         self._products = np.zeros(4)
         self._known: StepCost | None = None
-        # Steps of the present batch: they enter the sums together, which costs a step one append.
+        # Steps of the current batch. They enter the sums together, so that a step costs one append.
         self._batch: list[tuple[float, float, float, float, float]] = []
 
     def observe(self, tokens: int, sequences: int, context_tokens: int, seconds: float) -> None:
         """Add a step that computed ``tokens`` positions of ``sequences`` sequences in ``seconds``.
 
         Args:
-            tokens: positions computed, prompts and decodes.
-            sequences: sequences that computed at least one position.
-            context_tokens: tokens of KV cache held by running sequences.
-            seconds: duration of the step; zero and negative durations are ignored.
+            tokens: Positions computed, prompts and decodes.
+            sequences: Sequences that computed at least one position.
+            context_tokens: Tokens of KV cache held by running sequences.
+            seconds: Duration of the step; zero and negative durations are ignored.
         """
         if sequences == 0 or seconds <= 0:
             return
@@ -93,7 +100,7 @@ class CostFit:
         squares, products = self._squares / np.outer(scale, scale), self._products / scale
         used = [0, 1, 2, 3]
         found = np.zeros(4)
-        while used:  # without the most negative one, until none is negative
+        while used:  # remove the most negative cost until none is negative
             found[:] = 0
             found[used] = np.linalg.lstsq(squares[np.ix_(used, used)], products[used], rcond=1e-9)[0]
             least = min(used, key=lambda at: found[at])
@@ -105,5 +112,5 @@ class CostFit:
 
     @property
     def cost(self) -> StepCost | None:
-        """The fit; None before 64 steps, 8 of which computed a prompt."""
+        """The fitted cost, or None before 64 steps of which 8 computed a prompt."""
         return self._known

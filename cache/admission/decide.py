@@ -1,7 +1,7 @@
-"""The decisions of admission, as pure functions of a `State`: who may start, what is committed, who may grow.
+"""The decisions of admission, as pure functions of a `State`: decide, committed and grant.
 
 Two adapters fill the state: `tonnage.cache.admission.controller` from our block manager, and
-`tonnage.server.engines.vllm.scheduler.admission` from vLLM's scheduler. Nothing here knows either.
+`tonnage.server.engines.vllm.scheduler.admission` from vLLM's scheduler. This module imports neither.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from tonnage.cache.blocks.state import Int32Array, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A request that is decided on.
+    """A request waiting for an admission decision.
 
-    - ``entry``: its value of each column of a `RunningSnapshot`, in order;
-    - ``cached``: blocks of its prefix, all full groups, that no running request holds: taking them uses up the
-      pool;
-    - ``windowed``: blocks that are set aside whole for it; ``reserved``: the most it ever holds, all groups;
-    - ``lost`` int32 [running]: blocks of each running request that it would share, None where it shares none;
-    - ``produced``: tokens of its output before a preemption;
-    - ``tenant``: the tenant whose lengths forecast its own.
+    Attributes:
+        entry: Its value of each column of a `RunningSnapshot`, in order.
+        cached: Blocks of its prefix, over all full-attention groups, that no running request holds; taking them
+            uses capacity.
+        windowed: Blocks that are set aside in full for its windowed groups.
+        reserved: Upper bound of its blocks in all groups.
+        lost: int32 [running]: blocks that each running request holds alone now and would share with it. None if
+            it shares none.
+        produced: Tokens of its output before a preemption.
+        tenant: Name of the tenant whose lengths forecast its own.
     """
 
     entry: Sequence[int]
@@ -46,14 +49,15 @@ class Newcomer:
 
 @dataclass(slots=True)
 class State:
-    """The running requests in order of admission, then the newcomers of this step that may start.
+    """The running requests in order of admission, followed by the newcomers admitted in this step.
 
-    - ``snapshot``: what they hold and may still need;
-    - ``rows`` int32 [capacity, COLUMNS]: begins with the rows of ``snapshot``, a newcomer's goes into the next;
-    - ``reserved``: blocks of all groups that are reserved for them;
-    - ``produced`` int64 [running]: tokens of each output so far, with those before a preemption;
-    - ``tenants`` [running]: the tenant of each, where lengths are forecast by tenant, else None;
-    - ``outsiders``: whether requests outside the snapshot may hold blocks.
+    Attributes:
+        snapshot: What the requests hold and may still need.
+        rows: int32 [capacity, COLUMNS]: begins with the rows of ``snapshot``; a newcomer uses the next row.
+        reserved: Blocks of all groups that are reserved for the requests.
+        produced: int64 [running]: output tokens of each so far, with output before a preemption.
+        tenants: Tenant of each request [running] if lengths are forecast by tenant, else None.
+        outsiders: Whether requests outside the snapshot may hold blocks.
     """
 
     snapshot: RunningSnapshot
@@ -64,7 +68,7 @@ class State:
     outsiders: bool = False
 
     def with_one(self, new: Newcomer) -> RunningSnapshot:
-        """Return the snapshot with ``new``, without a copy: of two of the same state only the last is right."""
+        """Return the snapshot with ``new`` added, without a copy; the next call invalidates the result."""
         now, count = self.snapshot, len(self.snapshot) + 1
         self.rows[count - 1] = new.entry
         rows = self.rows[:count]
@@ -74,7 +78,7 @@ class State:
         return RunningSnapshot(now.usable, now.used + new.cached, now.windowed + new.windowed, rows)
 
     def take(self, new: Newcomer) -> None:
-        """Count ``new`` among the running requests."""
+        """Add ``new`` to the running requests."""
         after = self.with_one(new)
         self.rows[: len(after)] = after.rows
         self.snapshot = RunningSnapshot(after.usable, after.used, after.windowed, self.rows[: len(after)])
@@ -96,7 +100,7 @@ _GREEDY = Policy(AdmissionMode.GREEDY)
 
 @dataclass(slots=True)
 class Rules:
-    """What decisions follow: the mode that holds now, the limits of the pool, and learned lengths.
+    """What decisions follow: the mode in effect, the limits of the pool, and learned lengths.
 
     ``fresh`` False: requests without output start by vLLM's rule.
     """
@@ -110,7 +114,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         self.margin = self.policy.margin(self.limits)
-        # A window stops growing: without a full group all that is reserved is the peak.
+        # A window stops growing: without a full-attention group the sum of reservations is the peak.
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
 
     def follow(self, policy: Policy, fresh: bool = True) -> None:
@@ -122,7 +126,7 @@ class Rules:
             self.__post_init__()
 
     def lengths(self, state: RunningSnapshot, produced: Int64Array, tenants: list[str] | None) -> Int64Array:
-        """Return int64 [requests], a new array: tokens still to come of each, of at most ``output_left``."""
+        """Return the forecast remaining tokens of each request, int64 [requests], at most ``output_left``."""
         if self.policy.quantile == 1 or not self.policy.forecasts:
             return state.output_left.astype(np.int64)
         return self.forecast.left(produced, state.output_left, tenants)
@@ -131,18 +135,19 @@ class Rules:
 def decide_by_sum(
     reserved: int, wanted: int, alone: bool, rules: Rules, *, head: bool = False, outsiders: bool = False
 ) -> int | None:
-    """Return the blocks that a newcomer is short of, where reservations alone decide; None: `decide` must.
+    """Return the missing blocks of a newcomer if reservations alone decide; None: `decide` must run.
 
     Args:
-        reserved: blocks reserved for the running requests.
-        wanted: blocks to reserve for the newcomer.
-        alone: no other request runs. It fits then, as requests that never fit are rejected before.
-        rules: what holds now.
-        head: the newcomer would pass the head of the queue.
-        outsiders: requests that do not run may hold blocks.
+        reserved: Blocks reserved for the running requests.
+        wanted: Blocks to reserve for the newcomer.
+        alone: No other request runs. The newcomer then fits, because requests that can never fit are rejected
+            before.
+        rules: The rules in effect.
+        head: The newcomer would pass the head of the queue.
+        outsiders: Requests that do not run may hold blocks.
     """
     short = reserved + wanted + rules.margin - rules.limits.usable_blocks
-    # Where all reservations fit together no schedule can go wrong.
+    # If all reservations fit together, no schedule can fail.
     if alone or (short <= 0 and not head and not outsiders):
         return 0
     if rules.by_sum or (head and not rules.policy.forecasts):
@@ -151,13 +156,13 @@ def decide_by_sum(
 
 
 def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) -> int:
-    """Return the blocks that must come back before ``new`` may start; 0 or less: it may start now.
+    """Return the blocks that must be released before ``new`` may start; 0 or less: it may start now.
 
     Args:
-        state: what runs; unchanged but for the row behind its last.
-        new: the request.
-        rules: what holds now.
-        head: the request that ``new`` would pass, whose start it must not delay.
+        state: The running requests; unchanged except for the row after the last.
+        new: The request to decide on.
+        rules: The rules in effect.
+        head: The request that ``new`` would pass, whose start it must not delay.
     """
     short = decide_by_sum(
         state.reserved, new.reserved, not len(state.snapshot), rules,
@@ -172,7 +177,7 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     tenants = None if state.tenants is None else [*state.tenants, new.tenant]
     lengths = rules.lengths(after, np.append(state.produced, new.produced), tenants)
     if int(after.prompt_left.sum()) <= rules.limits.max_num_batched_tokens:
-        lengths[-1] -= 1  # its whole prompt in one step: that step gives the first token too
+        lengths[-1] -= 1  # if its whole prompt fits in one step, that step produces the first token too
     return blocks_short(after, lengths, rules.limits, policy, head)
 
 
@@ -192,18 +197,17 @@ def grant(
 ) -> Int64Array | None:
     """Return how many blocks each sequence may take now, int64 [sequences]; the first are served first.
 
-    In guaranteed mode the state after all grants is safe (`tonnage.cache.admission.safety`); the other modes
-    grant while blocks are there. Returns None where the state is not safe to begin with, so that nothing can
-    be promised.
+    In guaranteed mode the state after all grants is safe (`tonnage.cache.admission.safety`). The other modes
+    grant while blocks are available. Returns None if the state is not safe to begin with, so that nothing can
+    be guaranteed.
 
     Args:
-        state: what runs, with the newcomers of this step.
-        entries: int [sequences], the request of each as an index into the snapshot.
-        wanted: int64 [sequences], blocks of all full groups.
-        rules: what holds now.
-        leaving: counts exactly what each request gives back; called only where the bound on shared blocks is
-        not
-            enough, as it walks all block tables.
+        state: The running requests, with the newcomers of this step.
+        entries: int [sequences]: snapshot index of each sequence's request.
+        wanted: int64 [sequences]: blocks of all full-attention groups.
+        rules: The rules in effect.
+        leaving: Counts exactly what each request gives back. It walks all block tables, so it is called only if
+            the bound on shared blocks does not suffice.
     """
     snapshot = state.snapshot
     if rules.policy.mode is not AdmissionMode.GUARANTEED:

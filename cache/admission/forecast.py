@@ -1,13 +1,13 @@
-"""Output lengths still to come, learned from requests that ended and from how far the running ones have got.
+"""A forecast of remaining output lengths, learned from finished requests and from the progress of running ones.
 
-The estimate is the product-limit survival curve (Kaplan and Meier, JASA 53, 1958). Requests that still run
-count as *at risk* up to where they are; leaving them out would make every start look short, because short
-outputs end first. Where few have ever been at risk the hazard is drawn towards the overall one (ended / tokens
-produced), so that a cold start begins at max_tokens, adapts from the first requests on, and the far tail is not
-guessed from two or three outputs.
+The estimate is the product-limit survival curve (Kaplan and Meier, JASA 53, 1958). Running requests count as
+*at risk* up to their present length. Without them every start would look short, because short outputs end
+first. Where few requests have been at risk, the hazard is drawn towards the overall one (ended / tokens
+produced). A cold start therefore begins at max_tokens and adapts from the first requests on, and the far tail
+is not guessed from two or three outputs.
 
-One curve for each key (a tenant, a route), bounded in number and in size; keys with little history use the
-curve of all.
+There is one curve per key (a tenant, a route), bounded in number and in size. Keys with little history use the
+curve of all requests.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-# Lengths 1..64 apart, then 16 bins an octave: within 6 %, some 240 bins up to 2^17 tokens.
+# Lengths 1 to 64 have a bin each, then 16 bins per octave: within 6 %, some 240 bins up to 2^17 tokens.
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
-# Below so many at risk a hazard is drawn towards the overall one; a key with fewer ended requests uses the
+# With fewer at risk a hazard is drawn towards the overall one, and a key with fewer finished requests uses the
 # curve of all. benchmarks/admission.py: 8 and 20 differ by 0.1 % of the steps on the Azure trace.
 _FEW = 20
-# Counts are halved here, so that a change of the traffic shows within some thousand requests.
+# Counts are halved at this sum, so that a change of the traffic shows within some thousand requests.
 _REMEMBERED = 4096
 _MAX_KEYS = 64
 
 
 def _edges() -> Int64Array:
-    """Longest length of each bin, int64, ascending."""
+    """Return the longest length of each bin, int64, ascending."""
     tail = _EXACT * 2.0 ** (np.arange(1, _PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE)
     return np.unique(np.concatenate((np.arange(1, _EXACT + 1), np.ceil(tail)))).astype(np.int64)
 
@@ -43,15 +43,20 @@ _WIDTHS = np.diff(_FROM_ZERO)
 
 
 class LengthForecast:
-    """Quantiles of the output still to come, given what a sequence has produced already.
+    """Quantiles of the remaining output of a sequence, given what it has produced already.
 
-    ``quantile`` in (0, 1]: 0.5 is the median of the outputs longer than the sequence's own; 1 answers
-    max_tokens. Raises CacheConfigError outside. Memory: at most 65 histograms of 300 bins.
+    The histograms number at most 65, with 300 bins each.
 
-    ``cautious``: of n sequences the share of outputs that may be longer, 1 - ``quantile``, is less by its
-    ``1 / sqrt(n)``. What is forecast of many is their sum, whose surprises grow with the root of their number
-    only; one alone counts with max_tokens. With and without: benchmarks/vllm_admission.py ``--simulate --loops
-    closed --blocks 48``.
+    Args:
+        quantile: Quantile in (0, 1]. 0.5 is the median of the outputs longer than the sequence's own; 1
+            forecasts max_tokens.
+        cautious: Forecast few sequences by a higher quantile: with n sequences the share 1 - ``quantile`` is
+            reduced by its ``1 / sqrt(n)``. The forecast of many matters as a sum, whose deviation grows only
+            with the root of their number. A single sequence counts with max_tokens. Measured with
+            benchmarks/vllm_admission.py ``--simulate --loops closed --blocks 48``.
+
+    Raises:
+        CacheConfigError: ``quantile`` is outside (0, 1].
     """
 
     def __init__(self, quantile: float, cautious: bool = False) -> None:
@@ -63,7 +68,7 @@ class LengthForecast:
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:
-        """A sequence has ended by itself after so many tokens. Cancelled ones say nothing and are not given."""
+        """Record a sequence that ended by itself, not one that was cancelled."""
         at = min(int(np.searchsorted(EDGES, max(1, output_tokens))), len(EDGES) - 1)
         for name in {"", key}:
             counts = self._ended.get(name)
@@ -76,10 +81,12 @@ class LengthForecast:
                 counts /= 2
 
     def left(self, output: IntArray, output_left: IntArray, keys: list[str] | None = None) -> Int64Array:
-        """Tokens each sequence is forecast to produce; int64 [sequences], between 1 and ``output_left``.
+        """Return the tokens each sequence is forecast to produce, int64 [sequences], 1 to ``output_left``.
 
-        ``output`` [sequences]: produced so far, of all that run or are to be admitted (all of them are at
-        risk); ``output_left`` [sequences]: the most they may still produce; ``keys`` one for each.
+        Args:
+            output: Tokens produced so far [sequences], of all running and new sequences, which are all at risk.
+            output_left: Upper bound of the tokens they may still produce [sequences].
+            keys: Key of each sequence, or None for the curve of all.
         """
         most: Int64Array = np.asarray(output_left, dtype=np.int64)
         if self.quantile == 1 or not len(most):
@@ -95,7 +102,7 @@ class LengthForecast:
         used = [key if key in known else "" for key in keys]
         for key in set(used):
             mine = np.array([name == key for name in used])
-            peers = mine if key else np.ones_like(mine)  # the curve of all is of all
+            peers = mine if key else np.ones_like(mine)  # the curve of all requests counts every sequence
             result[mine] = self._left_of(key, share, done[mine], most[mine], done[peers])
         return result
 
@@ -113,14 +120,17 @@ class LengthForecast:
         return left
 
     def _survival(self, key: str, peers: Int64Array, done: Int64Array, most: Int64Array) -> FloatArray:
-        """float64 [bins + 1]: share of outputs longer than 0 and each bin's edge; evenly falling between.
-        ``peers``: what the running have produced; ``done`` and at ``most`` so many more: those that are asked
-        for."""
+        """Return the share of outputs longer than 0 and than each bin's edge, float64 [bins + 1].
+
+        ``peers`` holds the tokens produced by the running sequences; ``done`` and ``most`` hold the produced
+        and remaining tokens of the sequences to forecast.
+        """
         ended = self._ended[key]
-        bins = np.searchsorted(EDGES, peers[peers > 0])  # of what is produced; who has nothing is in none
+        # bins of the produced tokens; a sequence without output is in no bin
+        bins = np.searchsorted(EDGES, peers[peers > 0])
         running = np.bincount(np.minimum(bins, len(EDGES) - 1), minlength=len(EDGES))
         at_risk = (ended + running)[::-1].cumsum()[::-1]
-        # One output of the greatest length allowed, ended by nothing: what is believed before anything is seen.
+        # The prior: one output of the greatest allowed length, without an end.
         rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + int((done + most).max()))
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW

@@ -1,4 +1,4 @@
-"""What is reserved for the running requests: one `Reservation` a request, one slot of the arrays each."""
+"""The ledger of reservations: one `Reservation` per running request, each with a slot of the arrays."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ from tonnage.cache.compiled import compiled
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The blocks reserved for one request, i.e. for its live sequences and for those still to be forked.
+    """The blocks reserved for one request, for its live sequences and the forks still to come.
 
-    ``blocks`` in all groups, ``windowed`` the part of it that is set aside whole (windows and states).
+    Attributes:
+        request: The admitted request.
+        salt: Its salt, which limits the sharing of its blocks.
+        slot: Its index in the arrays of requests.
+        blocks: Reserved blocks in all groups.
+        windowed: Part of ``blocks`` that is set aside in full (windows and recurrent states).
+        sequences: Live sequences and forks to come.
     """
 
     request: AdmissionRequest
@@ -36,14 +42,13 @@ class Reservation:
     slot: int
     blocks: int
     windowed: int
-    sequences: int  # live ones and forks to come
+    sequences: int
 
 
 class Reservations:
-    """The ledger: blocks reserved to all, the part of it that is set aside whole, sequences that count (live
-    ones and forks to come).
+    """The ledger of all reservations: reserved blocks, blocks set aside in full, and sequences.
 
-    ``by_slot`` in order of admission: the entries of every array that admission reads.
+    ``by_slot`` is in order of admission, which is the order of every array that admission reads.
     """
 
     def __init__(self, core: Core, limits: Limits) -> None:
@@ -57,11 +62,11 @@ class Reservations:
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
 
     def __getitem__(self, row: int) -> Reservation:
-        """That of the request of a row in use."""
+        """Return the reservation of the request in ``row``."""
         return self.by_slot[int(self._rows.request[row])]
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
-        """A slot and a reservation for an admitted request."""
+        """Allocate a slot and a reservation for an admitted request."""
         full, windowed = split_reservation(request, self.limits)
         slot, requests = self._unused.pop(), self._requests
         reservation = Reservation(request, salt, slot, full + windowed, windowed, request.n)
@@ -74,16 +79,16 @@ class Reservations:
         return reservation
 
     def fork(self, reservation: Reservation) -> None:
-        """One of its sequences to come has come."""
+        """Count one more live sequence of the request, created by a fork."""
         self._requests.forks_left[reservation.slot] -= 1
         self._requests.live[reservation.slot] += 1
 
     def give_back(self, reservation: Reservation) -> None:
-        """Some of its sequences have left (`steps.leave`): their part of the reservation is free at once."""
+        """Shrink a reservation after some of its sequences have ended and released their blocks."""
         requests, slot = self._requests, reservation.slot
         live, forks = int(requests.live[slot]), int(requests.forks_left[slot])
         full = windowed = sequences = 0
-        if live == 0:  # nobody is left to fork from
+        if live == 0:  # no sequence is left to fork from
             requests.prompt[slot] = requests.forks_left[slot] = 0
             del self.by_slot[slot]
             self._unused.append(slot)
@@ -97,31 +102,31 @@ class Reservations:
         requests.reserved[slot] = full
 
     def order(self) -> Int32Array:
-        """int32 [running]: the slot of each entry."""
+        """Return the slot of each running request in order of admission, int32 [running]."""
         return np.fromiter(self.by_slot, dtype=np.int32, count=len(self.by_slot))
 
     def entries(self, rows: Int64Array) -> Int64Array:
-        """int64 [rows]: the entry of each row's request."""
+        """Return the snapshot index of each row's request, int64 [rows]."""
         place = np.zeros(self.limits.max_num_seqs, np.int64)
         place[self.order()] = np.arange(len(self.by_slot))
         entries: Int64Array = place[self._rows.request[rows]]
         return entries
 
     def requests(self) -> list[AdmissionRequest]:
-        """By entry."""
+        """Return the running requests in order of admission."""
         return [reservation.request for reservation in self.by_slot.values()]
 
     def of_tenant(self, tenant: str) -> int:
-        """Blocks reserved to a tenant's requests."""
+        """Return the blocks reserved for a tenant's requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
     @property
     def used(self) -> int:
-        """Distinct blocks of full groups with a reference."""
+        """Distinct blocks of full-attention groups with a reference."""
         return int(self._pool.used_full[0])
 
     def snapshot(self) -> RunningSnapshot:
-        """What every running request holds and may still ask for; copies."""
+        """Return a copy of what every running request holds and may still need."""
         order = self.order()
         out = np.zeros((len(order), COLUMNS), np.int32)
         _summarize(self.core, order, np.zeros(self.limits.max_num_seqs, np.int64), out)
@@ -130,7 +135,10 @@ class Reservations:
 
 @compiled
 def _summarize(core: Core, order: Int32Array, place: Int64Array, out: Int32Array) -> None:
-    """``out`` int32 [running, COLUMNS], zero before: `RunningSnapshot.rows`. ``place`` [slots]: scratch."""
+    """Write `RunningSnapshot.rows` into ``out``, int32 [running, COLUMNS] of zeros.
+
+    ``place`` [slots] is a scratch array.
+    """
     for entry in range(order.size):
         request = core.requests[order[entry]]
         place[order[entry]] = entry

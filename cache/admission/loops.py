@@ -1,6 +1,6 @@
-"""What admission runs for every running request at every decision, compiled.
+"""Compiled loops over the running requests, for every admission decision.
 
-Import it where it is called: it brings numba, which whoever only reads a policy (the API process) never needs.
+Import this module where it is called: it loads numba, which a process that only reads a policy does not need.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ FloatArray = npt.NDArray[np.float64]
 def lengths_left(
     edges: FloatArray, survival: FloatArray, share: float, done: Int64Array, most: Int64Array, left: Int64Array
 ) -> None:
-    """``left`` int64 [sequences], of 1 to ``most``: tokens until only ``share`` of the outputs that are longer
-    than ``done`` still run.
+    """Write to ``left`` the tokens until only ``share`` of the outputs longer than ``done`` still run.
 
-    ``survival`` [edges]: share of all outputs longer than each of ``edges``; both are joined by straight lines.
+    Args:
+        edges: Output lengths, ascending.
+        survival: Share of all outputs longer than each of ``edges``; values between are interpolated linearly.
+        share: Share in (0, 1).
+        done: int64 [sequences]: tokens produced so far.
+        most: int64 [sequences]: upper bounds of the result.
+        left: int64 [sequences]: receives 1 to ``most`` tokens.
     """
     last = edges.size - 1
     for at in range(done.size):
@@ -50,7 +55,7 @@ def lengths_left(
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # the last edge that at least so many outlive
+            high = last  # the last edge that at least the wanted share outlives
             while low < high:
                 middle = (low + high + 1) // 2
                 if survival[middle] >= wanted:
@@ -75,18 +80,18 @@ def summarize(
     groups: int,
     rows: Int32Array,
 ) -> None:
-    """Write the first ``rows`` int32 [.., COLUMNS] of a `RunningSnapshot` for requests of one sequence.
+    """Write the first rows of a `RunningSnapshot` for requests of one sequence each.
 
     Args:
-        kept: int32 [slots, 5]: prompt tokens, max_tokens, reserved blocks, shared blocks, and the tokens of the
+        kept: int32 [slots, 5]: prompt tokens, max_tokens, reserved blocks, shared blocks, and the length of the
             request when it was admitted.
         slots: int32 [requests]: the row of ``kept`` of each request.
         computed: int32 [requests]: computed tokens of each request.
         tables: int32 [requests]: blocks in each request's table of one group. They cannot be derived from
-            ``computed``: a request keeps the blocks of a rejected draft.
+            ``computed``, because a request keeps the blocks of a rejected draft.
         lookahead: Slots that a step takes beyond its last token.
-        groups: Full groups.
-        rows: Where to write.
+        groups: Number of full-attention groups.
+        rows: int32 [.., COLUMNS]: receives the rows.
     """
     for at in range(slots.size):
         slot = slots[at]
@@ -95,7 +100,7 @@ def summarize(
         held = min(tables[at] * groups, reserved)
         output = max(computed[at], start) - prompt
         if computed[at] >= start:
-            output += 1  # sampled, and not computed before the next step
+            output += 1  # a sampled token is computed in the next step
         rows[at, HELD], rows[at, PRIVATE], rows[at, RESERVED] = held, max(held - shared, 0), reserved
         rows[at, PROMPT], rows[at, PROMPT_LEFT] = prompt + lookahead, max(start - computed[at], 0)
         rows[at, OUTPUT], rows[at, OUTPUT_LEFT] = output, max(max_tokens - output, 1)
@@ -104,7 +109,7 @@ def summarize(
 
 @compiled
 def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
-    """Blocks of all ``groups`` that the prompts still take, whatever is forecast."""
+    """Return the blocks of all ``groups`` that the prompts still take, whatever the forecast."""
     missing = 0
     for at in range(len(rows)):
         missing += max(0, (rows[at, PROMPT] + block_size - 1) // block_size * groups - rows[at, HELD])
@@ -115,8 +120,10 @@ def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
 def grow(
     rows: Int32Array, output_left: Int64Array, block_size: int, chunk: int, groups: int, out: Int64Array
 ) -> int:
-    """``out`` int64 [4, requests]: the arrays of a `Growth`, as `tonnage.cache.admission.peak.growth_of` says;
-    the sum of ``private``."""
+    """Write the arrays of a `Growth` into ``out``, int64 [4, requests], and return the sum of ``private``.
+
+    `tonnage.cache.admission.peak.growth_of` describes the arrays.
+    """
     prompts = private = 0
     for at in range(len(rows)):
         shared, left = rows[at, HELD] - rows[at, PRIVATE], rows[at, PROMPT_LEFT]
@@ -143,18 +150,20 @@ def most_held(
     since: int,
     counts: Int64Array,
 ) -> int:
-    """`tonnage.cache.admission.peak.peak_of` of the arrays of a `Growth`, by place in ``latest_first``.
+    """Return the largest number of blocks held at any step >= ``since`` (the loop of `peak.peak_of`).
 
-    ``counts`` int64 [block_size // scale + 1], zero before: sequences by spare slots of their last block, both
-    these and what is held against them counted in ``scale`` slots.
+    The arrays are a `Growth`'s, visited in the order of ``latest_first``. ``counts``, int64 [block_size //
+    scale + 1] of zeros, receives the sequences by spare slots of their last block. Spare slots are counted in
+    units of ``scale`` slots.
     """
     most = held = number = 0
     for place in range(latest_first.size):
         at = latest_first[place]
         if end[at] < since:
             break
-        # ceil((tail + end) / size) = blocks + turns + [spare < rest]: what ``tail`` fills, with spare slots in
-        # its last block; what ``end`` more tokens fill; one more where the rest of them exceeds the spare ones.
+        # ceil((tail + end) / size) is the sum of three: ``blocks``, the blocks of ``tail``, the last with spare
+        # slots; the whole blocks of ``end`` more tokens; and 1 where the remainder of ``end`` exceeds the spare
+        # slots.
         blocks = -(-tail[at] // block_size)
         counts[(blocks * block_size - tail[at]) // scale] += sequences[at]
         number += sequences[at]
@@ -169,8 +178,10 @@ def most_held(
 
 @compiled
 def least_slack(keys: Int64Array, available: int) -> int:
-    """Least of the slacks that `tonnage.cache.admission.safety.slack_of` says, of requests by their keys
-    (`safety.finishing_keys`), sorted: what is needed and what comes back is read from these again."""
+    """Return the least slack (`tonnage.cache.admission.safety.slack_of`) of requests given by sorted keys.
+
+    `safety.finishing_keys` packs need and returned blocks into a key; both are unpacked here.
+    """
     least = 1 << 62
     for at in range(keys.size):
         need = (keys[at] + (1 << 31)) >> 32
@@ -180,7 +191,7 @@ def least_slack(keys: Int64Array, available: int) -> int:
 
 
 def compile_loops() -> None:
-    """Compile them, or read them from disk: a few seconds, or some hundredths of one."""
+    """Compile the loops of this module in a few seconds, or read them from disk."""
     one, narrow, line = np.ones(1, np.int64), np.ones(1, np.int32), np.array([0.0, 1.0])
     rows = np.ones((1, COLUMNS), np.int32)
     summarize(np.ones((1, 5), np.int32), narrow - 1, narrow, narrow, 0, 1, rows)

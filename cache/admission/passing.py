@@ -1,4 +1,4 @@
-"""Passing: when the waiting head of the queue begins, so that whoever passes it does not delay it."""
+"""Passing: when the head of the queue can start, so that a request that passes it does not delay it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tonnage.cache.blocks.groups import num_full
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first of the queue, waiting for room; ``start`` steps from now it begins if all goes as forecast."""
+    """The first request of the queue, which waits for blocks; it is forecast to start in ``start`` steps."""
 
     request: AdmissionRequest
     output_left: int
@@ -24,7 +24,7 @@ class Head:
 
 
 def with_head(growth: Growth, head: Head, block_size: int) -> Growth:
-    """What the running requests will hold with the head from its start on."""
+    """Return the growth of the running requests with the head added from its start on."""
     prompt = head.request.prompt_tokens
     return growth.with_one(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left
@@ -39,14 +39,21 @@ def head_start(
     limits: Limits,
     margin: int,
 ) -> Head:
-    """When the waiting head of the queue begins if all goes as forecast and nobody else is admitted.
+    """Return the forecast start of the head of the queue if no other request is admitted.
 
-    ``request_left`` and ``output_left`` [running]: output tokens forecast for it and for each running request;
-    ``margin`` as `Policy.margin`. The first end of a running request after which the peak with the head fits;
-    the later the start, the less there is beside it, so it is found by bisection.
+    It is the first end of a running request after which the peak with the head fits. A later start leaves fewer
+    requests beside it, so the start is found by bisection.
+
+    Args:
+        request: The head of the queue.
+        request_left: Output tokens forecast for it.
+        snapshot: The running requests.
+        output_left: Output tokens forecast for each running request.
+        limits: Limits of the pool.
+        margin: Blocks that admission leaves free (`Policy.margin`).
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    if groups == 0:  # nobody passes it
+    if groups == 0:  # no request passes it
         return Head(request, request_left, 0)
     _, sliding = split_reservation(request, limits)
     capacity = snapshot.capacity - sliding - margin

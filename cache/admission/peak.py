@@ -1,13 +1,13 @@
-"""The future peak: blocks in use over the coming steps when each running request ends after a given number.
+"""The forecast peak: blocks in use over the coming steps, for given remaining output lengths.
 
-Time is counted in steps from now; every sequence of a request gains one token a step. A request with prompt
-still to compute starts to decode only after its prefill steps, so it ends that much later; until then it is
-counted with its whole prompt. The blocks of a request of n sequences are ``prompt // block_size`` shared ones
-and, for each sequence, what the rest of its tokens takes, so the total rises step by step between two ends and
-falls at an end: the peak is at one of the ends, where the request that ends still holds everything.
+Time is counted in steps from now, and every sequence gains one token per step. A request that still computes
+its prompt decodes after its prefill steps, so it ends that much later. Until then it counts with its whole
+prompt. A request of n sequences holds ``prompt // block_size`` shared blocks and, for each sequence, the blocks
+of its other tokens. The total rises between two ends and falls at an end. The peak is therefore at one of the
+ends, where the request that ends still holds all its blocks.
 
-This forecasts and guarantees nothing (see `tonnage.cache.admission.safety` for what does): a peak within
-capacity means that nobody would have to stall if lengths come as given.
+This is a forecast without a guarantee (`tonnage.cache.admission.safety` gives one). A peak within capacity
+means that no sequence stalls if the lengths come true.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tonnage.cache.admission.snapshot import RunningSnapshot
 IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 
-# Blocks are rounded up sequence by sequence. With blocks of more than 16 tokens the remainders are rounded up
-# to sixteenths of a block, which can expect a block too many and never one too few.
+# Blocks are rounded up per sequence. With blocks of more than 16 tokens the remainders are rounded up to
+# sixteenths of a block. That can count a block too many, never one too few.
 _CLASSES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a set of requests will hold; int64 arrays [requests], all groups of one token range together.
+    """The blocks that a set of requests will hold over time, as int64 arrays [requests].
 
-    At step t >= 0 a request holds ``fixed + sequences * ceil((tail + t) / block_size)`` blocks in each full
-    group, until it has ended after step ``end``. ``private``: blocks, of all groups, that are now in the
-    tables of one of them only.
+    At step t >= 0 a request holds ``fixed + sequences * ceil((tail + t) / block_size)`` blocks in each
+    full-attention group, until it ends after step ``end``. ``private`` is the number of blocks, in all groups,
+    that only one of the requests has in its tables now.
     """
 
     fixed: Int64Array
@@ -43,7 +43,7 @@ class Growth:
     private: int = 0
 
     def with_one(self, fixed: int, tail: int, sequences: int, end: int) -> Growth:
-        """These and one more."""
+        """Return the growth of these requests and one more."""
         return Growth(
             np.append(self.fixed, fixed),
             np.append(self.tail, tail),
@@ -56,10 +56,16 @@ class Growth:
 def growth_of(
     snapshot: RunningSnapshot, output_left: IntArray, block_size: int, chunk: int, groups: int = 1
 ) -> Growth:
-    """Growth of the running requests when each produces ``output_left`` more tokens a sequence.
+    """Return the growth of the running requests if each produces ``output_left`` more tokens per sequence.
 
-    ``chunk``: prompt tokens computed in a step by all together, first come first served. ``groups``: full
-    groups. Blocks that requests share are left out here; they are ``used - private``, counted once.
+    Blocks that requests share are left out; they are ``used - private``, counted once.
+
+    Args:
+        snapshot: The running requests.
+        output_left: int [running]: tokens each will produce.
+        block_size: Tokens per block.
+        chunk: Prompt tokens that all requests together compute in a step, in order of admission.
+        groups: Number of full-attention groups.
     """
     from tonnage.cache.admission.loops import grow
 
@@ -69,16 +75,16 @@ def growth_of(
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
-    """Blocks of ``groups`` full groups that the prompts still take."""
+    """Return the blocks of ``groups`` full-attention groups that the prompts still take."""
     from tonnage.cache.admission.loops import missing_blocks
 
     return missing_blocks(snapshot.rows, block_size, groups)
 
 
 def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
-    """Most blocks (of one full group) held at any step >= ``since``; 0 without requests.
+    """Return the largest number of blocks (of one full-attention group) held at any step >= ``since``.
 
-    O(requests * 16): for how many requests the remainders take one more block is read from running counts.
+    0 without requests. O(requests * 16): running counts tell how many remainders take one more block.
     """
     if not len(growth.end):
         return 0

@@ -1,21 +1,20 @@
-"""The modes of admission: what must hold of the state with a new request for it to start.
+"""The modes of admission: the condition that the state with a new request must meet for the request to start.
 
 =============== ============================================================================================
-``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak forecast by the
-learned
-                lengths fits beside what that law keeps free: no preemption ever, steps skipped where lengths
-                surprise. With ``length_quantile`` 1 the forecast is max_tokens: no steps skipped either, but
-                where chunks of prefill shift the peak, and far fewer requests at a time.
+``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak forecast by learned
+                lengths fits beside the blocks that safety keeps free. Requests are never preempted; they skip
+                steps if lengths deviate. With ``length_quantile`` 1 the forecast is max_tokens: steps are
+                skipped only if chunks of prefill shift the peak, and far fewer requests run.
 ``predictive``  the peak forecast by the learned lengths fits under the watermark. Sequences stall when
-                blocks run out; only when nobody can go on is one preempted, the one with the least to redo.
+                blocks run out; if all stall, the one with the least to recompute is preempted.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest is preempted.
-``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
-``auto``        greedy, or predictive by another quantile where a rehearsal shows that it serves the load better
+``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang). ``auto``
+greedy, or predictive with another quantile if a rehearsal shows that it serves the load better
                 (`tonnage.cache.admission.auto`).
 =============== ============================================================================================
 
-Everywhere a request may start that runs alone or whose reservation fits beside all others
-(`tonnage.cache.admission.controller`). Nothing here sees the true output length.
+In every mode a request may start that runs alone or whose reservation fits beside all others
+(`tonnage.cache.admission.decide`). No rule sees the true output length.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tonnage.cache.errors import CacheConfigError
 
 
 class AdmissionMode(StrEnum):
-    """``--admission-mode``."""
+    """The admission mode, the value of ``--admission-mode``."""
 
     GUARANTEED = "guaranteed"
     PREDICTIVE = "predictive"
@@ -45,10 +44,13 @@ class AdmissionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What ``auto`` admits by now. ``share`` None is vLLM's rule: a request starts when its prompt fits.
+    """The admission rule that ``auto`` follows at a time.
 
-    Else a request starts only if the pool's peak fits, with each running request forecast to end where this
-    share of the longer outputs still runs. ``fresh`` False: that is asked of preempted requests alone.
+    Attributes:
+        share: None is vLLM's rule: a request starts when its prompt fits. Else a request starts only if the
+            forecast peak fits the pool, with each running request forecast to end when this share of the longer
+            outputs still runs.
+        fresh: False applies ``share`` to preempted requests only.
     """
 
     share: float | None = None
@@ -60,17 +62,23 @@ VLLM = Rule()
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``length_quantile`` and ``watermark`` None: the mode's own.
+    """An admission mode with its parameters; None stands for the mode's default.
 
-    ``target_itl``: P99 of the seconds between tokens that ``auto`` keeps below, at the price of throughput. The
-    watermark is a share of the usable blocks that admission leaves free for growth, as vLLM's
-    ``--watermark``. Raises CacheConfigError, naming the field.
+    Attributes:
+        mode: The admission mode.
+        length_quantile: Quantile of the remaining output lengths that the peak is forecast from.
+        watermark: Share of the usable blocks that admission leaves free for growth, as vLLM's ``--watermark``.
+        tenant_blocks: Upper bound of the blocks reserved for one tenant at a time.
+        target_itl: P99 of the seconds between tokens that ``auto`` must keep, at the price of throughput.
+
+    Raises:
+        CacheConfigError: A value is out of range or has no effect in the mode.
     """
 
     mode: AdmissionMode = AdmissionMode.GUARANTEED
     length_quantile: float | None = None
     watermark: float | None = None
-    tenant_blocks: int | None = None  # most blocks reserved to one tenant at a time
+    tenant_blocks: int | None = None
     target_itl: float | None = None
 
     def __post_init__(self) -> None:
@@ -101,11 +109,11 @@ class Policy:
 
     @property
     def quantile(self) -> float:
-        """Quantile of the outputs still to come that the peak is forecast from; 1 is max_tokens.
+        """Quantile of the remaining output lengths that the peak is forecast from; 1 is max_tokens.
 
         Predictive: 0.4 with a watermark of 0.004 (benchmarks/admission.py, where 0.4 to 0.5 and 0 to 0.005
         differ by 0.4 % of the steps and by up to 4 preemptions in 2,000 requests). Guaranteed: 0.5; below it
-        more requests start than may grow, and tokens/s fall (benchmarks/vllm_admission.py --matrix --modes
+        more requests start than can grow, and tokens/s fall (benchmarks/vllm_admission.py --matrix --modes
         guaranteed).
         """
         if self.length_quantile is not None:
@@ -114,56 +122,62 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether the quantile is meant for many requests, and fewer are forecast by a higher one
-        (`tonnage.cache.admission.forecast`): unless the user named it."""
+        """Whether few requests are forecast by a higher quantile, as the default quantiles need."""
         return self.length_quantile is None and self.forecasts
 
     @property
     def reserve(self) -> float:
-        """Share of the usable blocks that a new request must leave."""
+        """Share of the usable blocks that a new request must leave free."""
         if self.watermark is not None:
             return self.watermark
         return 0.004 if self.mode is AdmissionMode.PREDICTIVE else 0.0
 
     @property
     def lookahead(self) -> int:
-        """How many waiting requests behind the head are asked whether they may pass.
+        """Number of waiting requests behind the head that may try to pass it.
 
-        In guaranteed mode passing saves 1.3 % of the steps and nearly all skipped ones of
-        benchmarks/admission.py; in predictive mode it cost 0.4 % more steps and 3 preemptions, and vLLM's rule
-        lets no request pass.
+        In guaranteed mode passing saves 1.3 % of the steps and nearly all skipped steps of
+        benchmarks/admission.py. In predictive mode it cost 0.4 % more steps and 3 preemptions. vLLM's rule lets
+        no request pass.
         """
         return 8 if self.mode is AdmissionMode.GUARANTEED else 0
 
     @property
     def forecasts(self) -> bool:
-        """Whether the mode looks at blocks over time. Where not, nobody passes the head of the queue."""
+        """Whether the mode forecasts blocks over time; without a forecast no request passes the head."""
         return self.mode in (AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE)
 
     def under(self, rule: Rule) -> Policy:
-        """Return the mode of its own that ``auto`` is while ``rule`` holds."""
+        """Return the policy that mode ``auto`` applies while ``rule`` is in effect."""
         if rule == VLLM:
             return Policy(AdmissionMode.GREEDY, tenant_blocks=self.tenant_blocks)
         assert rule.share is not None
         return Policy(AdmissionMode.PREDICTIVE, 1 - rule.share, 0.0, self.tenant_blocks)
 
     def margin(self, limits: Limits) -> int:
-        """Blocks that a new request must leave."""
+        """Return the number of blocks that a new request must leave free."""
         return int(self.reserve * limits.usable_blocks)
 
 
 def blocks_taken(
     state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
 ) -> Iterator[int]:
-    """Blocks of all groups that count as taken with everybody in ``state``, by each rule of the mode, the cheap
-    one first: each must leave the margin. For layouts with a full group, in every mode but ``no_evict``.
+    """Yield the blocks that count as taken by all requests of ``state``, by each condition of the mode.
 
-    ``output_left`` [running]: tokens forecast for each request (its longest sequence), by
-    `forecast.LengthForecast` at ``policy.quantile``. ``head``: the request that the last one of ``state`` would
-    pass, which must not delay it. O(running * 16), some tens of microseconds at 256.
+    Each must leave the margin free; the cheap condition comes first. It is for layouts with a full-attention
+    group, in every mode except ``no_evict``. O(running * 16), some tens of microseconds for 256 requests.
+
+    Args:
+        state: The requests.
+        output_left: int [running]: tokens forecast for each request's longest sequence, by
+            `forecast.LengthForecast` at ``policy.quantile``.
+        limits: Limits of the pool.
+        policy: The policy.
+        head: The request that the last one of ``state`` would pass and must not delay.
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    # Prompts admitted before it take theirs first; what a chunk of this step has taken is held already.
+    # Prompts admitted earlier take their blocks first; blocks taken by this step's chunks are already counted
+    # as held.
     yield state.windowed + state.used + prompts_missing(state, block_size, groups)
     if not policy.forecasts:
         return
@@ -177,17 +191,16 @@ def blocks_taken(
 
 
 def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int, groups: int) -> int:
-    """Return the blocks that guaranteed mode keeps beside the forecast peak, so that its law lets all grow.
+    """Return the blocks that guaranteed mode keeps free beside the forecast peak, so that all can grow.
 
-    The law (`tonnage.cache.admission.safety`) holds back what one request may need beyond its forecast,
-    whichever needs least: with less than that available, one request grows at a time and all others skip their
-    steps.
+    Safety (`tonnage.cache.admission.safety`) holds back what one request, the one that needs least, may need
+    beyond its forecast. With fewer blocks available only one request grows at a time and all others skip steps.
 
     Args:
-        state: the requests.
-        output_left: int [running], tokens forecast for each.
-        block_size: tokens of a block.
-        groups: full groups.
+        state: The requests.
+        output_left: int [running]: tokens forecast for each.
+        block_size: Tokens per block.
+        groups: Number of full-attention groups.
     """
     if not len(state):
         return 0
@@ -198,9 +211,9 @@ def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int,
 def blocks_short(
     state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
 ) -> int:
-    """Blocks that must come back before the last request of ``state`` may start; 0: it may start now.
+    """Return the blocks that must be released before the last request of ``state`` may start; 0: none.
 
-    Arguments as `blocks_taken`. In guaranteed mode ``state`` must be safe, too.
+    The arguments are described in `blocks_taken`. In guaranteed mode ``state`` must be safe too.
     """
     room = limits.usable_blocks - policy.margin(limits)
     for taken in blocks_taken(state, output_left, limits, policy, head):

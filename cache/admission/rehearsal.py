@@ -1,16 +1,20 @@
-"""A rehearsal: a load served by vLLM's scheduling rules on counted blocks, under a given way to admit.
+"""A rehearsal: a fast simulation of vLLM's scheduler that serves a load under a given admission rule.
 
-Admission cannot be tried twice on the same requests in a server. A rehearsal tries it on requests like the last
-ones: so many clients send the lengths that were seen, one request after the other, and a clock runs by the
-measured step costs. It answers what a rule would bring: tokens a second, seconds to the first token and between
-tokens. Some milliseconds for a pool of 1,500 blocks; without the interpreter's lock.
+A server cannot try two admission rules on the same requests. A rehearsal tries a rule on requests like the
+recent ones: a number of clients send requests of the observed lengths, one after the other, and a clock runs by
+the measured step costs. It returns the tokens per second, the seconds to the first token and the seconds
+between tokens. It takes some milliseconds for a pool of 1,500 blocks and releases the interpreter's lock.
 
-What it keeps of vLLM's scheduler (v1/core/sched/scheduler.py, 0.32): running sequences first, in order of
-admission; one token budget; the last one preempted when a block is missing, and put first in the queue; no
-admission in a step that preempted; a request starts when its whole prompt fits. Freed blocks are reused oldest
-first and the end of a sequence before its beginning, so a preempted request finds the beginning of its blocks
-in the prefix cache for a while. What it leaves out: prefixes that requests share, groups other than full
-attention, priorities.
+It keeps these rules of vLLM's scheduler (v1/core/sched/scheduler.py, 0.32):
+
+- running sequences come first, in order of admission, under one token budget;
+- if a block is missing, the last sequence is preempted and put first in the queue, and no request is admitted
+  in that step;
+- a request starts when its whole prompt fits;
+- freed blocks are reused oldest first, and the end of a sequence before its beginning, so that a preempted
+  request finds the beginning of its blocks in the prefix cache for a while.
+
+It leaves out prefixes that requests share, groups other than full attention, and priorities.
 """
 
 from __future__ import annotations
@@ -27,14 +31,20 @@ from tonnage.cache.compiled import compiled_apart
 
 FloatArray = npt.NDArray[np.float64]
 
-# A rehearsal ends after this many steps, and then counts as serving nothing: the loop cannot hang.
+# A rehearsal stops after this many steps and then counts as serving nothing, so the loop cannot hang.
 _MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests to serve, int64 arrays [requests]: ``prompt`` tokens to compute, ``output`` tokens until they
-    end, ``max_tokens`` requested. ``clients`` of them are in the system at any time."""
+    """Requests to serve, as int64 arrays [requests].
+
+    Attributes:
+        prompt: Prompt tokens to compute.
+        output: Output tokens until the request ends.
+        max_tokens: Requested upper bound of output tokens.
+        clients: Number of requests in the system at any time.
+    """
 
     prompt: Int64Array
     output: Int64Array
@@ -44,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The limits of the engine: ``blocks`` of ``block_size`` tokens, tokens and sequences of a step."""
+    """The limits of a rehearsed engine: its blocks, and the tokens and sequences of a step."""
 
     blocks: int
     block_size: int
@@ -54,8 +64,16 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rehearsal brought: tokens a second, and quantiles in seconds of the time to the first token and
-    between tokens. ``recomputed`` is the share of the seconds that went into tokens computed before."""
+    """The result of a rehearsal.
+
+    Attributes:
+        tokens_per_second: Output tokens per second.
+        first_p50: Median seconds to the first token.
+        first_p99: P99 seconds to the first token.
+        between_p99: P99 seconds between tokens.
+        recomputed: Share of the seconds spent on tokens computed before.
+        preemptions: Number of preemptions.
+    """
 
     tokens_per_second: float
     first_p50: float
@@ -66,13 +84,13 @@ class Outcome:
 
 
 def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
-    """Serve ``load`` and return what came of it.
+    """Simulate the service of ``load`` under ``rule`` and return its outcome.
 
     Args:
-        load: the requests; those that do not fit the pool alone must not be among them.
-        engine: limits of pool and step.
-        cost: seconds of a step.
-        rule: which requests start.
+        load: The requests; each must fit the pool alone.
+        engine: Limits of pool and step.
+        cost: Seconds of a step.
+        rule: The admission rule.
     """
     requests = len(load.output)
     first, between = np.full(requests, -1.0), np.empty(int(load.output.sum()))
@@ -82,7 +100,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
         np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
         2.0 if rule.share is None else rule.share, rule.fresh, first, between,
     )  # fmt: skip
-    # Those that came first found an empty pool: they are no measure of a server that is busy.
+    # The first requests find an empty pool, which is not typical of a busy server.
     steady = first[min(load.clients, requests // 2) :]
     return Outcome(
         float(load.output.sum()) / seconds,
@@ -96,7 +114,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
 
 @compiled_apart
 def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
-    """Tokens until only ``share`` of the ``lengths`` (sorted) that are longer than ``done`` still run."""
+    """Return the tokens until only ``share`` of the sorted ``lengths`` longer than ``done`` still run."""
     longer = int(np.searchsorted(lengths, done, side="right"))
     count = lengths.size - longer
     if count == 0:
@@ -107,19 +125,19 @@ def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
 
 @compiled_apart
 def _peak(held: Int64Array, left: Int64Array, count: int, block_size: int) -> float:
-    """Most blocks in use if sequence ``i`` of ``count``, now ``held`` tokens long, ends after ``left`` more."""
+    """Return the peak of blocks if sequence i, ``held[i]`` tokens long, ends after ``left[i]`` more."""
     order = np.argsort(-left[:count])
     most = base = 0.0
     for place in range(count):
         at = order[place]
-        base += held[at] / block_size + 0.5  # half of a last block is spare
+        base += held[at] / block_size + 0.5  # on average half of a last block is spare
         most = max(most, base + (place + 1) * left[at] / block_size)
     return most
 
 
 @compiled_apart
 def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
-    """Take ``need`` blocks from ``freed``, beginning at ``oldest``; return where the next ones are."""
+    """Take ``need`` blocks from ``freed`` at ``oldest`` and return the index of the next freed blocks."""
     while need > 0:
         used = min(need, freed[oldest])
         freed[oldest] -= used
@@ -135,12 +153,13 @@ def _serve(
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, fresh: bool,
     first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
-    """The loop of `rehearse`; ``first`` [requests] and ``between`` [tokens] are filled in.
+    """Run the loop of `rehearse`, filling ``first`` [requests] and ``between`` [tokens] with seconds.
 
-    Returns seconds, tokens computed again, preemptions, and how many of ``between`` are set.
+    Returns:
+        Seconds, tokens computed again, preemptions, and the number of entries set in ``between``.
     """
     requests = output.size
-    length = prompt.copy()  # tokens of each request so far; all but the last ``length - computed`` are computed
+    length = prompt.copy()  # tokens of each request so far; ``computed`` of them are computed
     computed, held, chunk = (
         np.zeros(requests, np.int64),
         np.zeros(requests, np.int64),
@@ -148,10 +167,10 @@ def _serve(
     )
     arrived, last = np.zeros(requests), np.zeros(requests)
     running, active = np.empty(requests, np.int64), 0
-    # Preempted requests are put before the head, so the queue needs room on both sides.
+    # Preempted requests are put before the head, so the queue needs space on both sides.
     queue, head, tail = np.empty(2 * requests + 1, np.int64), requests, requests
-    # Freed blocks, counted by the request that held them, in the order in which they are reused; ``entry`` is
-    # the place of each preempted request: what is left there is the beginning of its blocks.
+    # Freed blocks, counted by the request that held them, in order of reuse. ``entry`` is the index of each
+    # preempted request in it: the blocks left there are the beginning of its blocks.
     freed = np.empty(4 * requests + 4 * seats + 64, np.int64)
     entry = np.full(requests, -1, np.int64)
     freed[0], oldest, newest = blocks, 0, 1
@@ -194,7 +213,7 @@ def _serve(
             free -= need
             oldest = _reuse(freed, oldest, need)
             place += 1
-        while place < active:  # no budget is left for these
+        while place < active:  # no budget is left for the other sequences
             chunk[running[place]] = 0
             place += 1
         while not preempted and head < tail and room > 0 and active < seats:
@@ -221,7 +240,7 @@ def _serve(
                     asked, departed_then = step, departed
                     break
             head += 1
-            if hit:  # the beginning of its blocks is still there
+            if hit:  # the beginning of its blocks is still cached
                 freed[entry[at]] -= hit
                 free -= hit
                 again -= hit * block_size
@@ -265,7 +284,7 @@ def _serve(
                 running[stay] = at
                 stay += 1
         active = stay
-        if newest + 2 * seats > freed.size:  # what is reused already makes room
+        if newest + 2 * seats > freed.size:  # make space by dropping reused entries
             freed[: newest - oldest] = freed[oldest:newest].copy()
             for at in range(requests):
                 entry[at] = max(entry[at] - oldest, -1)
@@ -277,7 +296,7 @@ def _serve(
 
 
 def compile_rehearsal() -> None:
-    """Compile the loop, or read it from disk: some seconds, or some hundredths of one."""
+    """Compile the loop in some seconds, or read it from disk."""
     one = np.full(4, 2, np.int64)
     for rule in (Rule(), Rule(0.5)):
         rehearse(Load(one, one, one, 2), Engine(8, 2, 4, 4), StepCost(1.0, 0.0, 0.0, 0.0), rule)

@@ -1,41 +1,42 @@
-"""The law of guaranteed mode: only states in which every admitted request can still run to its max_tokens.
+"""Safety in guaranteed mode: every admitted request can always still run to its max_tokens.
 
-This is the banker's algorithm (E. W. Dijkstra, EWD 623) for one resource, blocks. A request's *need* is what it
-was reserved and does not hold. A state is **safe** when its requests can be put in an order such that each,
-when its turn comes, finds its whole need available::
+This is the banker's algorithm (E. W. Dijkstra, EWD 623) for one resource, blocks. A request's *need* is its
+reservation minus the blocks it holds. A state is **safe** if its requests have an order in which each, when its
+turn comes, finds its whole need available::
 
-    capacity - |blocks held by it and by those after it| >= need        for each, in that order
+    capacity - |blocks held by it and by the requests after it| >= need        for each, in that order
 
-**Two rules keep every state safe.** A request is admitted only if the state with it is safe. A block is
-granted to a running sequence only if the state after it is safe; otherwise the sequence *stalls* for this step:
-it keeps its blocks, computes nothing and loses nothing. Nobody is ever preempted to make room.
+**Two rules keep every state safe.** A request is admitted only if the state with it is safe. A block is granted
+to a running sequence only if the state after it is safe. Otherwise the sequence *stalls* for this step: it
+keeps its blocks and computes nothing. No request is ever preempted to free blocks.
 
-**Why nothing else can make a safe state unsafe.** With an order that shows safety, look at the inequality of
-each request:
+**No other event makes a safe state unsafe.** Take an order that shows safety, and the inequality of each
+request:
 
-- somebody ends, is cancelled, or one of its n sequences ends: blocks leave the union, need does not grow (the
-  reservation shrinks by at least what the sequence alone held);
-- a computed block is found to be the duplicate of a published one and is given back: the union of any set of
-  requests shrinks or stays, and nobody's ``held`` changes;
-- a block stops being shared because its other owner left: the union stays or shrinks;
-- sliding windows: what they can hold at most is set aside whole (`RunningSnapshot.windowed`), so dropping a
-  block, shared or not, changes nothing here;
-- a cached block that nobody references is available: turning it into a used one by a prefix hit is an
-  allocation and is checked as one; evicting it changes nothing.
+- A request ends, is cancelled, or one of its n sequences ends: blocks leave the union and need does not grow.
+  The reservation shrinks by at least what the sequence alone held.
+- A computed block duplicates a published one and is given back: the union of any set of requests shrinks or
+  stays, and no request's ``held`` changes.
+- A block stops being shared because its other owner left: the union stays or shrinks.
+- A sliding window releases a block: its bound is set aside in full (`RunningSnapshot.windowed`), so nothing
+  changes here.
+- An unreferenced cached block is available. A prefix hit on it is an allocation and is checked as one. Evicting
+  it changes nothing.
 
-**Why there is always progress.** In a safe state the first of the order finds its whole need available, and
-granting it a part leaves the same order valid (available and its need fall alike). So of those that want blocks
-at least that one can go on, or it wants none and goes on anyway, or it waits for its share of the token budget;
-a scheduler that offers the budget of a stalled sequence to the next one therefore never stands still. Each
-step computes at least one token of a finite number, so every request ends. The argument knows no clock, no
-chunk size and no order of prefill and decode, which is what a rule that forecasts a peak from lockstep decoding
-lacks: with 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000, 1,600), which need 808 in
-chunks of 64 tokens and 834 in chunks of 16.
+**There is always progress.** In a safe state the first request of the order finds its whole need available.
+Granting it a part keeps the order valid, since available blocks and its need fall alike. At least this request
+can therefore continue, or it needs no block, or it waits for its share of the token budget. A scheduler that
+offers the budget of a stalled sequence to the next one never stands still. Each step computes at least one
+token of a finite number, so every request ends.
 
-**Sharing.** Counting a union for each place of the order takes a walk over the tables. A lower bound of what
-leaves with each request is enough in nearly every step: the blocks that it alone references (``private``). What
-the bound grants is safe; the exact count (`last_owners`) is asked for only where the bound cannot show what is
-known to be so, that the present state is safe, and would stall more than has to be.
+The argument uses no clock, no chunk size and no order of prefill and decode. A rule that forecasts a peak from
+lockstep decoding depends on them. With 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000,
+1,600), which need 808 blocks in chunks of 64 tokens and 834 in chunks of 16.
+
+**Sharing.** Counting a union at each place of the order takes a walk over the tables. In nearly every step a
+lower bound of what each request returns is enough: the blocks that it alone references (``private``). A grant
+under the bound is safe. The exact count (`last_owners`) is used only if the bound cannot show that the present
+state is safe, and would stall more sequences than necessary.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def finishing_order(need: IntArray, returns: IntArray) -> Int64Array:
-    """int64 [running]: smallest need first, among equals the one that returns most.
+    """Return the order in which requests can finish, int64 [running]: smallest need first, then largest return.
 
-    If any order shows the state safe, this one does: available blocks only grow along an order, so a request
-    that is not the next cannot be helped by taking a needier one before it.
+    If any order shows that the state is safe, this one does. Available blocks only grow along an order, so
+    taking a needier request first cannot help.
     """
     return np.argsort(finishing_keys(need, returns), kind="stable")
 
 
 def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
-    """int64 [running], in finishing order when sorted."""
-    # One sort of a combined key costs a third of lexsort; both counts are below 2^31.
+    """Return int64 keys [running] whose ascending order is the finishing order."""
+    # One sort of a combined key takes a third of the time of lexsort; both counts are below 2^31.
     keys = need.astype(np.int64) << 32
     keys -= returns
     return keys
 
 
 def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArray) -> Int64Array:
-    """int64 [running], in the order given: blocks available when its turn comes, less its need.
+    """Return the blocks available at each request's turn minus its need, int64 [running], in the given order.
 
-    ``returns`` [running]: blocks that become available when the request ends, those it is still to take apart.
+    ``returns`` [running] is what becomes available when a request ends, without the blocks that it still has to
+    take.
     """
     back = returns[order].astype(np.int64)
     slack: Int64Array = available + np.cumsum(back) - back - need[order]
@@ -80,29 +82,33 @@ def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArra
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An order to finish in, int64 [running], and what becomes available as each one leaves, int64 [running] by
-    entry: exact, but for this order only (`last_owners`). ``used``: the distinct blocks of all, where they are
-    counted with it; None: as many as the snapshot says."""
+    """An order in which the running requests can finish, with the exact blocks each returns.
+
+    Attributes:
+        order: int64 [running]: snapshot indices in finishing order.
+        returns: int64 [running]: blocks returned by each snapshot entry.
+        used: Distinct blocks of all requests if they were counted too; None: the snapshot's count.
+    """
 
     order: Int64Array
     returns: Int64Array
     used: int | None = None
 
     def available(self, snapshot: RunningSnapshot) -> int:
-        """Return the blocks that full groups may still take."""
+        """Return the blocks that full-attention groups may still take."""
         return snapshot.available if self.used is None else snapshot.capacity - self.used
 
 
 def is_safe(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> bool:
-    """Whether everybody can still run to the end of its reservation, one after the other."""
+    """Return whether every request can still run to the end of its reservation, one after the other."""
     return committed_peak(snapshot, leaving) <= snapshot.capacity
 
 
 def committed_peak(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> int:
-    """Most blocks of full groups in use when all run to max_tokens one after the other, in finishing order.
+    """Return the peak of full-attention blocks if all requests run to max_tokens one after the other.
 
-    The law of guaranteed mode is that this never exceeds `RunningSnapshot.capacity`. Without ``leaving`` an
-    upper bound, exact where nothing is shared.
+    The requests finish in `finishing_order`. Guaranteed mode keeps this peak within `RunningSnapshot.capacity`.
+    Without ``leaving`` it is an upper bound, exact if no block is shared.
     """
     if len(snapshot) == 0:
         return snapshot.used
@@ -124,12 +130,18 @@ def grant(
     multiple: int = 1,
     leaving: Leaving | None = None,
 ) -> Int64Array:
-    """How many blocks each sequence of this step may take now; int64 [sequences].
+    """Return how many blocks each sequence may take in this step, int64 [sequences].
 
-    ``entries`` [sequences]: the sequence's request, an index into the snapshot; ``blocks`` [sequences]: what it
-    wants, within its reservation. The first served first. Less than wanted is a multiple of ``multiple`` (the
-    full groups, as each block of tokens takes one in each): a prefill chunk can be cut to it, a decode that
-    gets 0 stalls. The state after all grants is safe if the one before was.
+    The first sequences are served first. The state after all grants is safe if the state before was. A partial
+    grant is a multiple of ``multiple``: a prefill chunk can be cut to it, and a decode that is granted 0
+    stalls.
+
+    Args:
+        snapshot: The running requests.
+        entries: int [sequences]: snapshot index of each sequence's request.
+        blocks: int [sequences]: blocks it needs, within its reservation.
+        multiple: The number of full-attention groups, since each block of tokens takes one block in each.
+        leaving: Exact finishing order and returns, if the bound does not suffice.
     """
     wanted = np.asarray(blocks, dtype=np.int64)
     total = int(wanted.sum())
@@ -140,7 +152,7 @@ def grant(
     order = finishing_order(need, back) if leaving is None else leaving.order
     available = snapshot.available if leaving is None else leaving.available(snapshot)
     slack = slack_of(order, available, need, back)
-    # A grant takes from the slack of those before its taker in the order, and from nobody else's.
+    # A grant reduces the slack of the requests before its taker in the order, and of no other.
     if total <= int(slack.min()):
         return wanted
     place = np.empty_like(order)
@@ -168,10 +180,10 @@ def grant(
 def _most_by_new_order(
     available: int, need: Int64Array, back: Int64Array, entry: int, want: int, known: int
 ) -> int:
-    """Largest count in [known, want] after which the state is safe; ``known`` is.
+    """Return the largest count in [known, want] after which the state is safe, given that ``known`` is safe.
 
-    More is never safer: the others that can finish before the taker become fewer, and what it needs when its
-    turn comes stays the same.
+    A larger count is never safer: fewer requests can finish before the taker, and its need at its turn stays
+    equal.
     """
     low, high = known, min(want, available)
     while low < high:
@@ -186,10 +198,14 @@ def _most_by_new_order(
 
 
 def last_owners(snapshot: RunningSnapshot, tables: IntArray, owners: IntArray, num_blocks: int) -> Leaving:
-    """The exact count: a block becomes available when the last of its owners in the order leaves. O(entries).
+    """Return the exact returns in finishing order: a block comes back when its last owner leaves.
 
-    ``tables`` [entries]: block ids of all running sequences' full groups, flattened, no null blocks; ``owners``
-    [entries]: the request of each, an index into the snapshot.
+    Args:
+        snapshot: The running requests.
+        tables: int [entries]: block ids in the tables of all running sequences' full-attention groups,
+            flattened, without null blocks.
+        owners: int [entries]: snapshot index of each block's request.
+        num_blocks: Blocks of the pool.
     """
     order = finishing_order(snapshot.need, snapshot.private)
     place = np.empty_like(order)

@@ -1,10 +1,9 @@
-"""RunningSnapshot: what admission and the grant of blocks read; a row of ints for each running request.
+"""A snapshot of the running requests, one row of counts per request, which admission reads.
 
-A *request* here is the unit of admission: one prompt with its n sequences (forks to come included). Entries
-stand in order of admission, the oldest first. Only **full** groups are counted block by block: what sliding
-groups may ever hold is bounded (`tonnage.cache.admission.reservation`), so it is set aside whole in
-``windowed`` when a request is admitted, and a window that drops a shared block changes nothing that anybody was
-reserved.
+A *request* is the unit of admission: one prompt with its n sequences, forks to come included. Rows are in order
+of admission, oldest first. Only blocks of **full-attention** groups are counted individually. The blocks of
+windowed groups are bounded (`tonnage.cache.admission.reservation`) and set aside in full in ``windowed`` when a
+request is admitted. A window that releases a shared block therefore changes no reservation.
 """
 
 from __future__ import annotations
@@ -23,21 +22,14 @@ COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class RunningSnapshot:
-    """Pool counters, and ``rows`` int32 [running requests, COLUMNS]. Views are fine: readers change nothing.
+    """Counts of the pool and of each running request.
 
-    - ``usable``: blocks of the pool without the null block;
-    - ``used``: distinct blocks of full groups with a reference;
-    - ``windowed``: most blocks all running requests can hold in sliding groups (0 without such groups).
-
-    The columns, each int32 [running requests]:
-
-    - ``held``: distinct blocks in the request's tables, full groups;
-    - ``private``: those of ``held`` that no other request references, or fewer (a lower bound is safe);
-    - ``reserved``: most blocks the request can ever hold in full groups;
-    - ``prompt``: prompt tokens; ``prompt_left``: of these not yet computed;
-    - ``output``: tokens produced by its longest live sequence; ``output_left``: the most that one of its live
-      sequences may still produce;
-    - ``sequences``: live ones plus forks to come.
+    Attributes:
+        usable: Blocks of the pool without the null block.
+        used: Distinct blocks of full-attention groups with a reference.
+        windowed: Upper bound of the blocks of all running requests in windowed groups (0 without such groups).
+        rows: int32 [running requests, COLUMNS]: the properties below are its columns. Views are allowed, since
+            readers change nothing.
     """
 
     usable: int
@@ -47,49 +39,57 @@ class RunningSnapshot:
 
     @property
     def held(self) -> Int32Array:
+        """Distinct blocks in the request's tables of full-attention groups, int32 [running]."""
         return self.rows[:, HELD]
 
     @property
     def private(self) -> Int32Array:
+        """Held blocks that no other request references, or a lower bound of them, int32 [running]."""
         return self.rows[:, PRIVATE]
 
     @property
     def reserved(self) -> Int32Array:
+        """Upper bound of the request's blocks in full-attention groups, int32 [running]."""
         return self.rows[:, RESERVED]
 
     @property
     def prompt(self) -> Int32Array:
+        """Prompt tokens, int32 [running]."""
         return self.rows[:, PROMPT]
 
     @property
     def prompt_left(self) -> Int32Array:
+        """Prompt tokens not computed yet, int32 [running]."""
         return self.rows[:, PROMPT_LEFT]
 
     @property
     def output(self) -> Int32Array:
+        """Output tokens of the request's longest live sequence, int32 [running]."""
         return self.rows[:, OUTPUT]
 
     @property
     def output_left(self) -> Int32Array:
+        """Upper bound of the tokens that one of its live sequences may still produce, int32 [running]."""
         return self.rows[:, OUTPUT_LEFT]
 
     @property
     def sequences(self) -> Int32Array:
+        """Live sequences plus forks to come, int32 [running]."""
         return self.rows[:, SEQUENCES]
 
     @property
     def capacity(self) -> int:
-        """Blocks that full groups may use."""
+        """Blocks that full-attention groups may use."""
         return self.usable - self.windowed
 
     @property
     def available(self) -> int:
-        """Blocks that full groups may still take: free ones, and cached ones that nobody references."""
+        """Blocks that full-attention groups may still take: free blocks and unreferenced cached blocks."""
         return self.usable - self.windowed - self.used
 
     @property
     def need(self) -> Int32Array:
-        """int32 [running]: blocks each request may still ask for."""
+        """Blocks that each request may still take, int32 [running]."""
         return self.reserved - self.held
 
     def __len__(self) -> int:
@@ -98,10 +98,13 @@ class RunningSnapshot:
     def with_one(
         self, used: int, windowed: int, private_lost: Int32Array, entry: Sequence[int]
     ) -> RunningSnapshot:
-        """The state with one more request, the last entry: ``entry`` has its value of each column, in order.
+        """Return the snapshot with one more request as its last row.
 
-        ``used``, ``windowed``: blocks that it adds; ``private_lost`` int32 [running]: blocks that were each
-        running request's alone and are shared with it.
+        Args:
+            used: Referenced blocks that it adds.
+            windowed: Blocks that it sets aside.
+            private_lost: int32 [running]: blocks that each running request holds alone and would share with it.
+            entry: Its value of each column, in order.
         """
         rows = np.vstack((self.rows, np.array(entry, np.int32)))
         rows[:-1, PRIVATE] -= private_lost

@@ -1,4 +1,4 @@
-"""The values that admission reads and answers with."""
+"""The requests, limits and results of admission."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tonnage.cache.blocks.groups import check_groups
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.planner.model.layout import KVLayout
 
-# Seconds of waiting that one step of priority is worth: who asks for 6 more is passed for a minute, and -1000
-# to 1000, what a request may ask for, span five and a half hours.
+# Seconds of waiting that one step of priority is worth. A request with a priority 6 higher is passed for a
+# minute, and the allowed range of -1000 to 1000 spans five and a half hours.
 AGEING_SECONDS = 10.0
 
 
@@ -23,7 +23,7 @@ class WaitReason(StrEnum):
 
 
 class NeverReason(StrEnum):
-    """What a request exceeds even when it is alone."""
+    """The limit that a request exceeds even when it runs alone."""
 
     MAX_MODEL_LEN = "max_model_len"
     BLOCKS = "blocks"
@@ -33,11 +33,18 @@ class NeverReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """All that is known at submit; the true output length is not.
+    """What is known of a request when it is submitted, without its true output length.
 
-    ``n`` sequences of ``max_tokens`` each from one prompt. ``tenant`` and ``priority`` order the queue and do
-    not change the reservation. ``produced``: how much of the prompt is its own output, computed again after a
-    preemption. Raises InvalidRequest where a count is below 1.
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        max_tokens: Upper bound of output tokens per sequence.
+        n: Number of sequences from the prompt.
+        tenant: Name of the tenant. It orders the queue and does not change the reservation.
+        priority: Order in the queue; lower goes first.
+        produced: Trailing prompt tokens that are the request's own output, computed again after a preemption.
+
+    Raises:
+        InvalidRequest: A count is below 1.
     """
 
     prompt_tokens: int
@@ -58,16 +65,27 @@ class AdmissionRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of one sequence at its longest."""
+        """Upper bound of the tokens of one sequence."""
         return self.prompt_tokens + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What there is to reserve from. ``usable_blocks`` leaves out the null block; ``max_num_batched_tokens`` is
-    the most positions one sequence computes in one step; ``cached_states``: recurrent states are cached with
-    prefixes, and a sequence may hold two. A layout without groups (an encoder's) stores nothing:
-    there are no blocks, and only lengths and sequences limit. Raises CacheConfigError, naming the field."""
+    """The limits that reservations must respect.
+
+    A layout without groups (an encoder's) stores nothing: only lengths and sequences are limited.
+
+    Attributes:
+        layout: KV cache groups and block size.
+        usable_blocks: Blocks of the pool without the null block.
+        max_model_len: Upper bound of prompt + max_tokens.
+        max_num_seqs: Upper bound of live sequences.
+        max_num_batched_tokens: Upper bound of the positions one sequence computes in a step.
+        cached_states: Whether recurrent states are cached with prefixes, so that a sequence may hold two.
+
+    Raises:
+        CacheConfigError: A limit is below 1, or the groups do not fit one pool; it names the field.
+    """
 
     layout: KVLayout
     usable_blocks: int
@@ -93,14 +111,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run it. ``blocks`` is the reservation."""
+    """The decision that a request may run, with its reservation in ``blocks``."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """It fits, but not now: so many blocks or sequences must be given back first."""
+    """The decision that a request must wait, with the blocks or sequences that must be released first."""
 
     reason: WaitReason
     blocks_short: int = 0
@@ -109,9 +127,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """It does not fit even alone.
+    """The decision that a request cannot fit even alone.
 
-    ``largest_prompt_tokens`` is the longest prompt that fits with the same max_tokens and n; 0: none does.
+    ``largest_prompt_tokens`` is the longest prompt that fits with the same max_tokens and n; 0: none fits.
     """
 
     reason: NeverReason

@@ -1,1 +1,1 @@
-"""Blocks, rows and requests: who holds what, and what a step does to it. Arrays of ints and compiled loops."""
+"""The block pool and the arrays that hold the whole state of the block manager."""

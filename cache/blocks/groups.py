@@ -1,9 +1,9 @@
-"""The groups of a layout as the pool sees them.
+"""The KV cache groups of a layout, classified as the block pool needs them.
 
 A *paged* group has a block for every ``block_size`` tokens that a query can still read. A *state* group
-(recurrent layers: Mamba, gated delta, short convolution) has one block a sequence from its first step to its
-end, overwritten in place; or, where states are cached with prefixes, a new one wherever a step ends in another
-block of tokens than the one before (`tonnage.cache.groups.states`).
+(recurrent layers: Mamba, gated delta, short convolution) has one block per sequence, overwritten in place from
+the first step to the last. If states are cached with prefixes, a step that ends in another block of tokens than
+the step before writes a new one (`tonnage.cache.groups.states`).
 """
 
 from __future__ import annotations
@@ -14,32 +14,37 @@ import numpy.typing as npt
 from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
-# What a query reads: everything before it, the last ``window`` positions with its own, its own chunk of
-# ``window`` positions, a recurrent state (STATE: overwritten in place, ALIGNED: cached at ends of blocks).
+# What a query reads: everything before it (FULL), the last ``window`` positions with its own (SLIDING), its own
+# chunk of ``window`` positions (CHUNKED), or a recurrent state (STATE: overwritten in place, ALIGNED: cached at
+# the end of blocks).
 FULL, SLIDING, CHUNKED, STATE, ALIGNED = range(5)
-# A step reads the state after the position before its own: of the blocks before it, it needs those that a
-# sliding window of two would read.
+# A step reads the recurrent state after the position before its own. It therefore needs the blocks that a
+# sliding window of two positions would read.
 STATE_WINDOW = 2
-MOST_STATES = 2  # cached blocks that a sequence holds in one state group: what it goes on from, what it writes
+# cached states a sequence holds per state group: the one it continues from and the one it writes
+MOST_STATES = 2
 GROUP = np.dtype([("kind", np.int64), ("window", np.int64)])
 
 _KINDS = {"full": FULL, "mla": FULL, "sliding": SLIDING, "chunked": CHUNKED, "state": STATE}
 
 
 def kind_of(group: KVGroup) -> int:
-    """FULL, SLIDING, CHUNKED or STATE."""
+    """Return the kind of a group: FULL, SLIDING, CHUNKED or STATE."""
     kind = _KINDS[group.kind]
     return FULL if kind in (SLIDING, CHUNKED) and group.window is None else kind
 
 
 def in_order(layout: KVLayout) -> tuple[KVGroup, ...]:
-    """The groups as the manager numbers them: paged ones first, each kind in the layout's order."""
+    """Return the groups in the manager's order: paged groups, then state groups, each in layout order."""
     return tuple(sorted(layout.groups, key=lambda group: group.kind == "state"))
 
 
 def group_records(layout: KVLayout, aligned: bool = False) -> npt.NDArray[np.void]:
-    """A GROUP record for each group, in the manager's order; ``window`` 0 where there is none. ``aligned``:
-    states are cached."""
+    """Return a GROUP record (kind, window) for each group, in the manager's order.
+
+    ``window`` is 0 for a group without a window. ``aligned`` says that recurrent states are cached with
+    prefixes.
+    """
 
     def record(group: KVGroup) -> tuple[int, int]:
         kind = kind_of(group)
@@ -51,46 +56,52 @@ def group_records(layout: KVLayout, aligned: bool = False) -> npt.NDArray[np.voi
 
 
 def paged(layout: KVLayout) -> tuple[KVGroup, ...]:
-    """The groups with block tables, in the layout's order."""
+    """Return the groups with block tables, in the layout's order."""
     return tuple(group for group in layout.groups if group.kind != "state")
 
 
 def num_states(layout: KVLayout) -> int:
-    """Blocks that a sequence holds for its recurrent states."""
+    """Return the number of blocks that a sequence holds for its recurrent states."""
     return len(layout.groups) - len(paged(layout))
 
 
 def can_cache_states(layout: KVLayout) -> bool:
-    """Whether recurrent states can be cached with the prefixes of full groups: both are there, and states are
-    kept at ends of the pool's blocks. Without a full group there is no chain of blocks to find them by."""
+    """Return whether recurrent states can be cached with the prefixes of full-attention groups.
+
+    The layout needs both kinds of groups, and states that are kept at the ends of the pool's blocks. Without a
+    full-attention group no chain of blocks leads to a cached state.
+    """
     states = [group for group in layout.groups if group.kind == "state"]
     aligned = all(group.block_size in (None, layout.block_size) for group in states)
     return bool(states) and aligned and any(group.kind in ("full", "mla") for group in layout.groups)
 
 
 def state_every(interval: int | None, block_size: int) -> int:
-    """`prefix_cache_retention_interval` in blocks; None (all) is 1. Raises CacheConfigError."""
+    """Convert `prefix_cache_retention_interval` from tokens to blocks; None (all) gives 1.
+
+    Raises CacheConfigError for a number that is not a multiple of the block size.
+    """
     if interval is None:
         return 1
     if interval < 0 or interval % block_size:
         raise CacheConfigError(
             f"{interval} is not a multiple of the block size, {block_size}",
             field="prefix_cache_retention_interval",
-            hint="0 keeps states only where prompts end and part",
+            hint="0 keeps states only where prompts end and diverge",
         )
     return interval // block_size
 
 
 def num_full(layout: KVLayout) -> int:
-    """Groups that keep every token."""
+    """Return the number of groups that keep every token."""
     return sum(kind_of(group) == FULL for group in layout.groups)
 
 
 def check_groups(layout: KVLayout) -> None:
-    """Raises CacheConfigError for a layout whose groups have no place in one pool, naming what it has."""
+    """Raise CacheConfigError for a layout whose groups cannot share one pool, naming the group."""
     for group in layout.groups:
         if group.kind not in _KINDS:
-            raise CacheConfigError(f"a group of kind {group.kind!r} is not understood", field="layout")
+            raise CacheConfigError(f"the KV cache group kind {group.kind!r} is not supported", field="layout")
         if group.kind in ("sliding", "chunked") and (group.window is None or group.window < 1):
             raise CacheConfigError(
                 f"a {group.kind} group with window {group.window}",
@@ -101,5 +112,5 @@ def check_groups(layout: KVLayout) -> None:
             raise CacheConfigError(
                 f"a group with blocks of {group.block_size} tokens in a pool of blocks of {layout.block_size}",
                 field="layout",
-                hint="one pool takes one block size",
+                hint="all groups of a pool need the same block size",
             )

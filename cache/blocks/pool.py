@@ -1,14 +1,15 @@
-"""The block pool: who holds which block. Three states, arrays of ints, no object per block.
+"""The block pool: reference counts, the free stack, the eviction lists and the owner of each block.
 
-Every block but the null block is in exactly one state:
+Every block except the null block is in exactly one state:
 
-- *used*: reference count > 0;
-- *cached*: unreferenced, but its content is in the prefix index; in the list of its class if it may be evicted;
-- *free*: unreferenced and without content worth keeping; on the free stack, reused first (LIFO).
+- *used*: its reference count is above 0;
+- *cached*: unreferenced, and its content is in the prefix index; it is in the list of its class if it may be
+  evicted;
+- *free*: unreferenced and without content; it is on the free stack and reused first (LIFO).
 
-The functions here are the only ones that change reference counts, lists and who owns a block; blocks of full
-groups are counted per request, as `tonnage.cache.admission.snapshot` says. They check nothing: their callers
-have made sure that a block is there.
+Only the functions here change reference counts, lists and owners. Blocks of full-attention groups are counted
+per request (`tonnage.cache.admission.snapshot`). The functions check nothing: their callers guarantee that a
+block is available. There is no object per block, only arrays of ints.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tonnage.cache.errors import CacheConfigError
 
 @inlined
 def push_free(core: Core, block: int) -> None:
-    """Onto the free stack: the next to be handed out."""
+    """Push a block onto the free stack, as the next block to be handed out."""
     pool = core.pool[0]
     core.next[block] = pool.free_head
     pool.free_head = block
@@ -38,8 +39,7 @@ def push_free(core: Core, block: int) -> None:
 
 @inlined
 def enlist(core: Core, block: int, node: int, end: int) -> None:
-    """A cached block may be evicted from now on: into the list of its node's class, at its young end (1) or old
-    end (0)."""
+    """Insert a cached block into the eviction list of its node's class; ``end`` 1 is young, 0 is old."""
     pool, kind = core.pool[0], core.kind[node] & CLASS_MASK
     sentinel = pool.num_blocks + kind
     before = core.prev[sentinel] if end == 1 else sentinel
@@ -51,7 +51,7 @@ def enlist(core: Core, block: int, node: int, end: int) -> None:
 
 @inlined
 def unlink(core: Core, block: int) -> None:
-    """Out of the list of its class, if it is in one: cached no more."""
+    """Remove a cached block from its eviction list, if it is in one, and from the count of cached blocks."""
     pool, after = core.pool[0], core.next[block]
     if after != NULL_BLOCK:
         before = core.prev[block]
@@ -63,14 +63,17 @@ def unlink(core: Core, block: int) -> None:
 
 @inlined
 def uncache(core: Core, block: int) -> None:
-    """Cached -> free: the prefix index has forgotten the block."""
+    """Turn a cached block that has left the prefix index into a free block."""
     unlink(core, block)
     push_free(core, block)
 
 
 @inlined
 def pop_free(core: Core, full: bool, slot: int) -> int:
-    """A free block, reference count 1, for a request's table; ``full``: of a full group."""
+    """Pop a free block for a request's table, with reference count 1.
+
+    ``full`` says that the group is full attention, whose blocks are counted per request.
+    """
     pool = core.pool[0]
     block = int(pool.free_head)
     pool.free_head = core.next[block]
@@ -85,7 +88,7 @@ def pop_free(core: Core, full: bool, slot: int) -> int:
 
 @inlined
 def acquire(core: Core, block: int, full: bool, slot: int) -> None:
-    """One more reference; a cached block leaves its list."""
+    """Add a reference to a block; a cached block leaves its eviction list."""
     if core.refs[block] == 0:
         unlink(core, block)
         core.stamp[block] = 0
@@ -99,10 +102,11 @@ def acquire(core: Core, block: int, full: bool, slot: int) -> None:
 
 @inlined
 def release(core: Core, block: int, full: bool, slot: int) -> None:
-    """One reference less. The last one makes the block cached where it is in the prefix index, else free.
+    """Remove a reference; after the last one the block becomes cached if it is in the prefix index, else free.
 
-    A cached block is listed unless its node has children; of a node's blocks in full groups only its own, as
-    they are evicted together."""
+    A cached block is listed for eviction unless its node has children. The blocks of a node in several
+    full-attention groups are evicted together, so only the node's own block is listed.
+    """
     core.refs[block] -= 1
     if core.refs[block] > 0:
         return
@@ -127,13 +131,17 @@ def release(core: Core, block: int, full: bool, slot: int) -> None:
 
 @inlined
 def _own(core: Core, block: int, slot: int) -> None:
+    """Count a newly used block of a full-attention group as private to the request in ``slot``."""
     core.pool[0].used_full += 1
     core.stamp[block] = slot + 1
     core.requests[slot].private += 1
 
 
 class BlockPool:
-    """What may be read of the pool: counts. Its lists: `tonnage.cache.laws.readers`."""
+    """A read-only view of the pool's counts.
+
+    `tonnage.cache.laws.readers` reads its lists.
+    """
 
     def __init__(self, core: Core) -> None:
         self._counts = columns(core.pool)
@@ -148,7 +156,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Unreferenced blocks with content, evictable."""
+        """Unreferenced blocks with content, which can be evicted."""
         return int(self._counts.cached[0])
 
     @property
@@ -158,15 +166,15 @@ class BlockPool:
 
     @property
     def used_full(self) -> int:
-        """Those of them that stand in tables of full groups."""
+        """Referenced blocks in tables of full-attention groups."""
         return int(self._counts.used_full[0])
 
 
 def check_num_blocks(num_blocks: int) -> None:
-    """Raises CacheConfigError where a pool leaves no block to use."""
+    """Raise CacheConfigError if the pool has no block beside the null block."""
     if num_blocks < 2:
         raise CacheConfigError(
-            f"{num_blocks} blocks leave none to use: block 0 is the null block",
+            f"a pool of {num_blocks} blocks has no usable block: block 0 is the null block",
             field="num_blocks",
-            hint="at least 2; give the KV pool more memory",
+            hint="at least 2 blocks; give the KV pool more memory",
         )

@@ -1,15 +1,15 @@
 """The whole state of the block manager, each field declared once: `Core`, a named tuple of numpy arrays.
 
 Compiled code takes the `Core` itself and reads it by name: ``core.refs[block]``, ``core.rows[row].length``.
-Everything else reads records by column: ``manager.rows.length[row]``.
+Python code reads records by column: ``manager.rows.length[row]``.
 
-**Rows or columns, measured** (numba 0.65, numpy 2.3, one core of an AMD EPYC, 262,144 blocks, CPU time). Fields
-of a block are columns: taking a block out of its list and its bucket and putting it back costs 6 to 8 ns where
-each field is an array, and 22 to 44 where a block is one record. What is small enough for the nearest cache
-(sequences, requests, counters, the model of eviction) is records: the checks of a decode cost 2.5 ns a sequence
-as records and 2.1 as columns, and an array of records is one argument of a call. Handing the arrays over from
-Python costs 2.3 us a call for 33, 3.7 for 60, and 1.7 for 14 and 5 of records; a scalar record costs 1.5 us
-alone, which is why `pool` and `model` are arrays of one.
+**Arrays or records, measured** (numba 0.65, numpy 2.3, one core of an AMD EPYC, 262,144 blocks, CPU time).
+Fields of a block are separate arrays: moving a block out of its list and its bucket and back takes 6 to 8 ns,
+and 22 to 44 ns with one record per block. Small tables (sequences, requests, counters, the eviction model) are
+records: a decode's checks take 2.5 ns per sequence with records and 2.1 with arrays, but an array of records is
+only one argument of a call. Passing the arrays from Python takes 2.3 us for 33 arrays, 3.7 for 60, and 1.7 for
+14 plus 5 of records. A scalar record alone takes 1.5 us, which is why `pool` and `model` are arrays of length
+one.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ UInt64Array = npt.NDArray[np.uint64]
 Records = npt.NDArray[np.void]
 
 NULL_BLOCK = 0
-ROOT = NULL_BLOCK  # parent of a first block
+ROOT = NULL_BLOCK  # parent of the first block of a prefix
 
-# `Core.kind` holds the class of a node (below 64) and, above it, its children.
+# `Core.kind` holds the class of a node in its low 6 bits and the number of its children above them.
 CLASS_MASK, ONE_CHILD = 63, 64
-CLOCK_MASK = 0x7FFFFFFF  # times are kept modulo 2^31
+CLOCK_MASK = 0x7FFFFFFF  # the clock is stored modulo 2^31
 
-FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)  # places in EVICTION_CAUSES
+FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)  # indices into EVICTION_CAUSES
 
-COPY_TAIL = 1  # copy the last block before the next write
-DROP_SOURCE = 2  # the next step gives back the state that this one was copied from
+COPY_TAIL = 1  # copy the shared last block before the next write
+DROP_SOURCE = 2  # the next step releases the recurrent state that this one was copied from
 
 i4, i8, u8 = np.int32, np.int64, np.uint64
 
@@ -53,53 +53,53 @@ POOL = np.dtype(
         ("num_blocks", i8),  # with the null block
         ("block_size", i8),  # tokens
         ("num_groups", i8),
-        ("windowed", i8),  # groups with a window, and those of cached states
+        ("windowed", i8),  # groups with a window or with cached states
         ("aligned", i8),  # groups of cached states
-        ("state_every", i8),  # blocks of tokens from one state kept to the next; 0: only where prompts are cut
-        ("anchor", i8),  # the first full group: its blocks name the nodes of the prefix index
-        ("max_step", i8),  # positions that one sequence computes in a step
-        ("caching", i8),  # 1: there is a prefix index
-        ("logged", i8),  # 1: somebody listens to KV events
+        ("state_every", i8),  # blocks between two kept recurrent states; 0: only where prompts are cut
+        ("anchor", i8),  # first full-attention group, whose blocks name the nodes of the prefix index
+        ("max_step", i8),  # upper bound of positions that one sequence computes in a step
+        ("caching", i8),  # 1: the prefix cache is on
+        ("logged", i8),  # 1: KV events have a subscriber
         ("free", i8),  # blocks without content
-        ("free_head", i8),  # the next to be handed out
-        ("cached", i8),  # blocks with content that nobody references
-        ("used_full", i8),  # blocks of full groups with a reference
-        ("clock", i8),  # blocks that have become cached since the start
-        ("lists", i8),  # bit c is set where the list of class c is not empty
-        ("nodes", i8),  # of the prefix index
-        ("merged", i8),  # duplicates given back
-        ("calls", i8),  # of `steps.step`
-        ("removed", i8),  # entries of `Core.removed`
-        ("stored", i8),  # entries of `Core.stored`
-        ("evicted", i8, (len(EVICTION_CAUSES),)),  # blocks by cause
+        ("free_head", i8),  # top of the free stack
+        ("cached", i8),  # unreferenced blocks with content
+        ("used_full", i8),  # referenced blocks of full-attention groups
+        ("clock", i8),  # number of releases into the cache since the start
+        ("lists", i8),  # bit c is set if the eviction list of class c is not empty
+        ("nodes", i8),  # nodes of the prefix index
+        ("merged", i8),  # duplicate blocks given back
+        ("calls", i8),  # calls of `steps.step`
+        ("removed", i8),  # entries in `Core.removed`
+        ("stored", i8),  # entries in `Core.stored`
+        ("evicted", i8, (len(EVICTION_CAUSES),)),  # evicted blocks by cause
     ]
 )
 ROW = np.dtype(
     [
-        ("length", i8),  # tokens known
-        ("computed", i8),  # K/V written for positions below
-        ("slots", i8),  # positions below have been extended to
-        ("room", i8),  # positions the blocks held have room for
+        ("length", i8),  # known tokens
+        ("computed", i8),  # K/V is written for positions below
+        ("slots", i8),  # positions below are writable
+        ("room", i8),  # positions that the held blocks have room for
         ("limit", i8),  # prompt + max_tokens
         ("published", i8),  # full blocks that are nodes of the prefix index
-        ("hashed", i8),  # entries of `Core.hashes`
-        ("found", i8),  # full blocks of its prompt that full groups had when it was admitted
+        ("hashed", i8),  # valid entries of `Core.hashes`
+        ("found", i8),  # full blocks of the prompt that full-attention groups had cached at admission
         ("shared_tail", i8),  # bits: COPY_TAIL, DROP_SOURCE
-        ("request", i8),  # slot of its request, -1 for an empty row
-        ("salt", i8),  # salt id
+        ("request", i8),  # slot of the request, -1 for an unused row
+        ("salt", i8),  # id of the salt
         ("shared", i8),  # leading blocks that belong to an allowed shared prefix
-        ("turn", i8),  # turn of its conversation, from 1, as far as is known
-        ("mark", i8),  # number of the last call that named the row, to find one named twice
-        ("written", i8),  # in this call: what `computed` becomes,
-        ("end", i8),  # and what `slots` does
+        ("turn", i8),  # turn of the conversation, from 1, as far as known
+        ("mark", i8),  # number of the last call that named the row, to detect a row named twice
+        ("written", i8),  # value of `computed` after this call
+        ("end", i8),  # value of `slots` after this call
     ]
 )
-# What admission reads (see `tonnage.cache.admission.snapshot`); 0 where nothing runs.
+# Counts by request that admission reads (`tonnage.cache.admission.snapshot`); 0 in an unused slot.
 REQUEST = np.dtype(
     [
-        ("held", i4),  # distinct blocks of full groups
-        ("private", i4),  # those that no other request references, or fewer
-        ("reserved", i4),  # most blocks of full groups it can ever hold
+        ("held", i4),  # distinct blocks of full-attention groups
+        ("private", i4),  # blocks of `held` that no other request references (a lower bound)
+        ("reserved", i4),  # upper bound of blocks of full-attention groups
         ("prompt", i4),  # tokens
         ("live", i4),  # sequences with a row
         ("forks_left", i4),
@@ -109,6 +109,8 @@ REQUEST = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class _Array:
+    """Dtype and shape of a field of `Core`, with the names of its axes, and how its memory is allocated."""
+
     dtype: Any
     shape: tuple[str | int, ...]
     lazy: bool = False
@@ -120,53 +122,57 @@ def _array(dtype: Any, *shape: str | int, lazy: bool = False) -> Any:
 
 
 def _column(axis: str) -> Any:
-    """int32 [axis], side by side with the other columns, whose entries for one block would otherwise lie at the
-    same place of as many pages and share one set of the nearest cache."""
+    """Declare an int32 [axis] field that lies next to the other columns in one array.
+
+    Separate arrays would put the entries of one block at the same offset of many pages, in one cache set of the
+    CPU.
+    """
     return _Array(i4, (axis,), column=True)
 
 
 class Core(NamedTuple):
-    """All arrays, as compiled code takes them; the axes are those of `new_core`.
+    """All arrays of the block manager, as compiled code takes them; `new_core` gives the sizes of the axes.
 
-    Free blocks are a stack linked by ``next``. Cached ones that may be evicted stand in the list of their
-    class, the oldest first, linked both ways, with entry ``num_blocks + c`` as the sentinel of class c; a
-    cached block in no list, because its node has children, has the null block as ``next``. A node of the prefix
-    index is named by its block in the anchor group; nodes of one bucket are linked by ``chain``.
+    Free blocks form a stack linked by ``next``. Cached blocks that may be evicted are in the list of their
+    class, oldest first, linked both ways; entry ``num_blocks + c`` is the sentinel of class c. A cached block
+    whose node has children is in no list, and its ``next`` is the null block. A node of the prefix index is
+    named by its block in the anchor group. Nodes of one hash bucket are linked by ``chain``.
     """
 
     pool: Records = _array(POOL, 1)
     groups: Records = _array(GROUP, "groups")
     rows: Records = _array(ROW, "rows")  # by sequence
     requests: Records = _array(REQUEST, "rows")  # by request slot
-    # by block
+    # arrays by block
     refs: Int32Array = _column("blocks")  # reference count
     next: Int32Array = _column("links")
     prev: Int32Array = _column("links")
-    # used: 1 + slot of the only request that references it, or 0; cached: the clock when it became so
+    # of a used block: 1 + slot of the only request that references it, or 0; of a cached block: its time of
+    # release
     stamp: Int32Array = _column("blocks")
-    node_of: Int32Array = _column("blocks")  # its node, 0 outside the index
-    # by node
+    node_of: Int32Array = _column("blocks")  # node of the block, 0 outside the prefix index
+    # arrays by node
     parent: Int32Array = _column("blocks")
-    salt: Int32Array = _column("blocks")  # id of the salt, 0 for the shared ones
-    kind: Int32Array = _column("blocks")  # its class, and ONE_CHILD for each child
-    chain: Int32Array = _column("blocks")  # next of the bucket
+    salt: Int32Array = _column("blocks")  # id of the salt, 0 for shared nodes
+    kind: Int32Array = _column("blocks")  # class, plus ONE_CHILD for each child
+    chain: Int32Array = _column("blocks")  # next node of the bucket
     node_hash: UInt64Array = _array(u8, "nodes")
     node_tokens: Int32Array = _array(i4, "nodes", "block_size")
-    node_blocks: Int32Array = _array(i4, "groups", "nodes")  # the null block where it has none
-    heads: Int32Array = _array(i4, "buckets")  # first node, 0: none
-    # by salt id
-    salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # nodes with it
-    seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash that a chain of it starts from
-    # by sequence; a recurrent state is entry 0, a cached one that of the block of tokens it ends in
+    node_blocks: Int32Array = _array(i4, "groups", "nodes")  # null block where a group has none
+    heads: Int32Array = _array(i4, "buckets")  # first node of the bucket, 0: none
+    # arrays by salt id
+    salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # nodes with this salt
+    seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash that a chain with this salt starts from
+    # arrays by row; a recurrent state is entry 0, a cached state is at the entry of the token block it ends in
     tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
-    first: Int64Array = _array(i8, "groups", "rows")  # first block that no window has left
+    first: Int64Array = _array(i8, "groups", "rows")  # first block that is still in the window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
-    hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # of the full blocks of tokens
-    # learned eviction
+    hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hashes of the full blocks of tokens
+    # arrays of learned eviction
     history: Records = _array(ENTRY, "history")
     history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first entry, 0: none
     model: Records = _array(MODEL, 1)
-    # where somebody listens, since the last look: hashes evicted, and nodes inserted, in order
+    # events since the last read, if there is a subscriber: hashes of evicted nodes and inserted nodes, in order
     removed: UInt64Array = _array(u8, "log")
     stored: Int32Array = _array(i4, "log")
 
@@ -185,7 +191,10 @@ def new_core(
     aligned: bool = False,
     state_every: int = 0,
 ) -> Core:
-    """An empty pool. Rows and salts are reserved for the worst case; their memory is taken where it is used."""
+    """Return the arrays of an empty pool.
+
+    Rows and salts are sized for the worst case; their memory is allocated when it is first used.
+    """
     groups = group_records(layout, aligned)
     model, history = new_model(num_blocks, learning and caching)
     nodes, size = num_blocks if caching else 1, layout.block_size
@@ -194,7 +203,7 @@ def new_core(
         "links": num_blocks + CLASSES,
         "nodes": nodes,
         "block_size": size,
-        "buckets": 1 << (nodes - 1).bit_length(),  # at most one node a bucket on average
+        "buckets": 1 << (nodes - 1).bit_length(),  # at most one node per bucket on average
         "salts": nodes + rows,
         "groups": len(groups),
         "rows": rows,
@@ -233,11 +242,12 @@ def new_core(
 def _new(spec: _Array, sizes: dict[str, int]) -> npt.NDArray[Any]:
     shape = [axis if isinstance(axis, int) else sizes[axis] for axis in spec.shape]
     array = (lazy if spec.lazy else resident)(*shape, dtype=spec.dtype)
-    # The same source uncompiled: numpy reads records by attribute in a recarray, which costs a call 1 us.
+    # Uncompiled code reads record fields by attribute, which numpy allows only in a recarray; it costs 1 us per
+    # call.
     return array.view(np.recarray) if numba.config.DISABLE_JIT and array.dtype.names else array
 
 
 def columns(records: Records) -> Any:
-    """Each field of an array of records as an array of its own, by name; the same memory."""
+    """Return each field of an array of records as an array of its own, by name, sharing the memory."""
     plain = records.view(np.ndarray)
     return SimpleNamespace(**{name: plain[name] for name in plain.dtype.names or ()})

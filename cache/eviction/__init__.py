@@ -1,1 +1,1 @@
-"""Which cached block goes next, and what the pool learns about reuse."""
+"""Eviction: the choice of the next cached block to evict, and the model of reuse that it learns."""

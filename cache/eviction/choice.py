@@ -1,19 +1,19 @@
-"""Eviction: which cached block goes next. By what the pool has learned, or by age alone where that was better.
+"""The choice of the next cached block to evict: by learned reuse, or by LRU where that was better.
 
-**Lists.** Only blocks whose node has no child may go, so no cached child ever loses its parent, whatever the
-order. They stand in one list for each class, in order of release. A class is given to all blocks of a request
-when it ends (`tonnage.cache.eviction.reuse`): an origin (prompts, popular blocks, answers) and one of `SCORES`
-levels of how often such requests are continued. A node whose last child has gone is listed then, at the end
-that its age is nearer.
+**Lists.** Only blocks whose node has no child may be evicted, so no cached child loses its parent. There is one
+list per class, in order of release. All blocks of a request get a class when it ends
+(`tonnage.cache.eviction.reuse`): an origin (prompts, popular blocks, answers) and one of `SCORES` levels of how
+often such requests are continued. A node is listed when its last child is evicted, at the end of the list that
+is closer to its age.
 
-**Next.** Hit density as a function of age rises and falls once, so the block of a class that is worth least is
-the oldest or the youngest. The lowest of these, over all lists, goes first; the older where they are equal. A
-request whose blocks go loses its last ones first, and keeps a prefix that can be hit. O(1) a block: the choice
-looks at two blocks of each class and holds for the next `RUN` evictions.
+**Choice.** Hit density as a function of age rises and falls once, so the least valuable block of a class is its
+oldest or its youngest. Of these candidates the one with the lowest density is evicted first, the older one if
+they are equal. A request loses its last blocks first and keeps a prefix that can be hit. The cost is O(1) per
+block: a choice looks at two blocks of each class and holds for the next `RUN` evictions.
 
-**LRU** takes the oldest block of all lists. It is the rule until half as many blocks have been evicted as the
-pool has: before, too little has been seen. From then on the pool counts on a sample what it hits and what LRU
-would have hit; it returns to LRU while its own count of late is the smaller one by more than `SLACK`.
+**LRU** evicts the oldest block of all lists. It is the rule until half as many blocks have been evicted as the
+pool has, since too little has been observed before. From then on the pool counts, on a sample, its own hits and
+the hits that LRU would have had. It returns to LRU while its own recent count is smaller by more than `SLACK`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tonnage.cache.eviction.reuse import age_level
 Eviction = Literal["adaptive", "lru"]
 
 RUN = 32
-SLACK = 1 / 64  # of the sample of a full pool: what luck with one or two requests makes
+SLACK = 1 / 64  # share of a full pool's sample: the noise of one or two requests
 OLDEST, YOUNGEST = 0, 1  # ends of a list
 
 
 @inner
 def choose_rule(core: Core) -> None:
-    """A request has begun: follow what has been learned, or LRU."""
+    """Choose between learned eviction and LRU, at the start of a request."""
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0:
         return
@@ -55,14 +55,17 @@ def choose_rule(core: Core) -> None:
 
 @inlined
 def age_of(core: Core, block: int) -> int:
-    """Blocks released since the cached block was."""
+    """Return the number of blocks released since the cached block was."""
     pool = core.pool[0]
     return int((pool.clock - core.stamp[block]) & CLOCK_MASK)
 
 
 @inner
 def choose_list(core: Core) -> tuple[int, int, int]:
-    """(class, end, blocks) to evict from next; one list has a block."""
+    """Return the class, the end of its list and the number of blocks to evict next.
+
+    At least one list must not be empty.
+    """
     pool, model = core.pool[0], core.model[0]
     lists, learned, size = pool.lists, model.rule == LEARNED, pool.num_blocks
     best, best_end, lowest, oldest = -1, OLDEST, np.inf, -1
@@ -79,7 +82,7 @@ def choose_list(core: Core) -> tuple[int, int, int]:
 
 @inlined
 def enlist_by_age(core: Core, node: int) -> None:
-    """The node's last child has gone: to the end of its list that its age is nearer."""
+    """List a cached node whose last child is gone, at the end of its class's list that is closer to its age."""
     size = core.pool[0].num_blocks
     oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
     older = oldest >= size or age_of(core, node) >= age_of(core, oldest)

@@ -1,22 +1,22 @@
-"""What learned eviction remembers and believes: two record types of the block manager, and their sizes."""
+"""The record types of learned eviction: the history of releases and the fitted model, with their sizes."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-# Cached blocks that may be evicted stand in one list for each class: an origin and how often blocks like these
-# are reused, see `tonnage.cache.eviction.reuse`.
+# There is one eviction list per class: an origin, and a level of how often such blocks are reused. See
+# `tonnage.cache.eviction.reuse`.
 PROMPTS, POPULAR, ANSWERS, ORIGINS = range(4)
 SCORES = 12
 CLASSES = ORIGINS * SCORES
 
-LRU, LEARNED = range(2)  # the rules
+LRU, LEARNED = range(2)  # the eviction rules
 AGES, LEVELS = 48, 8
-WEIGHT_STEPS = 8  # a weight is a power of 2 to the -1/8
+WEIGHT_STEPS = 8  # a weight is a power of 2^(-1/8)
 
-# The sample holds at most as many blocks of a full pool, and the history as many times as many. Pools of fewer
-# than 131,072 blocks get by with half: 22 bytes an entry are then 6 bytes a block.
+# The sample holds at most SAMPLED blocks of a full pool, and the history REACH times as many entries. Pools
+# below 131,072 blocks use FEW_SAMPLED: at 22 bytes an entry the history then takes 6 bytes per block.
 SAMPLED, FEW_SAMPLED, FEWER_BELOW = 4096, 2048, 131_072
 REACH = 8
 
@@ -25,36 +25,36 @@ i4, i8, u1, f8 = np.int32, np.int64, np.uint8, np.float64
 # An entry of the history: one release of one sampled block.
 ENTRY = np.dtype(
     [
-        ("tag", i4),  # of the block's hash
+        ("tag", i4),  # high bits of the block's hash
         ("link", i4),  # 1 + next entry of the bucket, 0: none
-        ("born", i4),  # the clock at the release
+        ("born", i4),  # clock at the release
         ("status", u1),
-        ("age", u1),  # level of the age at its end
+        ("age", u1),  # age level when the entry ended
         ("origin", u1),
         ("turn_level", u1),
         ("answer_level", u1),
-        ("weight", u1),  # entry of `weights`
+        ("weight", u1),  # index into `weights`
         ("first_turn", u1),  # turn of the request that first wrote the block
         ("hits", u1),
     ]
 )
 MODEL = np.dtype(
     [
-        ("learning", i8),  # 0: least recently used, always
+        ("learning", i8),  # 0: LRU only
         ("sample_shift", i8),  # one block in 2^shift is in the sample
         ("rule", i8),  # LRU or LEARNED
-        ("started", i8),  # requests
-        # The ring: where it is written next; its youngest entries, as many as LRU would reach back; how many of
-        # those live.
+        ("started", i8),  # requests started
+        # The ring: the next entry to write, the number of youngest entries that LRU would still hold, and how
+        # many of these entries are living.
         ("at", i8),
         ("span", i8),
         ("alive", i8),
-        ("scores", f8, (2,)),  # hits of late: the pool's, LRU's
-        ("factors", f8, (2, LEVELS)),  # of turns, of answers
+        ("scores", f8, (2,)),  # recent hits of the pool and of LRU
+        ("factors", f8, (2, LEVELS)),  # of turns and of answer lengths
         ("hazard", f8, (ORIGINS, AGES)),  # reuses per block and time
         ("density", f8, (CLASSES, AGES)),  # hits per block and time
-        ("weights", f8, (256,)),  # by an entry's weight
-        # scratch of a fit
+        ("weights", f8, (256,)),  # indexed by an entry's weight
+        # scratch arrays of a fit
         ("events", f8, (ORIGINS, AGES)),
         ("lived", f8, (ORIGINS, AGES)),
         ("fitted", f8, (2, LEVELS)),
@@ -65,11 +65,11 @@ MODEL = np.dtype(
 
 
 def new_model(num_blocks: int, learning: bool) -> tuple[npt.NDArray[np.void], int]:
-    """A model that knows nothing, and how many entries of history it wants."""
+    """Return an untrained model and the number of history entries it needs."""
     most = SAMPLED if num_blocks >= FEWER_BELOW else FEW_SAMPLED
     shift = max(0, (num_blocks // most).bit_length() - 1)
     model = np.zeros(1, MODEL)
     model["learning"], model["sample_shift"] = learning, shift
-    model["factors"], model["hazard"] = 1.0, 1e-9  # alike until the first fit, and above 0
+    model["factors"], model["hazard"] = 1.0, 1e-9  # equal until the first fit, and above 0
     model["weights"] = 2.0 ** (-np.arange(256) / WEIGHT_STEPS)
     return model, REACH * ((num_blocks >> shift) + 1) if learning else 1

@@ -1,17 +1,16 @@
-"""The rule for a pool that somebody else keeps, like vLLM's: which of its cached blocks goes next.
+"""The eviction order of the cached blocks of a pool that is managed elsewhere, such as vLLM's.
 
-The pool says when a request begins and ends and which blocks are released, taken again and handed out; it has
-its own reference counts, tables and index. Kept here is what the rule needs beside that: classes and ages of
-released blocks, and which block continues which, so that a prefix outlives what hangs on it.
+The pool reports when a request begins and ends, and which blocks are released, reused and handed out. It keeps
+its own reference counts, tables and index. This module keeps what the eviction rule needs beside them: classes
+and ages of released blocks, and the parent of each block, so that a prefix outlives its continuations.
 
-**Nodes** are made when a request ends, of its full blocks, and found by hash. Two requests that have computed
-the same tokens at the same time may leave two blocks for them, where our own pool would have merged them: the
-second is a *spare*, goes before all others, and its release counts as one of the first.
+**Nodes** are created from a request's full blocks when it ends, and found by hash. Two requests that compute
+the same tokens at the same time leave two blocks, which our own pool would merge. The second block is a
+*spare*: it is evicted before all others, and its release counts as a release of the first.
 
-**Arrays** are those of `Core`, with one row for the request that is spoken of. ``refs`` is 0 for the blocks
-that stand here and 1 for all others. Other groups of the same pool (`follow`) have nodes of their own, in the
-class of the first group's block at the same place; blocks of groups with a window are none: any of them may go
-alone.
+**Arrays** are a `Core`'s, with one row for the request of the current call. ``refs`` is 0 for the blocks held
+here and 1 for all others. Other groups of the same pool (`follow`) have nodes of their own, in the class of the
+first group's block at the same place. Blocks of windowed groups have no nodes: each may be evicted separately.
 """
 
 from __future__ import annotations
@@ -41,14 +40,17 @@ from tonnage.cache.eviction.model import CLASSES, LEARNED
 from tonnage.cache.eviction.reuse import observe_end, observe_start
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
-SPARE = CLASSES  # one more list, of blocks whose content another block has too
+SPARE = CLASSES  # an additional list: blocks whose content another block has too
 
 
 class EvictionOrder:
-    """Blocks ``1 .. num_blocks - 1`` of a pool with blocks of ``block_size`` tokens; none stands here at first.
+    """The eviction order of the cached blocks of a pool that another manager owns.
 
-    ``max_blocks``: of one request in one group. ``learning`` False: the longest released goes first, unless
-    another continues it.
+    Args:
+        num_blocks: Blocks of the pool; ids are 1 to num_blocks - 1. None is held here at first.
+        block_size: Tokens per block.
+        max_blocks: Upper bound of the blocks of one request in one group.
+        learning: False: the block released first is evicted first, unless a cached block continues it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_blocks: int, *, learning: bool = True) -> None:
@@ -66,7 +68,8 @@ class EvictionOrder:
         )
         links = np.zeros((2, num_blocks + SPARE + 1), np.int32)
         links[:, num_blocks:] = np.arange(num_blocks, num_blocks + SPARE + 1)
-        unused = np.zeros((1, 1), np.int32)  # the tokens and the other blocks of nodes
+        # arrays of nodes that are unused here: tokens and blocks of other groups
+        unused = np.zeros((1, 1), np.int32)
         self.core = core._replace(next=links[0], prev=links[1], node_tokens=unused, node_blocks=unused)
         self.core.refs[:] = 1
         self._room = max_blocks
@@ -75,75 +78,92 @@ class EvictionOrder:
         self._out = np.zeros(num_blocks, np.int32)
         self._counts, self._model = columns(self.core.pool), columns(self.core.model)
 
-    # -- requests --------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------
 
     def start(self, hashes: UInt64Array, hit: Sequence[int], tokens: int, free: int) -> int:
-        """A request of ``tokens`` tokens begins: which turn of its conversation it is, for `end`.
+        """Record the start of a request and return the turn of its conversation, which `end` needs.
 
-        ``hashes`` [full blocks]; ``hit``: the blocks found, not taken yet; ``free``: blocks without content.
+        Args:
+            hashes: Hashes of the prompt's full blocks.
+            hit: Blocks of the prefix hit, not taken yet.
+            tokens: Length of the prompt.
+            free: Blocks of the pool without content.
         """
         self._counts.free[0] = free
         count = self._enter(hashes, hit)
         return int(_start(self.core, min(count, len(hit)), tokens))
 
     def end(self, hashes: UInt64Array, blocks: Sequence[int], prompt: int, tokens: int, turn: int) -> None:
-        """A request leaves, before its blocks are released. ``blocks``: the full ones with content, in order;
-        0 where it has none. ``prompt`` of its ``tokens`` were asked."""
+        """Record the end of a request, before its blocks are released.
+
+        Args:
+            hashes: Hashes of its full blocks.
+            blocks: Its full blocks with content, in order; 0 where it has none.
+            prompt: Length of the prompt in tokens.
+            tokens: Length of prompt and output in tokens.
+            turn: The result of `start`.
+        """
         self._ended = min(self._enter(hashes, blocks), len(blocks))
         _end(self.core, self._ended, prompt, tokens, turn, self._classes)
 
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
     ) -> None:
-        """Blocks of another group of the request just named to `end`, ``key`` telling the groups apart."""
+        """Record the blocks of another group of the request last passed to `end`.
+
+        ``key`` distinguishes the groups; ``full`` says that the group is full attention.
+        """
         self._enter(hashes, blocks)
         count = min(len(blocks), self._room, len(hashes) if full else len(blocks))
         _follow(self.core, count, block_size, self._ended, np.uint64(key), full, self._classes)
 
-    # -- blocks ----------------------------------------------------------------------------------------------
+    # -- blocks --------------------------------------------------------------------------------------------
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Nobody uses the blocks any more; they stand here from now on. A request's last block first."""
+        """Take over blocks that no request references any more, a request's last block first."""
         _release(self.core, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
-        """The blocks are used again; those that do not stand here are none of this one's business."""
+        """Drop blocks that are referenced again; blocks that are not held here are ignored."""
         _take(self.core, np.array(blocks, np.int32))
 
     def pop(self, count: int) -> list[int]:
-        """``count`` blocks, which lose their content. Raises ValueError where fewer stand here."""
+        """Evict ``count`` blocks and return them. Raises ValueError if fewer are held."""
         if count > self.cached:
-            raise ValueError(f"{count} blocks are asked of {self.cached}")
+            raise ValueError(f"{count} blocks requested, {self.cached} cached")
         return self._popped(count, FOR_PREFILL)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The blocks have lost their content otherwise. Those in use are not to be named to `end` any more, but
-        released here: others may continue them."""
+        """Record blocks that have lost their content otherwise.
+
+        A block in use must not be passed to `end` any more, but must still be released here: other blocks may
+        continue it.
+        """
         _forget(self.core, np.array(blocks, np.int32))
 
     def reset(self) -> list[int]:
-        """All that stand here, which lose their content."""
+        """Evict all held blocks and return them."""
         return self._popped(self.cached, BY_RESET)
 
-    # -- what may be read ------------------------------------------------------------------------------------
+    # -- what may be read ----------------------------------------------------------------------------------
 
     @property
     def cached(self) -> int:
-        """Blocks that stand here."""
+        """Blocks held here."""
         return int(self._counts.cached[0])
 
     @property
     def evicted(self) -> int:
-        """Blocks handed out with content that nothing else has."""
+        """Number of evicted blocks whose content no other block had."""
         return int(self._counts.evicted[0, :BY_RESET].sum())
 
     @property
     def learned(self) -> bool:
-        """Whether the rule is the learned one now, and not LRU."""
+        """Whether the current rule is the learned one, not LRU."""
         return bool(self._model.rule[0] == LEARNED)
 
     def blocks(self) -> list[int]:
-        """Those that stand here, the spare ones, then by their release; O(pool)."""
+        """Return the held blocks: spare blocks first, then in order of release; O(pool)."""
         here = np.flatnonzero(self.core.refs == 0)
         age = (int(self._counts.clock[0]) - self.core.stamp[here]) & CLOCK_MASK
         spare = self.core.kind[here] & CLASS_MASK == SPARE
@@ -196,12 +216,12 @@ def _follow(
             core.kind[block] = (core.kind[block] & ~CLASS_MASK) | classes[place]
 
 
-# -- nodes -----------------------------------------------------------------------------------------------------
+# -- nodes -------------------------------------------------------------------------------------------------
 
 
 @inner
 def _publish(core: Core, count: int, key: np.uint64) -> None:
-    """Nodes of the row's blocks, which are in use; in the table the blocks of the nodes that were there."""
+    """Create nodes for the row's blocks, which are in use; replace blocks in the table by existing nodes."""
     table, parent = core.tables[0, 0], ROOT
     for at in range(count):
         mine = int(table[at])
@@ -214,10 +234,10 @@ def _publish(core: Core, count: int, key: np.uint64) -> None:
             node = mine
             if core.node_of[mine] != mine:
                 _insert(core, mine, parent, value)
-            elif core.kind[mine] < ONE_CHILD:  # its content is another now
+            elif core.kind[mine] < ONE_CHILD:  # its content has changed
                 _drop(core, mine)
                 _insert(core, mine, parent, value)
-        elif core.parent[node] == ROOT:  # what it continues had gone before it
+        elif core.parent[node] == ROOT:  # its parent was evicted before it
             _link(core, node, parent)
         if node != mine and core.node_of[mine] == mine and core.kind[mine] < ONE_CHILD:
             _drop(core, mine)
@@ -234,7 +254,10 @@ def _bucket(core: Core, value: np.uint64) -> int:
 
 @inlined
 def _find(core: Core, value: np.uint64) -> int:
-    """The node of this hash, or 0. A collision costs a hit at most: the pool itself decides what it serves."""
+    """Return the node with this hash, or 0.
+
+    A collision costs at most a hit, because the pool itself decides which blocks to serve.
+    """
     node = int(core.heads[_bucket(core, value)])
     while node != NULL_BLOCK and core.node_hash[node] != value:
         node = int(core.chain[node])
@@ -253,11 +276,11 @@ def _insert(core: Core, block: int, parent: int, value: np.uint64) -> None:
 
 @inner
 def _link(core: Core, node: int, parent: int) -> None:
-    """``node`` continues ``parent``."""
+    """Make ``node`` a child of ``parent``."""
     core.parent[node] = parent
     if parent == ROOT:
         return
-    if core.refs[parent] == 0 and core.kind[parent] < ONE_CHILD:  # it waits for its child
+    if core.refs[parent] == 0 and core.kind[parent] < ONE_CHILD:  # a node with a child is in no list
         unlink(core, parent)
         core.next[parent] = NULL_BLOCK
         core.pool[0].cached += 1
@@ -266,7 +289,7 @@ def _link(core: Core, node: int, parent: int) -> None:
 
 @inner
 def _unhash(core: Core, node: int) -> None:
-    """No longer found, if it was."""
+    """Remove the node from its hash bucket, if it is in it."""
     bucket = _bucket(core, core.node_hash[node])
     at = int(core.heads[bucket])
     if at == node:
@@ -281,7 +304,7 @@ def _unhash(core: Core, node: int) -> None:
 
 @inner
 def _drop(core: Core, node: int) -> None:
-    """A node without children is none any more."""
+    """Remove a node without children from the index."""
     _unhash(core, node)
     core.node_of[node] = NULL_BLOCK
     core.pool[0].nodes -= 1
@@ -294,9 +317,10 @@ def _drop(core: Core, node: int) -> None:
 
 @inner
 def _cut(core: Core) -> None:
-    """What is in use continues nothing that stands here any more: all that do wait for one another. O(pool).
+    """Detach nodes in use from cached parents, so that a cached block can be listed again; O(pool).
 
-    A request may hold a node and, in place of the one before it, a block of its own with the same content.
+    It is needed when every cached block has a child. A request may hold a node and, in place of its parent, a
+    block of its own with the same content.
     """
     for node in range(1, core.pool[0].num_blocks):
         parent = int(core.parent[node])
@@ -308,7 +332,7 @@ def _cut(core: Core) -> None:
             enlist_by_age(core, parent)
 
 
-# -- blocks ----------------------------------------------------------------------------------------------------
+# -- blocks ------------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -338,7 +362,7 @@ def _release(core: Core, blocks: Int32Array) -> None:
 
 @inlined
 def _leave(core: Core, block: int) -> None:
-    """A listed block, or one that waits for its children, stands here no more."""
+    """Remove a held block, listed or with children, from the order."""
     unlink(core, block)
     core.refs[block], core.stamp[block] = 1, 0
     if core.kind[block] & CLASS_MASK == SPARE:
@@ -354,7 +378,7 @@ def _take(core: Core, blocks: Int32Array) -> None:
 
 @compiled
 def _pop(core: Core, count: int, cause: int, out: Int32Array) -> None:
-    """``count`` blocks, at most those that stand here, into ``out``."""
+    """Write ``count`` evicted blocks, at most the held ones, to ``out``."""
     pool, done = core.pool[0], 0
     while done < count:
         spare = pool.num_blocks + SPARE

@@ -1,23 +1,25 @@
-"""What the pool learns about reuse: how soon, and how often, blocks like these are asked for again.
+"""Learned reuse: a model of how soon and how often blocks of a kind are requested again.
 
-**History.** Of a sample of the blocks (by hash: Waldspurger et al., USENIX ATC 2017) every release is written
-into a ring that reaches back `REACH` capacities, so further than the pool: whether a block was asked for again
-is also seen of what has been evicted long ago. Nothing has to be kept for the sake of trying it.
+**History.** Every release of a sampled block (sampled by hash: Waldspurger et al., USENIX ATC 2017) is written
+to a ring that covers `REACH` times the pool's capacity. Reuse of blocks that were evicted long ago is therefore
+observed too, and no block has to be kept as an experiment.
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
-is asked for again in the next moment is ``hazard(origin, age) * turn factor * answer factor``. Age is counted
-in blocks released since, in a scale of `PER_OCTAVE` steps a doubling; blocks not asked for again yet count as
-far as they have lived. The factors are of the request that released the block last: which turn of its
-conversation it was (one more than the turn that first wrote the deepest block it shares), how long its answer
-was. Origins: *prompts*; *popular* blocks, hit more often than their request has turns (system prompts,
-documents); *answers*. What little is seen counts little: factors start as 1, hazards as such that LRU is right.
+is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. Age is the number of
+blocks released since, on a scale of `PER_OCTAVE` steps per doubling. Blocks not requested again yet count up to
+their current age.
 
-**Density.** What a block of an age is worth to the pool is the largest share, over all ways to end its stay, of
-hits expected per block and time from now on (hit density: Beckmann et al., NSDI 2018). It need not fall with
-age: people need time to answer, so that a block may be worth more half a minute after its release than at once.
+The factors belong to the request that released the block last: its conversation turn (one more than the turn
+that first wrote the deepest block it shares) and the length of its answer. Origins are *prompts*, *popular*
+blocks (hit more often than their request has turns: system prompts, documents) and *answers*. With few
+observations the factors are 1 and the hazards make LRU optimal.
 
-The hits of the sample are counted twice: those the pool had, and those LRU would have had, whose content is the
-youngest part of the ring. `tonnage.cache.eviction.choice` goes back to LRU when the second count is the larger.
+**Density.** The value of a block of some age is the largest ratio of expected hits to block-time, over all
+times at which its stay could end (hit density: Beckmann et al., NSDI 2018). It need not fall with age: users
+need time to reply, so a block can be worth more half a minute after its release than at once.
+
+Hits of the sample are counted twice: the pool's own, and the hits of LRU, whose content is the youngest part of
+the ring. `tonnage.cache.eviction.choice` returns to LRU when the second count is larger.
 """
 
 from __future__ import annotations
@@ -39,22 +41,22 @@ from tonnage.cache.eviction.model import (
     WEIGHT_STEPS,
 )
 
-EVERY = 32  # requests
+EVERY = 32  # requests between two fits
 PER_OCTAVE = 4
-YOUNGEST = 64  # ages below a 64th of the capacity are one
+YOUNGEST = 64  # ages below 1/64 of the capacity share a level
 LOWEST, HIGHEST = 0.25, 8.0  # factors of the first and the last class of an origin
-PRIOR_REQUESTS = 15.0  # as many, reused as often as the mean, are mixed into each factor
-PRIOR_EVENTS = 1.25  # ... and as many reuses into the hazard of each age
-LEVEL_UNTIL = 2.0  # capacities
-NEIGHBOURS = 2  # ages that a hazard is averaged over, to each side
-HORIZON = 1.0  # capacities of look-ups that the two counts of hits look back over
+PRIOR_REQUESTS = 15.0  # requests with mean reuse that are mixed into each factor
+PRIOR_EVENTS = 1.25  # reuses that are mixed into the hazard of each age
+LEVEL_UNTIL = 2.0  # in capacities of the pool
+NEIGHBOURS = 2  # ages on each side that a hazard is averaged over
+HORIZON = 1.0  # the two hit counts decay over this many capacities of look-ups
 
 NEVER, LIVING, REUSED, ENDED = range(4)  # status of an entry: unused, not seen again yet, seen again, replaced
 
 
 @inlined
 def age_level(age: int, blocks: int) -> int:
-    """The step of an age in blocks, of a pool of ``blocks``."""
+    """Return the level of an age, given in released blocks, for a pool of ``blocks`` blocks."""
     unit = blocks / YOUNGEST
     if age < unit:
         return 0
@@ -68,7 +70,7 @@ def _age_start(level: int, blocks: int) -> float:
 
 @inlined
 def _answer_level(tokens: int) -> int:
-    """In steps of four times as many tokens, from 128 on of twice."""
+    """Return the level of an answer's length: a factor of 4 per level, and of 2 from 128 tokens on."""
     if tokens < 2:
         return 0
     if tokens < 8:
@@ -82,7 +84,7 @@ def _answer_level(tokens: int) -> int:
 
 @inlined
 def _score_class(factor: float) -> int:
-    """The class, within an origin, of what is reused ``factor`` times as often as the mean."""
+    """Return the class, within an origin, of blocks that are reused ``factor`` times as often as the mean."""
     place = math.log(factor / LOWEST) / math.log(HIGHEST / LOWEST) * (SCORES - 1)
     return min(SCORES - 1, max(0, math.floor(place + 0.5)))
 
@@ -92,12 +94,12 @@ def _class_factor(score: int) -> float:
     return LOWEST * math.pow(HIGHEST / LOWEST, score / (SCORES - 1))
 
 
-# -- the history -----------------------------------------------------------------------------------------------
+# -- the history -------------------------------------------------------------------------------------------
 
 
 @inlined
 def _find(core: Core, value: np.uint64) -> int:
-    """The last release of the block of this hash, or -1."""
+    """Return the history entry of the last release of the block with this hash, or -1."""
     tag = int(value >> np.uint64(33))
     entry = int(core.history_heads[tag & (core.history_heads.size - 1)]) - 1
     while entry >= 0 and core.history[entry].tag != tag:
@@ -107,7 +109,7 @@ def _find(core: Core, value: np.uint64) -> int:
 
 @inner
 def _unlink(core: Core, entry: int) -> None:
-    """No longer found, if it was; what it tells of reuse stays."""
+    """Remove the entry from its hash bucket, if it is in it; its record of reuse stays."""
     heads = core.history_heads
     bucket = core.history[entry].tag & (heads.size - 1)
     at = int(heads[bucket]) - 1
@@ -124,7 +126,7 @@ def _unlink(core: Core, entry: int) -> None:
 
 @inlined
 def _lru_has(core: Core, entry: int) -> bool:
-    """Whether the entry is of the youngest part of the ring, which is what LRU would keep."""
+    """Return whether the entry is in the youngest part of the ring, which LRU would keep."""
     model = core.model[0]
     back = (model.at - 1 - entry) % core.history.size
     return bool(core.history[entry].status == LIVING and back < model.span)
@@ -132,7 +134,7 @@ def _lru_has(core: Core, entry: int) -> bool:
 
 @inner
 def _end(core: Core, entry: int, status: int) -> None:
-    """A living entry is seen again or replaced."""
+    """Set the status and the final age of a living entry that is seen again or replaced."""
     pool, model = core.pool[0], core.model[0]
     if _lru_has(core, entry):
         model.alive -= 1
@@ -143,7 +145,7 @@ def _end(core: Core, entry: int, status: int) -> None:
 
 @inner
 def _shrink(core: Core) -> None:
-    """LRU forgets the oldest of the sample until the rest fits into what running requests leave."""
+    """Drop the oldest entries from LRU's simulated content until it fits into what running requests leave."""
     pool, model = core.pool[0], core.model[0]
     room = (pool.cached + pool.free) >> model.sample_shift
     while model.alive > room:
@@ -155,8 +157,10 @@ def _shrink(core: Core) -> None:
 
 @inner
 def observe_start(core: Core, row: int, hit: int) -> None:
-    """A request begins, ``hit`` blocks of its prompt were found and are not locked yet: which turn it is, and
-    which releases have now been seen again."""
+    """Record the start of a request: find its turn, and mark the releases that are seen again.
+
+    ``hit`` blocks of its prompt were found and are not locked yet.
+    """
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0:
         return
@@ -166,7 +170,7 @@ def observe_start(core: Core, row: int, hit: int) -> None:
     table = core.tables[pool.anchor, row]
     _shrink(core)
     looked, own, lru, turn = 0, 0, 0, 0
-    known, kept = True, True  # all blocks so far: are in the history, would be there under LRU
+    known, kept = True, True  # whether all blocks so far are in the history, and whether LRU would have them
     for at in range(blocks):
         if hashes[row, at] & sample != np.uint64(0):
             continue
@@ -198,7 +202,7 @@ def observe_start(core: Core, row: int, hit: int) -> None:
 
 @inner
 def observe_end(core: Core, row: int) -> None:
-    """A request leaves: its full blocks get their class, and those of the sample go into the history."""
+    """Assign classes to the full blocks of a request that ends, and add its sampled blocks to the history."""
     pool, model = core.pool[0], core.model[0]
     count = int(core.rows[row].published)
     if model.learning == 0 or count == 0:
@@ -208,11 +212,11 @@ def observe_end(core: Core, row: int) -> None:
     turn = max(1, int(core.rows[row].turn))
     turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(core.rows[row].length - prompt)
     score = _score_class(model.factors[0, turn_level] * model.factors[1, answer_level])
-    # One request counts as much as another, however long.
+    # Every request has the same weight, however long it is.
     weight = int(WEIGHT_STEPS * math.log2(asked + 1) + 0.5)
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
     popular = 0
-    for at in range(count - 1, -1, -1):  # as they are released: what LRU forgets first is the oldest
+    for at in range(count - 1, -1, -1):  # in order of release: LRU evicts the oldest first
         if core.hashes[row, at] & sample != np.uint64(0):
             continue
         first, hits = turn, 0
@@ -237,7 +241,7 @@ def observe_end(core: Core, row: int) -> None:
 
 @inner
 def _write(core: Core, value: np.uint64) -> int:
-    """A living entry in the place of the oldest."""
+    """Overwrite the oldest entry of the ring with a living entry and return its index."""
     pool, model = core.pool[0], core.model[0]
     heads = core.history_heads
     size, entry = core.history.size, int(model.at)
@@ -259,12 +263,12 @@ def _write(core: Core, value: np.uint64) -> int:
     return entry
 
 
-# -- the model -------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------
 
 
 @inner
 def fit(core: Core) -> None:
-    """The model anew from the whole history, starting from the factors of the last time."""
+    """Fit the model to the whole history, starting from the factors of the last fit."""
     pool, model = core.pool[0], core.model[0]
     factors, events, lived = model.factors, model.events, model.lived
     blocks = pool.num_blocks
@@ -276,7 +280,7 @@ def fit(core: Core) -> None:
         entry = core.history[at]
         if entry.status == NEVER:
             continue
-        if entry.status == LIVING:  # as far as it has lived
+        if entry.status == LIVING:  # counted up to its current age
             entry.age = age_level((pool.clock - entry.born) & CLOCK_MASK, blocks)
         origin, age, weight = entry.origin, entry.age, model.weights[entry.weight]
         if entry.status == REUSED:
@@ -296,7 +300,10 @@ def fit(core: Core) -> None:
 
 @inner
 def _fit_hazard(core: Core, origin: int, scale: float) -> None:
-    """``lived`` [ages]: entries that ended at each age; becomes blocks * time spent at it."""
+    """Fit the hazards of one origin.
+
+    ``lived`` [ages] holds the weight of entries that ended at each age, and becomes the block-time spent at it.
+    """
     model = core.model[0]
     events, lived, hazard = model.events[origin], model.lived[origin], model.hazard[origin]
     beyond = reused = expected = 0.0
@@ -309,7 +316,7 @@ def _fit_hazard(core: Core, origin: int, scale: float) -> None:
         expected += lived[age] * _lru_hazard(age)
     if expected == 0.0:
         return
-    level = (reused + 0.01) / expected  # above 0 where nothing was reused
+    level = (reused + 0.01) / expected  # above 0 even if nothing was reused
     for age in range(AGES):
         seen = spent = 0.0
         for near in range(max(0, age - NEIGHBOURS), min(AGES, age + NEIGHBOURS + 1)):
@@ -320,19 +327,19 @@ def _fit_hazard(core: Core, origin: int, scale: float) -> None:
 
 @inlined
 def _lru_hazard(age: int) -> float:
-    """The shape assumed before anything is seen: constant up to two capacities, then falling as 1 / age."""
+    """Return the prior shape of the hazard: constant up to two capacities, then falling as 1 / age."""
     middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNGEST
     return 1.0 / max(LEVEL_UNTIL, middle)
 
 
 @inner
 def _fit_factor(core: Core, factor: int, scale: float) -> None:
-    """Reuses seen over those that hazards and the other factor forecast, by level."""
+    """Fit one factor by level: observed reuses over the reuses that hazards and the other factor predict."""
     model = core.model[0]
     factors, seen, forecast = model.factors, model.fitted[0], model.fitted[1]
     seen[:] = PRIOR_REQUESTS
     forecast[:] = PRIOR_REQUESTS
-    # The sum of the hazards up to the middle of each age.
+    # Cumulative hazard up to the middle of each age.
     until, total = model.until, 0.0
     for age in range(AGES):
         risk = model.hazard[PROMPTS, age] * model.widths[age]

@@ -1,1 +1,1 @@
-"""Groups that are not plain full attention: sliding and chunked windows, recurrent states."""
+"""KV cache groups other than full attention: sliding windows, chunked attention and recurrent states."""

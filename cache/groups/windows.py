@@ -1,7 +1,7 @@
-"""Sliding windows and chunks: which blocks no query can read any more, and what a prefix hit still needs.
+"""Sliding windows and chunked attention: the blocks that queries and prefix hits still need.
 
-Called only where the layout has such groups (`POOL.windowed`). Cached states are among them: what goes on from
-one reads a window of two positions (`blocks.groups.STATE_WINDOW`), so a hit needs the state at its end alone.
+The functions are called only for layouts with such groups (`POOL.windowed`). Cached recurrent states count as
+windows of two positions (`blocks.groups.STATE_WINDOW`), so that a hit needs only the state at its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tonnage.cache.compiled import inner
 
 @inner
 def first_needed(core: Core, group: int, computed: int) -> int:
-    """First block that a query at a position >= ``computed`` can still read; 0 without a window."""
+    """Return the first block that a query at a position >= ``computed`` can still read; 0 without a window."""
     window, size = core.groups[group].window, core.pool[0].block_size
     if window == 0:
         return 0
@@ -25,7 +25,7 @@ def first_needed(core: Core, group: int, computed: int) -> int:
 
 @inner
 def usable_hit(core: Core, table: Int32Array, found: int) -> int:
-    """How long a prefix of the ``found`` nodes in ``table`` is whose last window is cached in every group."""
+    """Return the length of the longest prefix of ``found`` nodes whose last window every group has cached."""
     count = found
     while count > 0:
         missing = -1
@@ -44,7 +44,7 @@ def usable_hit(core: Core, table: Int32Array, found: int) -> int:
 
 @inner
 def count_left(core: Core, row: int, computed: int, change: int) -> int:
-    """Add ``change`` to the references of the blocks that the row's windows have left; how many have none."""
+    """Add ``change`` to the references of blocks outside the row's windows; return how many reach zero."""
     gone = 0
     for group in range(core.groups.size):
         if core.groups[group].window != 0:
@@ -60,7 +60,7 @@ def count_left(core: Core, row: int, computed: int, change: int) -> int:
 
 @inner
 def drop_left(core: Core, row: int) -> None:
-    """Give back the blocks that the row's windows have left."""
+    """Release the blocks that the row's windows have left."""
     for group in range(core.groups.size):
         if core.groups[group].window != 0:
             first = first_needed(core, group, core.rows[row].computed)
@@ -74,7 +74,7 @@ def drop_left(core: Core, row: int) -> None:
 
 @inner
 def forget_alone(core: Core, node: int, block: int) -> bool:
-    """Free a cached block of a windowed group, its node stays; False where the block is of another group."""
+    """Free a cached block of a windowed group but keep its node; return False for other groups."""
     for group in range(core.groups.size):
         if core.groups[group].window != 0 and core.node_blocks[group, node] == block:
             core.node_blocks[group, node] = NULL_BLOCK

@@ -1,1 +1,1 @@
-"""The laws of the block manager: what holds after every operation."""
+"""The invariants of the block manager: what must hold after every operation."""

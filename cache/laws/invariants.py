@@ -1,22 +1,22 @@
-"""The laws of the block manager, written once; tests call them after every operation. O(pool).
+"""The invariants of the block manager in full detail, for tests after every operation; O(pool).
 
-Named laws, as `InvariantViolation.law` gives them:
+`InvariantViolation.law` has one of these names:
 
 =================== =========================================================================================
-conservation        every usable block is free, cached or used, and in that state's structure exactly once
-null block          block 0 is in no state and in no index
-reference counts    a block's reference count is the number of table entries that name it
-tables              a row names blocks where it must, the null block elsewhere, and no block twice; sequences
-                    that share a block have it at the same place; of cached states a row has the one it goes on
-                    from and the one it writes, at most two
+conservation        every usable block is free, cached or used, and in that state's structure exactly once null
+block          block 0 is in no state and in no index reference counts    a block's reference count is the
+number of table entries that name it tables              a row has blocks where it must, the null block
+elsewhere, and no block twice; sequences
+                    that share a block have it at the same place; of cached states a row has the one it
+                    continues from and the one it writes, at most two
 exclusive writes    a block with positions still to be written has one owner, or its owners must copy first
-prefix index        nodes, buckets and blocks refer to each other; a node's tokens, salt and ancestors are those
-                    of every sequence that holds it; a row's full computed blocks, and no others, are nodes
-reachability        every node's parent is a node, and in use where the node is; listed for eviction are the
-                    cached nodes without children and cached sliding blocks and states, no others
-reservation             per request private <= held <= reserved, all counted anew; sequences <= max_num_seqs;
-                    in no_evict mode reserved <= usable over all
-committed peak      in guaranteed mode everybody can still run to max_tokens, one after the other
+prefix index        nodes, buckets and blocks refer to each other; a node's tokens, salt and ancestors match
+                    every sequence that holds it; exactly the full computed blocks of a row are nodes
+reachability        every node's parent is a node, and in use if the node is; exactly the cached nodes
+                    without children and the cached sliding blocks and states are listed for eviction
+reservation         per request private <= held <= reserved, all recounted; sequences <= max_num_seqs;
+                    in no_evict mode the sum of all reservations <= usable
+committed peak      in guaranteed mode every request can still run to max_tokens, one after the other
 =================== =========================================================================================
 """
 
@@ -59,7 +59,7 @@ from tonnage.planner.units import ceil_div
 
 
 class Checked(Protocol):
-    """What the laws read of a block manager."""
+    """The attributes of a block manager that the checks read."""
 
     limits: Limits
     block_size: int
@@ -75,12 +75,15 @@ class Checked(Protocol):
     admission: Admission
     reservations: Reservations
 
-    def running(self) -> RunningSnapshot: ...
-    def stats(self) -> CacheStats: ...
+    def running(self) -> RunningSnapshot:
+        """Return what the running requests hold."""
+
+    def stats(self) -> CacheStats:
+        """Return the counts of blocks."""
 
 
 def check_invariants(manager: Checked) -> None:
-    """Raises InvariantViolation at the first law that does not hold."""
+    """Check every invariant and raise InvariantViolation for the first that does not hold."""
     _check_tables(manager)
     _check_states(manager)
     _check_reservations(manager)
@@ -91,13 +94,16 @@ def check_invariants(manager: Checked) -> None:
 
 
 def _windows(manager: Checked) -> list[int]:
-    """By paged group: 0 everything is read, W > 0 the last W positions, -C the own chunk of C."""
+    """Return what a query reads in each paged group.
+
+    0 is every position, W > 0 the last W positions, and -C its own chunk of C positions.
+    """
     groups = paged(manager.limits.layout)
     return [(group.window or 0) * (-1 if group.kind == "chunked" else 1) for group in groups]
 
 
 def _all_windows(manager: Checked) -> list[int]:
-    """As `_windows`, with the state groups behind them where states are cached."""
+    """Return `_windows`, followed by the state groups if states are cached."""
     states = len(manager.core.tables) - len(manager.tables)
     return _windows(manager) + [STATE_WINDOW] * (states if manager.cached_states else 0)
 
@@ -113,7 +119,7 @@ def _check_tables(manager: Checked) -> None:
     writers: dict[int, list[int]] = defaultdict(list)
     live = set(manager.sequences.row_of.values())
     if len(live) != len(manager.sequences):
-        _broken("tables", "two sequences have one row")
+        _broken("tables", "two sequences have the same row")
     for row in range(manager.limits.max_num_seqs):
         held = int(rows.room[row]) // block_size
         computed, slots, room = (int(v[row]) for v in (rows.computed, rows.slots, rows.room))
@@ -126,12 +132,14 @@ def _check_tables(manager: Checked) -> None:
             held or rows.length[row] or rows.published[row] or rows.hashed[row] or rows.shared_tail[row]
         )
         if (rows.request[row] >= 0) != (row in live) or (row not in live and not empty):
-            _broken("tables", f"row {row} is unused and not empty, or the other way round")
+            _broken("tables", f"row {row} is unused but not empty, or used by no live sequence")
         for group, table in enumerate(manager.tables):
             first = int(manager.core.first[group, row])
             window = windows[group]
             if first and first * block_size > oldest_read(window, computed):
-                _broken("tables", f"row {row} group {group}: blocks below {first} are gone and still needed")
+                _broken(
+                    "tables", f"row {row} group {group}: blocks below {first} are released but still needed"
+                )
             entries = table[row].tolist()
             if any(entries[:first]) or any(entries[held:]) or not all(entries[first:held]):
                 _broken(
@@ -149,7 +157,7 @@ def _check_tables(manager: Checked) -> None:
             entries = manager.core.tables[group, row].tolist()
             named = [at for at, block in enumerate(entries) if block != NULL_BLOCK]
             if not _states_in_place(manager, row, group, named):
-                _broken("tables", f"row {row} states {group}: at {named}, {held} blocks of tokens")
+                _broken("tables", f"row {row} state group {group}: states at entries {named} of {held} blocks")
             for at in named:
                 block = entries[at]
                 counts[block] += 1
@@ -159,9 +167,13 @@ def _check_tables(manager: Checked) -> None:
                     writers[block].append(row)
     for block, owners in writers.items():
         if counts[block] > 1 and not all(rows.shared_tail[row] & COPY_TAIL for row in owners):
-            _broken("exclusive writes", f"block {block} can be written by rows {owners}")
+            _broken(
+                "exclusive writes", f"rows {owners} share block {block}, which some can write without a copy"
+            )
         if counts[block] > 1 and any(rows.slots[row] > rows.computed[row] for row in owners):
-            _broken("exclusive writes", f"block {block} of rows {owners} was to be copied")
+            _broken(
+                "exclusive writes", f"rows {owners} extended beyond the shared block {block} without a copy"
+            )
     expected = np.zeros(manager.pool.num_blocks, np.int32)
     for block, count in counts.items():
         expected[block] = count
@@ -174,9 +186,11 @@ def _check_tables(manager: Checked) -> None:
 
 
 def _states_in_place(manager: Checked, row: int, group: int, named: list[int]) -> bool:
-    """Whether the entries ``named`` are those of the row's state: the first one; or with cached states the one
-    at the end of what is computed, the row's last one, and of the step before at most one more, which is given
-    back in the next."""
+    """Return whether ``named`` is the right set of table entries for the row's recurrent state.
+
+    Without cached states this is entry 0. With cached states it is the entry at the end of the computed
+    positions, the row's last entry, and at most one more of the step before, which the next step releases.
+    """
     size, rows = manager.block_size, manager.rows
     held, computed = int(rows.room[row]) // size, int(rows.computed[row])
     if not manager.cached_states:
@@ -205,15 +219,17 @@ def _check_states(manager: Checked) -> None:
     if sorted(cached + free + used) != list(range(1, pool.num_blocks)):
         _broken("conservation", f"{len(used)} used, {len(cached)} cached, {len(free)} free of {pool.usable}")
     if (len(used), len(cached), len(free)) != (pool.used, pool.cached, pool.free):
-        _broken("conservation", f"counted {(len(used), len(cached), len(free))}, kept {manager.stats()}")
+        _broken("conservation", f"recounted {(len(used), len(cached), len(free))}, stats say {manager.stats()}")
     for kind in range(CLASSES):
         listed = readers.listed(manager.core, kind)
         if readers.listed(manager.core, kind, backward=True)[::-1] != listed:
-            _broken("conservation", f"the list of class {kind} differs read from its two ends")
+            _broken("conservation", f"the list of class {kind} differs when read backwards")
         if bool(listed) != bool(manager.counts.lists[0] >> kind & 1):
-            _broken("conservation", f"the list of class {kind} has {len(listed)} blocks, and is kept otherwise")
+            _broken(
+                "conservation", f"the list of class {kind} has {len(listed)} blocks; its bit says otherwise"
+            )
     if not manager.prefix.enabled and cached:
-        _broken("prefix index", f"{len(cached)} blocks cached without an index")
+        _broken("prefix index", f"{len(cached)} blocks are cached without a prefix index")
 
 
 def _check_reservations(manager: Checked) -> None:
@@ -221,7 +237,7 @@ def _check_reservations(manager: Checked) -> None:
     members: dict[int, list[int]] = defaultdict(list)
     for row in sequences.row_of.values():
         members[int(manager.rows.request[row])].append(row)
-    holders: Counter[int] = Counter()  # requests that hold a block of a full group
+    holders: Counter[int] = Counter()  # how many requests hold each block of a full-attention group
     blocks_of: dict[int, set[int]] = {}
     reserved = count = windowed = 0
     for slot, rows in members.items():
@@ -230,7 +246,7 @@ def _check_reservations(manager: Checked) -> None:
         sliding: set[int] = set()
         for row in rows:
             if manager.reservations[row] is not reservation or reservation.slot != slot:
-                _broken("reservation", f"row {row} is not of the request in slot {slot}")
+                _broken("reservation", f"row {row} does not belong to the request in slot {slot}")
             for table, window in zip(manager.tables, windows, strict=True):
                 (sliding if window else full).update(table[row].tolist())
             sliding.update(manager.core.tables[len(manager.tables) :, row].ravel().tolist())
@@ -241,7 +257,7 @@ def _check_reservations(manager: Checked) -> None:
         if len(full) + len(sliding) > reservation.blocks or len(sliding) > reservation.windowed:
             _broken(
                 "reservation",
-                f"rows {rows} hold {len(full)} + {len(sliding)} blocks, reserved {reservation}",
+                f"rows {rows} hold {len(full)} + {len(sliding)} blocks; reserved are {reservation}",
             )
         if requests.live[slot] != len(rows) or len(rows) + forks > reservation.request.n:
             _broken(
@@ -251,9 +267,12 @@ def _check_reservations(manager: Checked) -> None:
         if len(rows) + forks == reservation.request.n and reservation.blocks != reserved_blocks(
             reservation.request, manager.limits
         ):
-            _broken("reservation", f"rows {rows}: reservation {reservation.blocks}")
+            _broken("reservation", f"rows {rows}: wrong reservation of {reservation.blocks} blocks")
         if requests.reserved[slot] != reservation.blocks - reservation.windowed:
-            _broken("reservation", f"slot {slot} keeps {requests.reserved[slot]}, its request is {reservation}")
+            _broken(
+                "reservation",
+                f"slot {slot} counts {requests.reserved[slot]} reserved blocks; its request has {reservation}",
+            )
         reserved += reservation.blocks
         windowed += reservation.windowed
         count += len(rows) + forks
@@ -262,33 +281,34 @@ def _check_reservations(manager: Checked) -> None:
         if requests.held[slot] != len(mine):
             _broken(
                 "reservation",
-                f"slot {slot} holds {len(mine)} blocks of full groups, kept {requests.held[slot]}",
+                f"slot {slot} holds {len(mine)} full-attention blocks, counted {requests.held[slot]}",
             )
         alone = sum(holders[block] == 1 for block in mine)
         if not 0 <= requests.private[slot] <= alone:
-            _broken("reservation", f"slot {slot}: {alone} blocks are its alone, kept {requests.private[slot]}")
+            _broken("reservation", f"slot {slot}: {alone} private blocks, counted {requests.private[slot]}")
         if sum(int(manager.core.stamp[block]) == slot + 1 for block in mine) != requests.private[slot]:
             _broken(
                 "reservation",
-                f"slot {slot}: the owners of its blocks do not add up to {requests.private[slot]}",
+                f"slot {slot}: its blocks with it as owner are not {requests.private[slot]}",
             )
     if len(holders) != manager.pool.used_full:
-        _broken("reservation", f"{len(holders)} blocks of full groups are used, kept {manager.pool.used_full}")
+        _broken("reservation", f"{len(holders)} full-attention blocks in use, counted {manager.pool.used_full}")
     kept = manager.reservations.reserved, manager.reservations.sequences
     if (reserved, count) != kept:
-        _broken("reservation", f"counted {reserved} blocks and {count} sequences, kept {kept}")
+        _broken("reservation", f"recounted {reserved} blocks and {count} sequences, ledger {kept}")
     if windowed != manager.running().windowed or len(members) != len(manager.running()):
         _broken(
-            "reservation", f"{windowed} blocks windowed by {len(members)} requests, kept {manager.running()}"
+            "reservation",
+            f"{windowed} windowed blocks of {len(members)} requests, snapshot {manager.running()}",
         )
     if count > manager.limits.max_num_seqs:
-        _broken("reservation", f"{count} sequences of {manager.limits.max_num_seqs}")
+        _broken("reservation", f"{count} sequences, max_num_seqs is {manager.limits.max_num_seqs}")
     mode, leaving = manager.admission.policy.mode, manager.admission.leaving()
     if mode is AdmissionMode.NO_EVICT and reserved > manager.pool.usable:
-        _broken("reservation", f"{reserved} of {manager.pool.usable} blocks")
+        _broken("reservation", f"{reserved} blocks are reserved of {manager.pool.usable} usable ones")
     if mode is AdmissionMode.GUARANTEED and not is_safe(manager.running(), leaving):
         peak, capacity = committed_peak(manager.running(), leaving), manager.running().capacity
-        _broken("committed peak", f"{peak} of {capacity} blocks")
+        _broken("committed peak", f"peak of {peak} blocks, capacity {capacity}")
 
 
 def _check_nodes(manager: Checked) -> None:
@@ -296,32 +316,32 @@ def _check_nodes(manager: Checked) -> None:
     nodes = set(readers.nodes(core))
     full = [group for group, window in enumerate(windows) if window == 0]
     if len(nodes) != manager.counts.nodes[0]:
-        _broken("prefix index", f"{len(nodes)} nodes, kept {manager.counts.nodes[0]}")
+        _broken("prefix index", f"{len(nodes)} nodes, counted {manager.counts.nodes[0]}")
     contents = set()
     for node in nodes:
         if node not in readers.bucket(core, int(core.node_hash[node])):
             _broken("prefix index", f"node {node} is not in the bucket of its hash")
         if not all(core.node_blocks[group, node] for group in full):
-            _broken("prefix index", f"node {node} has no block in a full group")
+            _broken("prefix index", f"node {node} has no block in a full-attention group")
         parent = int(core.parent[node])
         if parent != ROOT and parent not in nodes:
-            _broken("reachability", f"the parent {parent} of node {node} is no node")
+            _broken("reachability", f"the parent {parent} of node {node} is not a node")
         contents.add((parent, int(core.salt[node]), core.node_tokens[node].tobytes()))
     if len(contents) != len(nodes):
         _broken("prefix index", "two nodes have the same content")
     salts = Counter(core.salt[list(nodes)].tolist())
     if any(salts[salt] != kept for salt, kept in enumerate(core.salt_nodes.tolist())):
-        _broken("prefix index", f"nodes by salt {salts}, kept otherwise")
+        _broken("prefix index", f"nodes by salt are {salts}, counted otherwise")
     owners: dict[int, int] = {}
     for group in range(len(windows)):
         for node in np.flatnonzero(core.node_blocks[group]).tolist():
             block = int(core.node_blocks[group, node])
             if node not in nodes or block in owners:
-                _broken("prefix index", f"block {block} belongs to node {node}, no node or the second one")
+                _broken("prefix index", f"block {block}: {node} is not a node, or is its second node")
             owners[block] = node
     for block, node in enumerate(core.node_of.tolist()):
         if owners.get(block, 0) != node:
-            _broken("prefix index", f"block {block} names node {node}, listed for {owners.get(block, 0)}")
+            _broken("prefix index", f"block {block} names node {node}, but node {owners.get(block, 0)} has it")
     for block in readers.all_cached(core):
         if block not in owners:
             _broken("reachability", f"block {block} is cached without a node")
@@ -346,7 +366,7 @@ def _check_holders(manager: Checked) -> None:
                 node = int(core.node_of[block]) if block != NULL_BLOCK else 0
                 if node == 0:
                     if at < computed and windows[group] == 0:
-                        _broken("prefix index", f"row {row} block {at} counts as published and is not")
+                        _broken("prefix index", f"row {row} block {at} counts as published but has no node")
                     continue
                 if at >= computed:
                     _broken("prefix index", f"row {row} block {at} is published before it is computed")
@@ -355,18 +375,18 @@ def _check_holders(manager: Checked) -> None:
                         "prefix index", f"row {row} group {group} block {at}: node {node}, anchor {chain[at]}"
                     )
                 if core.parent[node] != (chain[at - 1] if at else ROOT):
-                    _broken("prefix index", f"row {row} block {at}: not the parent of its node")
+                    _broken("prefix index", f"row {row} block {at}: its node has another parent")
                 expected = b"" if at < rows.shared[row] else salt
                 if manager.prefix.salts.salt_of(int(core.salt[node])) != expected:
-                    _broken("prefix index", f"row {row}: a block of another salt")
+                    _broken("prefix index", f"row {row}: a block has another salt")
                 if core.node_tokens[node].tobytes() != core.tokens[row, at * size : (at + 1) * size].tobytes():
-                    _broken("prefix index", f"row {row} block {at}: other tokens than its node's")
+                    _broken("prefix index", f"row {row} block {at}: its node has other tokens")
         if ceil_div(int(rows.slots[row]), size) > rows.room[row] // size:
-            _broken("tables", f"row {row}: slots beyond its blocks")
+            _broken("tables", f"row {row}: writable positions beyond its blocks")
 
 
 def _check_order(manager: Checked) -> None:
-    """Who may be evicted: whoever leaves no child behind."""
+    """Check that exactly the blocks that would orphan no child are listed for eviction."""
     core, windows = manager.core, _all_windows(manager)
     cached = set(readers.all_cached(core))
     listed = {block: kind for kind in range(CLASSES) for block in readers.listed(core, kind)}
@@ -375,22 +395,27 @@ def _check_order(manager: Checked) -> None:
     expected = set()
     for node in nodes:
         if core.kind[node] // ONE_CHILD != children[node]:
-            _broken("reachability", f"node {node} has {children[node]} children, kept {core.kind[node]}")
+            _broken(
+                "reachability", f"node {node} has {children[node]} children, counted in kind {core.kind[node]}"
+            )
         parent = int(core.parent[node])
         if parent != ROOT and node not in cached and parent in cached:
-            _broken("reachability", f"node {node} is in use and its parent {parent} is not")
+            _broken("reachability", f"node {node} is in use but its parent {parent} is not")
         for group, window in enumerate(windows):
             block = int(core.node_blocks[group, node])
             if block in cached and (window != 0 or (block == node and not children[node])):
                 expected.add(block)
                 if block == node and listed.get(block) != core.kind[node] & CLASS_MASK:
-                    _broken("reachability", f"node {node} is listed as {listed.get(block)}")
+                    _broken("reachability", f"node {node} is in the list of class {listed.get(block)}")
     if expected != set(listed):
-        _broken("reachability", f"blocks {sorted(expected ^ set(listed))} should be listed, or should not")
+        _broken("reachability", f"blocks {sorted(expected ^ set(listed))} are wrongly listed or not listed")
 
 
 def oldest_read(window: int, computed: int) -> int:
-    """First position that a query at a position >= ``computed`` may read; ``window`` as `groups.reach` says."""
+    """Return the first position that a query at a position >= ``computed`` may read.
+
+    ``window`` is 0 for everything, W > 0 for the last W positions, and -C for the query's chunk of C.
+    """
     if window == 0:
         return 0
     return max(0, computed - window + 1) if window > 0 else computed - computed % -window

@@ -1,4 +1,4 @@
-"""The laws of `tonnage.cache.eviction.order`; those of our own pool are in `tonnage.cache.laws.invariants`."""
+"""The invariants of `tonnage.cache.eviction.order`, for tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tonnage.cache.eviction.order import SPARE, EvictionOrder
 
 
 def check_order(order: EvictionOrder) -> None:
-    """Every block that stands there is listed once, or waits for blocks that continue it; links, buckets and
-    counts of children agree. O(pool). Raises InvariantViolation."""
+    """Check the lists, buckets, parents and counts of an eviction order; O(pool).
+
+    Every held block is in one list, or has children. Raises InvariantViolation.
+    """
     core, size = order.core, int(order.core.pool["num_blocks"][0])
     here = {block for block in range(size) if core.refs[block] == 0}
     nodes = {block for block in range(size) if core.node_of[block] == block != NULL_BLOCK}
@@ -20,34 +22,34 @@ def check_order(order: EvictionOrder) -> None:
         sentinel = size + kind
         before, block = sentinel, int(core.next[sentinel])
         while block != sentinel:
-            _hold(core.prev[block] == before, f"block {block} does not know the one before it")
+            _hold(core.prev[block] == before, f"block {block} has a wrong backward link")
             listed.append(block)
             before, block = block, int(core.next[block])
-        _hold(core.prev[sentinel] == before, f"list {kind} does not know its youngest")
+        _hold(core.prev[sentinel] == before, f"list {kind} has a wrong youngest block")
         marked = bool(int(core.pool["lists"][0]) >> kind & 1)
-        _hold(marked == (before != sentinel), f"list {kind} is marked wrongly")
-    _hold(len(here) == order.cached, f"{len(here)} blocks stand here, counted are {order.cached}")
+        _hold(marked == (before != sentinel), f"list {kind} has a wrong bit")
+    _hold(len(here) == order.cached, f"{len(here)} blocks are held, counted {order.cached}")
     _hold(max(Counter(listed).values(), default=1) == 1, "a block is listed twice")
     waiting = {block for block in here if core.kind[block] >= ONE_CHILD}
-    _hold(set(listed) == here - waiting, f"listed are {sorted(listed)} of {sorted(here)}")
+    _hold(set(listed) == here - waiting, f"blocks {sorted(listed)} are listed, {sorted(here)} are held")
     children = Counter(int(core.parent[node]) for node in nodes)
     children.pop(ROOT, None)
-    _hold(children.keys() <= nodes, f"{sorted(children.keys() - nodes)} are continued and no nodes")
+    _hold(children.keys() <= nodes, f"{sorted(children.keys() - nodes)} are parents but not nodes")
     for block in range(1, size):
         count = int(core.kind[block]) // ONE_CHILD
-        _hold(count == children[block], f"block {block} counts {count} children of {children[block]}")
+        _hold(count == children[block], f"block {block} counts {count} children, has {children[block]}")
         spare = int(core.kind[block]) & CLASS_MASK == SPARE
-        _hold(not spare or (block in here and block not in nodes), f"block {block} is marked spare")
+        _hold(not spare or (block in here and block not in nodes), f"block {block} is wrongly marked as spare")
     found: set[int] = set()
     for bucket, head in enumerate(core.heads.tolist()):
         node = head
         while node != NULL_BLOCK:
             _hold(node not in found, f"node {node} is in two places")
-            _hold(int(core.node_hash[node]) % len(core.heads) == bucket, f"node {node} is in another's bucket")
+            _hold(int(core.node_hash[node]) % len(core.heads) == bucket, f"node {node} is in a wrong bucket")
             found.add(node)
             node = int(core.chain[node])
-    _hold(found <= nodes, f"{sorted(found - nodes)} are found and no nodes")
-    _hold(len(nodes) == int(order.core.pool["nodes"][0]), "nodes are counted wrongly")
+    _hold(found <= nodes, f"{sorted(found - nodes)} are in buckets but not nodes")
+    _hold(len(nodes) == int(order.core.pool["nodes"][0]), "the count of nodes is wrong")
 
 
 def _hold(law: bool, message: str) -> None:

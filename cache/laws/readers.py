@@ -1,4 +1,4 @@
-"""Lists of the pool and nodes of the prefix index, as the laws read them. O(pool): for checks and tests."""
+"""Readers of the pool's lists and the index's nodes, in O(pool), for checks and tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tonnage.cache.blocks.state import NULL_BLOCK, Core
 
 
 def listed(core: Core, kind: int, *, backward: bool = False) -> list[int]:
-    """Blocks of a class that may be evicted, the oldest first; ``backward``: read from the other end."""
+    """Return the blocks in the eviction list of a class, oldest first, or from its other end."""
     links, blocks = core.prev if backward else core.next, core.refs.size
     order: list[int] = []
     block = int(links[blocks + kind])
@@ -19,13 +19,13 @@ def listed(core: Core, kind: int, *, backward: bool = False) -> list[int]:
 
 
 def all_cached(core: Core) -> list[int]:
-    """Cached blocks, listed or not."""
+    """Return the cached blocks, listed for eviction or not."""
     cached: list[int] = np.flatnonzero((core.refs == 0) & (core.node_of != NULL_BLOCK)).tolist()
     return cached
 
 
 def free_blocks(core: Core) -> list[int]:
-    """Free blocks, the next to be handed out first."""
+    """Return the free blocks in the order in which they will be handed out."""
     order: list[int] = []
     block = int(core.pool["free_head"][0])
     while block != NULL_BLOCK and len(order) <= core.refs.size:
@@ -35,7 +35,7 @@ def free_blocks(core: Core) -> list[int]:
 
 
 def nodes(core: Core) -> list[int]:
-    """All nodes of the prefix index, ordered by their block."""
+    """Return all nodes of the prefix index, ordered by their block."""
     own = core.node_of == np.arange(core.node_of.size, dtype=np.int32)
     own[NULL_BLOCK] = False
     found: list[int] = np.flatnonzero(own).tolist()
@@ -43,7 +43,7 @@ def nodes(core: Core) -> list[int]:
 
 
 def bucket(core: Core, value: int) -> list[int]:
-    """Nodes of the bucket of a hash, newest first."""
+    """Return the nodes in the bucket of a hash, newest first."""
     node = int(core.heads[value & (core.heads.size - 1)])
     found: list[int] = []
     while node != NULL_BLOCK and len(found) <= core.chain.size:

@@ -1,7 +1,7 @@
-"""The laws of `tonnage.cache.laws.invariants` about the arrays, compiled: cheap enough to sample in production.
+"""The invariants of `tonnage.cache.laws.invariants` that concern arrays, compiled, to be sampled in production.
 
-One pass over blocks and tables. It answers with a number and a place; the slow check in `invariants`, written
-independently of it, says what is wrong.
+One pass over blocks and tables finds a broken invariant and its place. The slow check in `invariants` is
+independent of it and describes what is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FREE_STATE, _CACHED_STATE, _LISTED_STATE = 1, 2, 3
 
 
 def first_broken(core: Core) -> str | None:
-    """Name of the first broken law; None: all hold."""
+    """Return the name of the first broken invariant, or None if all hold."""
     counts, states = np.zeros((2, core.refs.size), np.int32)
     law, _ = broken_law(core, counts, states, np.zeros(core.requests.size, np.int32))
     return LAWS[law] or None
@@ -45,8 +45,10 @@ def first_broken(core: Core) -> str | None:
 
 @compiled
 def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Array) -> tuple[int, int]:
-    """(law, block or row) of the first broken law, (0, 0) when all hold. ``counts`` and ``states`` [blocks],
-    ``owned`` [slots]: scratch, zero before."""
+    """Return the number and the block or row of the first broken invariant, or (0, 0) if all hold.
+
+    ``counts`` and ``states`` [blocks] and ``owned`` [slots] are scratch arrays of zeros.
+    """
     pool = core.pool[0]
     code, at = _tables(core, counts)
     if code == HOLD:
@@ -99,7 +101,10 @@ def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
 
 @inner
 def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
-    """Of cached states the one to go on from and the one to write, at most one more to give back."""
+    """Return whether a row has its cached states at the right table entries.
+
+    These are the state it continues from and the state it writes, and at most one more that it will release.
+    """
     row, table = core.rows[at_row], core.tables[group, at_row]
     if held == 0:
         return True
@@ -116,7 +121,7 @@ def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
 
 @inner
 def _held(core: Core, group: int, room: int) -> int:
-    """Entries of a table that a row with room for so many positions fills."""
+    """Return the number of table entries that a row with ``room`` positions fills in a group."""
     blocks = int(room // core.pool[0].block_size)
     return min(1, blocks) if core.groups[group].kind == STATE else blocks
 
@@ -169,7 +174,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
             return INDEX, block
         if counts[block] > 0 and core.stamp[block] != 0:
             owned[core.stamp[block] - 1] += 1
-    for row in range(core.rows.size):  # count each block of a full group once, at its first row
+    for row in range(core.rows.size):  # count each block of a full-attention group once, at its first row
         if core.rows[row].request < 0:
             continue
         for group in range(pool.num_groups):
@@ -192,7 +197,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
 
 @inner
 def _nodes(core: Core, counts: Int32Array, states: Int32Array) -> tuple[int, int]:
-    """``counts`` [blocks]: all zero, becomes the children of each node."""
+    """Check the nodes of the prefix index; ``counts`` [blocks], zeros, receives each node's children."""
     pool = core.pool[0]
     anchor, nodes, size = pool.anchor, 0, pool.num_blocks
     for node in range(1, size):

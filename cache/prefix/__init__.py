@@ -1,1 +1,1 @@
-"""The prefix cache: which blocks hold which tokens, who may share them, what a hit costs."""
+"""The prefix cache: which blocks hold which tokens, which requests may share them, and what a hit costs."""

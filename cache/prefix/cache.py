@@ -1,4 +1,4 @@
-"""The prefix cache as the manager asks for it: hits found, taken, dropped; what is allowed, told, forgotten."""
+"""The prefix cache that the manager calls: find, take or drop a hit, and manage salts, events and resets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from tonnage.cache.results import Admitted
 
 
 class PrefixCache:
-    """Over the index in ``core``; where it is off nothing is found. ``key``, ``hash_block``: as in the manager.
+    """The prefix cache over the index in ``core``, with the token counts of admitted requests.
 
-    Counts prompt tokens of what was admitted: all, those found, and of these those that any salt may read.
+    Without prefix caching it finds nothing.
+
+    Attributes:
+        enabled: Whether prefix caching is on.
+        salts: The salts of the live sequences and nodes.
+        query_tokens: Prompt tokens of admitted requests.
+        hit_tokens: Tokens of ``query_tokens`` that were cached.
+        shared_hit_tokens: Tokens of ``hit_tokens`` that requests with any salt may read.
     """
 
     def __init__(self, core: Core, key: int, hash_block: HashBlock | None) -> None:
@@ -32,9 +39,11 @@ class PrefixCache:
         self.query_tokens = self.hit_tokens = self.shared_hit_tokens = 0
 
     def find(self, row: int, tokens: Int32Array, salt: bytes) -> int:
-        """Blocks of the longest usable hit of a prompt, left in the unused ``row``, to `take` or to `drop`.
+        """Find the longest usable prefix hit of a prompt and return its number of blocks.
 
-        At least the last token is left to compute: its logits are needed."""
+        The hit is recorded in the unused ``row``; `take` or `drop` must follow. At least the last token is left
+        to compute, because its logits are needed.
+        """
         if not np.shares_memory(tokens, self._core.tokens[row]):
             self._core.tokens[row, : len(tokens)] = tokens
         self._rows.length[row] = len(tokens)
@@ -45,7 +54,7 @@ class PrefixCache:
         return hits.find_hit(self._core, row)
 
     def take(self, row: int, blocks: int) -> Admitted:
-        """Lock the hit of a row whose request is known now."""
+        """Lock the recorded hit of a row whose request has been admitted, and count its tokens."""
         hits.lock_hit(self._core, row, blocks)
         length, salt, shared = (int(of[row]) for of in (self._rows.length, self._rows.salt, self._rows.shared))
         hit, shared_hit = blocks * self._block_size, min(blocks, shared if salt else blocks) * self._block_size
@@ -56,18 +65,21 @@ class PrefixCache:
         return Admitted(row, hit, shared_hit, found * self._block_size if found > blocks else 0)
 
     def drop(self, row: int, blocks: int) -> None:
-        """Leave the row as unused as it was."""
+        """Clear a recorded hit, so that the row is unused again."""
         if self.enabled:
             self.salts.leave(row)
         hits.drop_hit(self._core, row, blocks)
 
     def hash_with_own(self, rows: Iterable[int]) -> None:
-        """With a hash function of the tests' own: what the compiled loops do otherwise."""
+        """Hash the rows' blocks with the Python hash function of a test, if one is set."""
         if self._hash_block is not None:
             hash_rows(self._core, rows, self._hash_block, self._block_size)
 
     def allow(self, tokens: Int32Array) -> None:
-        """Let every salt share the whole blocks of ``tokens``. Raises InvalidRequest below a block."""
+        """Let every salt share the whole blocks of ``tokens``.
+
+        Raises InvalidRequest for less than one block.
+        """
         whole = len(tokens) // self._block_size * self._block_size
         if whole == 0:
             raise InvalidRequest(
@@ -76,25 +88,28 @@ class PrefixCache:
         self.salts.allow(tokens[:whole], self._block_size)
 
     def forget(self) -> None:
-        """Everything cached; nobody may hold a block."""
+        """Evict everything cached; no sequence may hold a block."""
         cached = int(self._counts.cached[0])
         if cached:
             evict(self._core, cached, BY_RESET)
             self._counts.removed[0] = 0
             model = columns(self._core.model)
-            model.span[0] = model.alive[0] = 0  # LRU would have nothing left, either
+            model.span[0] = model.alive[0] = 0  # LRU would have nothing left either
         if self._events is not None:
             self._events.tell([AllBlocksCleared()])
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Raises CacheConfigError where no events are kept."""
+        """Call ``subscriber`` with later KV events.
+
+        Raises CacheConfigError if no events are recorded.
+        """
         if self._events is None:
             raise CacheConfigError(
-                "KV events are off", field="kv_events", hint="make the manager with kv_events"
+                "KV events are off", field="kv_events", hint="create the manager with kv_events=True"
             )
         self._events.subscribe(subscriber)
 
     def tell(self) -> None:
-        """Subscribers: what has happened since the last time."""
+        """Send the KV events since the last call to the subscribers."""
         if self._events is not None:
             self._events.flush()

@@ -1,9 +1,8 @@
-"""KV events: what has entered and left the prefix cache, for routers that send a prompt where its prefix is.
+"""KV events: blocks that entered or left the prefix cache, for prefix-aware routers.
 
-The names and fields are those that vLLM publishes (vllm/distributed/kv_events.py, 0.32); hashes are the 64-bit
-ones of `tonnage.cache.prefix.hashing`, unsigned, equal for equal prefixes while this process lives. One event
-for a run of blocks of one sequence. Only whole nodes are told, not the sliding blocks that a node may lose
-alone.
+Names and fields equal vLLM's (vllm/distributed/kv_events.py, 0.32). Hashes are the unsigned 64-bit hashes of
+`tonnage.cache.prefix.hashing`, equal for equal prefixes within one process. One event covers a run of blocks of
+one sequence. Only whole nodes are reported, not the sliding-window blocks that a node can lose separately.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from tonnage.cache.blocks.state import ROOT, Core, columns
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks that can be hit from now on, in chain order after ``parent_block_hash`` (None: the first)."""
+    """A run of blocks that can be hit from now on, in chain order.
+
+    ``parent_block_hash`` is the hash of the block before them, None at the start of a prompt.
+    """
 
     block_hashes: tuple[int, ...]
     parent_block_hash: int | None
@@ -26,14 +28,14 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that cannot be hit any more."""
+    """Blocks that can no longer be hit."""
 
     block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is cached any more."""
+    """The prefix cache has been emptied."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -41,18 +43,18 @@ Subscriber = Callable[[Sequence[KVEvent]], None]
 
 
 class EventLog:
-    """Turns what the compiled loops have noted into events and hands them to subscribers."""
+    """A converter of the records of compiled loops into KV events for subscribers."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._counts = core, columns(core.pool)
         self._subscribers: list[Subscriber] = []
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with the events of each call of the manager that has any, in order."""
+        """Call ``subscriber`` with the events of each manager call that has any, in order."""
         self._subscribers.append(subscriber)
 
     def flush(self) -> None:
-        """Tell what has happened since the last time: removals first, as blocks are removed to make room."""
+        """Send the events since the last call: removals first, since blocks are removed to free space."""
         counts, core = self._counts, self._core
         removed, stored = int(counts.removed[0]), int(counts.stored[0])
         if not removed and not stored:
@@ -72,7 +74,7 @@ class EventLog:
         self.tell(events)
 
     def tell(self, events: Sequence[KVEvent]) -> None:
-        """Hand events to every subscriber."""
+        """Send ``events`` to every subscriber."""
         for subscriber in self._subscribers:
             subscriber(events)
 

@@ -1,9 +1,9 @@
-"""The hash of a block of tokens after its prefix: XXH64 of the tokens' bytes, seeded with the parent's hash.
+"""The hash of a block of tokens after its prefix: XXH64 of the tokens, seeded with the parent's hash.
 
-XXH64 is the algorithm of the xxHash specification (Y. Collet, doc/xxhash_spec.md, version 0.2.0). It is written
-out here because the loop over a prompt's blocks is compiled and cannot call a library; the `xxhash` package is
-its plain twin, and the tests compare the two bit for bit. 64 bits are enough because a hash only proposes a
-block: tokens, parent and salt are compared before it is served.
+XXH64 follows the xxHash specification (Y. Collet, doc/xxhash_spec.md, version 0.2.0). It is implemented here
+because the compiled loop over a prompt's blocks cannot call a library; the tests compare it with the `xxhash`
+package bit for bit. 64 bits are enough, because a hash only proposes a block: tokens, parent and salt are
+compared before the block is used.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _U64 = np.uint64(64)
 
 
 def xxh64_block(data: memoryview, parent_hash: int) -> int:
-    """The library's XXH64, the twin of `hash_tokens`."""
+    """Return the library's XXH64 of a block, which `hash_tokens` must equal."""
     return xxhash.xxh64_intdigest(data, parent_hash)
 
 
 def seed_of(salt: bytes, key: int) -> int:
-    """Hash that a chain of this salt starts from. ``key`` is random per process, so that nobody outside can
-    choose tokens whose hashes collide."""
+    """Return the hash that a chain with this salt starts from.
+
+    ``key`` is random per process, so that a client cannot choose tokens whose hashes collide.
+    """
     return xxhash.xxh3_64_intdigest(salt, key)
 
 
@@ -52,14 +54,14 @@ def _round(lane: np.uint64, value: np.uint64) -> np.uint64:
 
 @inner
 def _pair(tokens: Int32Array, at: int) -> np.uint64:
-    """Two tokens as the 64-bit little-endian integer of their bytes."""
+    """Return two int32 tokens as the 64-bit little-endian integer of their bytes."""
     low, high = np.uint64(tokens[at]) & _U32, np.uint64(tokens[at + 1]) & _U32
     return low | (high << np.uint64(32))
 
 
 @compiled
 def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> np.uint64:
-    """XXH64 of the bytes of ``tokens[start : start + count]`` (int32, little-endian)."""
+    """Return XXH64 of the bytes of ``tokens[start : start + count]`` (int32, little-endian)."""
     at, end = start, start + count
     if count >= 8:
         lane1, lane2, lane3, lane4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
@@ -88,7 +90,10 @@ def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> 
 
 
 def hash_rows(core: Core, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
-    """`tonnage.cache.prefix.index.hash_row` of rows with another hash function, slow: for tests."""
+    """Hash the rows' full blocks with another hash function, uncompiled, for tests.
+
+    `tonnage.cache.prefix.index.hash_row` is the compiled form.
+    """
     for row in batch:
         tokens, hashes, record = core.tokens[row], core.hashes[row], core.rows[row]
         shared, own = int(record["shared"]), int(core.seeds[record["salt"]])

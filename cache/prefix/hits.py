@@ -1,4 +1,4 @@
-"""A prefix hit before it is taken: what it costs, so that a request is decided on before it is locked."""
+"""A prefix hit before it is locked: its length and its cost in blocks, so that admission can decide first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tonnage.cache.prefix.index import hash_row, lock, match
 
 @compiled
 def find_hit(core: Core, row: int) -> int:
-    """Blocks of the longest usable hit of the prompt in an unused row; the nodes are left in the row."""
+    """Return the blocks of the longest usable hit of the prompt in an unused row.
+
+    Its nodes are recorded in the row.
+    """
     size, length = core.pool[0].block_size, core.rows[row].length
     hash_row(core, row, length // size)
     return match(core, row, (length - 1) // size)
@@ -20,9 +23,16 @@ def find_hit(core: Core, row: int) -> int:
 
 @compiled
 def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, int]:
-    """(blocks of full groups in use, blocks nobody references) of the hit that `find_hit` left in the row.
+    """Count the blocks of full-attention groups in the hit that `find_hit` recorded in the row.
 
-    ``lost`` [slots], zero before: how many of them each running request has to itself now.
+    Args:
+        core: The block manager's arrays.
+        row: The row with the hit.
+        count: Blocks of the hit.
+        lost: int32 [slots], zeros; receives how many of the blocks each running request holds alone now.
+
+    Returns:
+        Blocks in use, and cached blocks without a reference.
     """
     used, cached = 0, 0
     for group in range(core.groups.size):
@@ -41,7 +51,7 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 
 @compiled
 def lock_hit(core: Core, row: int, count: int) -> None:
-    """Take the hit for the row, whose request is known now."""
+    """Take references to the blocks of the hit for the row, whose request has been admitted."""
     state = core.rows[row]
     if core.pool[0].caching:
         observe_start(core, row, count)
@@ -54,7 +64,7 @@ def lock_hit(core: Core, row: int, count: int) -> None:
 
 @compiled
 def drop_hit(core: Core, row: int, count: int) -> None:
-    """Leave the row as unused as before `find_hit`."""
+    """Clear the hit that `find_hit` recorded, so that the row is unused again."""
     state = core.rows[row]
     core.tables[core.pool[0].anchor, row, :count] = NULL_BLOCK
     state.length = state.hashed = state.shared = state.salt = state.found = 0

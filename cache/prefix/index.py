@@ -1,30 +1,29 @@
-"""The prefix index: which cached or used blocks hold which tokens. Four verbs: match, insert, lock, evict.
+"""The prefix index: which cached or used blocks hold which tokens (match, insert, lock, evict).
 
-One *node* is one full block of tokens after one given prefix. Its content sits in one block of each group, so
-the node is named by its block in the *anchor* group (the first full group): no second kind of id. A node stores
-its tokens, its parent node, the id of its salt and the hash that finds it. The hash runs along the chain, each
-block's seeded by its parent's, the first block's by its salt's.
+A *node* is one full block of tokens after one given prefix. Its content is in one block of each group, and its
+block in the *anchor* group (the first full-attention group) names it. A node stores its tokens, its parent
+node, the id of its salt and its hash. A block's hash is seeded by its parent's hash, and the first block's by
+its salt's.
 
-**A collision cannot serve a wrong block.** The hash only proposes a node. It is taken when its parent is the
-node matched just before, its salt is the request's and its tokens are equal; by induction from the root the
-whole prefix is then equal, whatever the hash function does. Nodes with equal hashes live side by side.
+**A hash collision cannot return a wrong block.** The hash only proposes a node. The node is accepted if its
+parent is the node matched just before, its salt is the request's and its tokens are equal. By induction the
+whole prefix is then equal. Nodes with equal hashes coexist.
 
-**Salts.** Blocks of different salts are never shared, except those of a prefix on the allow-list (a system
-prompt that the operator has published): its whole blocks belong to salt 0, and a tenant's own salt enters the
-chain behind them.
+**Salts.** Blocks of different salts are never shared, except an allowed prefix such as a system prompt
+published by the operator. Its whole blocks belong to salt 0, and a tenant's salt enters the chain after them.
 
-**What a hit needs.** Full groups: every block of the prefix. A sliding group: only the blocks that queries
-after the prefix can still read, i.e. its last window. A cached state: the one at the end of the prefix. The
-longest prefix for which all groups have theirs is the hit.
+**Requirements of a hit.** A full-attention group needs every block of the prefix. A sliding group needs only
+the blocks that queries after the prefix can still read, i.e. its last window. A cached recurrent state is
+needed at the end of the prefix. The hit is the longest prefix for which all groups have these.
 
-**No cached child without its parent.** Laws, kept by the manager and checked in `invariants`: (1) whoever holds
-a node's full-group block in its table holds those of all its ancestors (duplicates are merged when they are
-published, so that the chain is the same one), so a cached node has no child in use; (2) nodes count their
-children, and one with children is in no list that eviction takes from. Eviction of a full-group block drops the
-node with its blocks in all groups; a sliding block goes alone.
+**No cached child without its parent.** The manager keeps two invariants, and `laws.invariants` checks them. (1)
+A sequence that holds a node's block of a full-attention group holds the blocks of all its ancestors, because
+duplicates are merged when they are published. A cached node therefore has no child in use. (2) Nodes count
+their children, and a node with children is in no eviction list. Evicting a node's own block frees its blocks in
+all groups; a sliding-window block can be evicted separately.
 
-A layout without any full group has no anchor: its tables drop the start of the chain, and the prefix cache is
-off.
+A layout without a full-attention group has no anchor, because its tables drop the start of the chain. The
+prefix cache is then off.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tonnage.cache.prefix.hashing import hash_tokens
 
 @compiled
 def hash_row(core: Core, row: int, blocks: int) -> None:
-    """Hashes of the row's first ``blocks`` full blocks; what has been hashed before stays."""
+    """Hash the row's first ``blocks`` full blocks, except blocks hashed before."""
     state, hashes, tokens, size = core.rows[row], core.hashes[row], core.tokens[row], core.pool[0].block_size
     at, own = state.hashed, core.seeds[state.salt]
     while at < blocks:
@@ -59,7 +58,7 @@ def hash_row(core: Core, row: int, blocks: int) -> None:
 
 @inlined
 def find(core: Core, row: int, at: int, parent: int) -> int:
-    """The node of the row's block ``at`` below ``parent``, or 0. Exact."""
+    """Return the node of the row's block ``at`` below ``parent``, or 0, comparing tokens, not only hashes."""
     state, size, value = core.rows[row], core.pool[0].block_size, core.hashes[row, at]
     salt = 0 if at < state.shared else state.salt
     node = int(core.heads[value & np.uint64(core.heads.size - 1)])
@@ -78,8 +77,10 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
 
 @inner
 def match(core: Core, row: int, blocks: int) -> int:
-    """How many of the row's first ``blocks`` blocks are cached in every group; their nodes go into the row of
-    the anchor group's table, which must be empty there."""
+    """Return how many of the row's first ``blocks`` blocks are cached in every group.
+
+    The nodes are written to the row of the anchor group's table, which must be empty there.
+    """
     table = core.tables[core.pool[0].anchor, row]
     found, parent = 0, ROOT
     while found < blocks:
@@ -98,8 +99,10 @@ def match(core: Core, row: int, blocks: int) -> int:
 
 @inner
 def lock(core: Core, row: int, count: int) -> None:
-    """Take a reference to the blocks of the ``count`` nodes that `match` left in the row. Blocks a sliding
-    window has left are the null block."""
+    """Take a reference to the blocks of the ``count`` nodes that `match` wrote to the row.
+
+    Table entries that a sliding window has left are the null block.
+    """
     pool, slot = core.pool[0], core.rows[row].request
     for group in range(pool.num_groups):
         full = core.groups[group].kind == FULL
@@ -116,7 +119,7 @@ def lock(core: Core, row: int, count: int) -> None:
 
 @inlined
 def insert(core: Core, row: int, at: int, parent: int) -> None:
-    """Publish the row's used block ``at`` as a node below ``parent``; `find` found none."""
+    """Publish the row's used block ``at`` as a new node below ``parent``, after `find` found none."""
     pool, state, value = core.pool[0], core.rows[row], core.hashes[row, at]
     node, size = core.tables[pool.anchor, row, at], pool.block_size
     for token in range(size):
@@ -124,7 +127,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     salt = 0 if at < state.shared else state.salt
     core.parent[node], core.node_hash[node], core.salt[node] = parent, value, salt
     core.salt_nodes[salt] += 1
-    core.kind[node] = 0  # its class is given when the request ends
+    core.kind[node] = 0  # the class is assigned when the request ends
     if parent != ROOT:
         core.kind[parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)
@@ -145,7 +148,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
 
 @inner
 def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
-    """The row has computed what ``node`` holds already: use the node's blocks and give back the row's own."""
+    """Replace the row's blocks at ``at`` by the blocks of ``node``, which holds the same tokens."""
     slot = core.rows[row].request
     for group in range(core.groups.size):
         full = core.groups[group].kind == FULL
@@ -154,7 +157,7 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
             continue
         if core.groups[group].kind == ALIGNED and not states.is_kept(core, row, at):
             continue
-        if theirs == NULL_BLOCK:  # a sliding block or a state that had been evicted alone, or was not kept
+        if theirs == NULL_BLOCK:  # a sliding-window block or a state that was evicted separately or not kept
             core.node_blocks[group, node] = mine
             core.node_of[mine] = node
             continue
@@ -168,14 +171,14 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
 
 @inner
 def publish(core: Core, row: int) -> None:
-    """Make nodes of the row's full computed blocks; where others have published the same, take theirs.
+    """Publish the row's full computed blocks as nodes, merging with nodes that other rows have published.
 
-    The chain of every sequence is then the index's chain, which is what lets eviction never orphan a node.
+    The chain of every sequence is then a chain of the index, so eviction never orphans a node.
     """
     pool, state = core.pool[0], core.rows[row]
     table, stop = core.tables[pool.anchor, row], state.computed // pool.block_size
     hash_row(core, row, stop)
-    known = True  # the parent was there before this call: it may have children
+    known = True  # the parent existed before this call, so it may have children
     for at in range(state.published, stop):
         parent = table[at - 1] if at > 0 else ROOT
         node = find(core, row, at, parent) if known else NULL_BLOCK
@@ -189,7 +192,7 @@ def publish(core: Core, row: int) -> None:
 
 @inner
 def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool:
-    """Whether another sequence of the same request has the block (at the same place, where else)."""
+    """Return whether another sequence of the same request holds the block, at the same place of its table."""
     slot = core.rows[row].request
     if core.requests[slot].live < 2 or core.refs[block] == 0:
         return False
@@ -201,7 +204,7 @@ def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool
 
 @compiled
 def evict(core: Core, count: int, cause: int) -> None:
-    """Turn at least ``count`` cached blocks into free ones. ``cause``: an entry of EVICTION_CAUSES."""
+    """Turn at least ``count`` cached blocks into free ones; ``cause`` is an index into EVICTION_CAUSES."""
     pool = core.pool[0]
     goal = pool.free + count
     while pool.free < goal:

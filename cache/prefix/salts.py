@@ -1,4 +1,4 @@
-"""Salts: which requests may share blocks. One small id per salt while anything hangs on it."""
+"""Salts, which decide which requests may share blocks, as small ids that are reused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from tonnage.cache.prefix.hashing import seed_of
 
 
 class Salts:
-    """Ids of salts: 0 is the empty salt, whose blocks and those of allowed prefixes everybody may share.
+    """The ids of the salts in use.
 
-    An id is given to another salt only when no node and no live sequence has it, so equal ids mean equal salts.
+    Id 0 is the empty salt, whose blocks and allowed prefixes every request may share. An id goes to another
+    salt only when no node and no live sequence has it, so equal ids mean equal salts.
     """
 
     def __init__(self, core: Core, key: int) -> None:
@@ -19,14 +20,14 @@ class Salts:
         self._core, self._sequences = core, columns(core.rows)
         self._ids: dict[bytes, int] = {b"": 0}
         self._salts: list[bytes] = [b""]
-        self._rows: list[int] = [0]  # live sequences by id
+        self._rows: list[int] = [0]  # live sequences by salt id
         self._unused: list[int] = []
         self._sweep_at = 64
-        self._allowed: list[Int32Array] = []  # the longest first
+        self._allowed: list[Int32Array] = []  # longest first
         self._blocks: list[int] = []
 
     def allow(self, tokens: Int32Array, block_size: int) -> None:
-        """Add a prefix of whole blocks to the allow-list."""
+        """Add a prefix of whole blocks to the prefixes that requests of every salt may share."""
         if any(np.array_equal(tokens, known) for known in self._allowed):
             return
         self._allowed.append(tokens.copy())
@@ -34,7 +35,7 @@ class Salts:
         self._blocks = [len(known) // block_size for known in self._allowed]
 
     def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
-        """Give the row its salt and its allowed prefix."""
+        """Set the row's salt and the length of its allowed prefix."""
         known = self._ids.get(salt)
         if known is None:
             known = self._new_id(salt)
@@ -43,15 +44,15 @@ class Salts:
         self._sequences.shared[row] = self._allowed_blocks(tokens) if known else 0
 
     def share(self, row: int) -> None:
-        """A fork's row has taken over its parent's salt."""
+        """Count a forked row, which has its parent's salt."""
         self._rows[self._sequences.salt[row]] += 1
 
     def leave(self, row: int) -> None:
-        """The row's sequence ends."""
+        """Count a row whose sequence has ended."""
         self._rows[self._sequences.salt[row]] -= 1
 
     def salt_of(self, salt_id: int) -> bytes:
-        """The salt of an id in use."""
+        """Return the salt of an id in use."""
         return self._salts[salt_id]
 
     def _allowed_blocks(self, tokens: Int32Array) -> int:

@@ -1,4 +1,4 @@
-"""Traces under names of one's own: ``--columns arrival=t,prompt_tokens=in,output_tokens=out``."""
+"""Traces with other column names: ``--columns arrival=t,prompt_tokens=in,output_tokens=out``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ZONE = re.compile(r"(Z|[+-]\d\d:?\d\d)$")
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """``arrival=t,prompt_tokens=in`` -> our name: that of the file; what is needed and left out has its own.
+    """Parse ``--columns`` into a mapping of our field names to the trace's column names.
 
-    Raises DeploymentError.
+    A required field that is left out has the column of the same name. Raises DeploymentError.
     """
     found: dict[str, str] = {}
     for part in text.split(","):
@@ -28,10 +28,10 @@ def parse_columns(text: str) -> dict[str, str]:
             )
         if name not in NAMES:
             hint = did_you_mean(name, NAMES) or f"one of {', '.join(NAMES)}"
-            raise DeploymentError(f"{name[:60]!r} is nothing of a request", field="--columns", hint=hint)
+            raise DeploymentError(f"{name[:60]!r} is not a field of a request", field="--columns", hint=hint)
         found[name] = column
     if "arrival" in found and "arrival_ms" in found:
-        raise DeploymentError("says the time twice: arrival and arrival_ms", field="--columns")
+        raise DeploymentError("names both arrival and arrival_ms; give one of them", field="--columns")
     for name in NEEDED:
         if name != "arrival" or "arrival_ms" not in found:
             found.setdefault(name, name)
@@ -39,8 +39,10 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """A line of such a trace with the names of the request log, times in seconds. Raises ValueError, KeyError
-    with the file's name of what is missing."""
+    """Return a trace record under the field names of the request log, with times in seconds.
+
+    Raises ValueError for an invalid time, and KeyError with the trace's name of a missing column.
+    """
     out = {name: record[column] for name, column in columns.items() if name in NEEDED or column in record}
     if "arrival_ms" in columns:
         out["arrival"] = _milliseconds(record[columns["arrival_ms"]])
@@ -51,19 +53,19 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
 
 
 def cell(text: str) -> Any:
-    """A cell of a CSV file: a whole number where it is one, else text."""
+    """Convert a CSV cell: a whole number to int, anything else stays text."""
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 def seconds(text: str) -> float:
-    """A time as a number of seconds, or a date (ISO 8601; without a zone UTC). Raises ValueError."""
+    """Convert a time to seconds: a number, or an ISO 8601 date (UTC without a zone). Raises ValueError."""
     try:
         return float(text)
     except ValueError:
         pass
     if _ZONE.search(text) and ":" in text:
         return datetime.fromisoformat(text).timestamp()
-    # Seven digits of a second; datetime takes six.
+    # Azure dates have seven digits of a second; datetime takes six.
     head, dot, digits = text.partition(".")
     return datetime.fromisoformat(head + "+00:00").timestamp() + float(f"0{dot}{digits}" if dot else 0)
 

@@ -1,4 +1,4 @@
-"""The replay as one HTML file: figures, and plots as inline SVG. Needs no network."""
+"""The result of a replay as one HTML file with figures and inline SVG plots, without network access."""
 
 from __future__ import annotations
 
@@ -23,8 +23,15 @@ text{fill:var(--soft);font-size:13px}
 def page(
     result: Replay, title: str, rows: list[tuple[str, str]], words: Sequence[str] = (), facts: Facts = ()
 ) -> str:
-    """The whole document. ``rows``: the figures, as the terminal's table shows them; ``words``: the command
-    line; ``facts``: what was replayed, on what."""
+    """Return the HTML document of a replay.
+
+    Args:
+        result: The figures and samples.
+        title: Title of the page.
+        rows: The figures, as the terminal's table shows them.
+        words: The command line.
+        facts: What was replayed and on which hardware.
+    """
     samples = result.samples
     cells = (f"<tr><td>{escape(name)}</td><td class=words>{escape(value)}</td></tr>" for name, value in rows)
     time = samples.seconds

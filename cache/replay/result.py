@@ -1,4 +1,4 @@
-"""What a replay has found out: one value, and its JSON."""
+"""The result of a replay: its figures, its samples over time, and their JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from tonnage.cache.blocks.pool import BlockPool
 
-_KEPT = 512  # points of the plots
+_KEPT = 512  # points of a plot
 
 
 @dataclass(slots=True)
 class Samples:
-    """The pool and the queue over time, some hundred points: each the mean over equally many steps."""
+    """The pool and the queue over time, in some hundred points, each the mean of equally many steps."""
 
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)  # share of the usable blocks
@@ -25,7 +25,7 @@ class Samples:
     _count: int = 0
 
     def add(self, at: float, lasted: float, running: int, pool: BlockPool, waiting: int) -> None:
-        """One step (or leap) that began at ``at`` and lasted so many seconds."""
+        """Add a step (or leap) that began at second ``at`` and took ``lasted`` seconds."""
         values = (pool.used / pool.usable, pool.cached / pool.usable, running, waiting)
         self._weight += lasted
         for place, value in enumerate(values):
@@ -46,7 +46,10 @@ class Samples:
 
 @dataclass(slots=True)
 class Replay:
-    """Filled by the simulator. Times in seconds; ``stalls`` counts sequences times steps."""
+    """The figures of a replay, filled by the simulator.
+
+    Times are in seconds. ``stalls`` counts one per stalled sequence and step.
+    """
 
     trace: str
     policy: str
@@ -61,7 +64,7 @@ class Replay:
     stalls: int = 0
     stall_steps: int = 0
     longest_stall: int = 0
-    prompt_tokens: int = 0  # computed: hits left out, recomputation included
+    prompt_tokens: int = 0  # computed: without prefix hits, with recomputation
     output_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
@@ -79,29 +82,29 @@ class Replay:
 
     @property
     def recomputed_share(self) -> float:
-        """Tokens computed again, of all computed."""
+        """Share of the computed tokens that were computed again."""
         computed = self.prompt_tokens + self.output_tokens
         return self.recomputed_tokens / computed if computed else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Turns of sequences lost to stalls, of all turns."""
+        """Share of the sequences' turns that were lost to stalls."""
         turns = self.stalls + self.output_tokens
         return self.stalls / turns if turns else 0.0
 
     @property
     def mean_running(self) -> float:
-        """Sequences that decode in a step, on average."""
+        """Mean number of sequences that decode in a step."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
     @property
     def mean_used(self) -> float:
-        """Share of the pool in use, on average over the time."""
+        """Mean share of the pool in use over time."""
         used = self.samples.used
         return sum(used) / len(used) if used else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``; quantiles of times in seconds."""
+        """Return the figures for ``--json``, with quantiles of times in seconds."""
         return {
             "trace": self.trace,
             "policy": self.policy,
@@ -129,7 +132,7 @@ class Replay:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """mean, p50, p90, p99 and the greatest; empty without values."""
+    """Return mean, p50, p90, p99 and max of the values; empty without values."""
     if not values:
         return {}
     ordered = sorted(values)

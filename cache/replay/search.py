@@ -1,7 +1,7 @@
 """The smallest number of engines that meets a target of waiting time, by bisection over whole replays.
 
-Requests are dealt to the engines in turn (a router that knows nothing), and one engine's share is replayed:
-every n-th request. The engines being alike, so are their shares.
+Requests are distributed round-robin, and one engine's share is replayed: every n-th request. The engines are
+equal, so their shares are alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from tonnage.cache.replay.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``engines`` None: not even ``tried`` of them meet the target. ``wait`` of each number tried."""
+    """The result of a search.
+
+    Attributes:
+        engines: The smallest number that meets the target; None if even the largest number tried does not.
+        waits: The waiting time for each number tried, in seconds.
+        result: The replay with the last number.
+    """
 
     engines: int | None
     waits: dict[int, float]
@@ -24,7 +30,7 @@ class Found:
 
 
 def share_of(trace: Trace, engines: int) -> Trace:
-    """What one of ``engines`` gets when requests are dealt in turn."""
+    """Return the requests that one of ``engines`` engines receives with round-robin distribution."""
     return replace(trace, requests=trace.requests[::engines])
 
 
@@ -37,7 +43,16 @@ def search_engines(
     most: int = 1024,
     progress: Callable[[int, float], None] | None = None,
 ) -> Found:
-    """Fewest engines with ``quantile`` of the wait at most ``target`` seconds, and nobody refused for room."""
+    """Return the fewest engines with ``quantile`` of the waiting time at most ``target`` seconds.
+
+    Args:
+        trace: The requests.
+        setup: One engine.
+        target: Upper bound of the waiting time in seconds.
+        quantile: The quantile to compare, such as "p99".
+        most: Upper bound of the engines to try.
+        progress: Called with each number tried and its waiting time.
+    """
     waits: dict[int, float] = {}
     results: dict[int, Replay] = {}
 

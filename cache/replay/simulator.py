@@ -1,13 +1,12 @@
-"""The discrete-event simulation: the scheduler that a server runs, with a clock and answer lengths of a trace.
+"""The discrete-event simulation: the server's scheduler with a simulated clock and a trace's lengths.
 
-A step is what an engine does in one forward. What it computes is decided by `tonnage.cache.scheduler`, over the
-real `KVCacheManager` and its `Admission`; the simulation supplies the clock (a roofline) and draws the tokens.
-It knows the true output lengths and tells nobody. Steps in which nothing but decoding happens are taken in one
-leap.
+A step is one forward pass of an engine. `tonnage.cache.scheduler` decides what it computes, with the real
+`KVCacheManager` and its `Admission`. The simulation supplies the clock (a roofline) and the sampled tokens. It
+knows the true output lengths and keeps them from the scheduler. Steps that only decode are taken in one leap.
 
-Two budgets: ``whole_prompts`` admits prompts as long as fewer than the budget's tokens were admitted in the
-step (a longer one goes alone), decodes aside, which is the loop of most published simulations; otherwise the
-budget is vLLM's ``max_num_batched_tokens`` for decodes and prefill chunks together.
+There are two budgets. With ``whole_prompts`` prompts are admitted while fewer tokens than the budget were
+admitted in the step, decodes aside, and a longer prompt goes alone. Most published simulations use this loop.
+Otherwise the budget is vLLM's ``max_num_batched_tokens`` for decodes and prefill chunks together.
 """
 
 from __future__ import annotations
@@ -30,16 +29,32 @@ from tonnage.planner.model.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]
 
-# Tokens that no hash id names: unique per request.
+# First token id without a hash id; it is unique per request.
 _UNIQUE = 2**30
-# At most so many steps are taken in one leap while somebody waits: learned lengths are asked anew.
+# Upper bound of steps in one leap while requests wait, so that learned lengths are applied again.
 _LEAP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. ``budget``: see the module; ``max_tokens`` of requests whose trace has none. ``scale``
-    multiplies the rate of arrivals; None: all are there at the start (closed loop)."""
+    """The configuration of one replayed engine.
+
+    Attributes:
+        layout: KV cache groups and block size.
+        num_blocks: Blocks of the pool, with the null block.
+        max_num_seqs: Upper bound of live sequences.
+        max_model_len: Upper bound of prompt + output tokens.
+        budget: Tokens of a step; see the module.
+        max_tokens: Upper bound of output tokens for requests whose trace has none.
+        policy: Admission policy.
+        step_time: Duration of a step.
+        whole_prompts: Whether prompts are computed in one step; see the module.
+        scale: Multiplier of the arrival rate; None: all requests arrive at the start (closed loop).
+        enable_prefix_caching: Whether prefixes are cached.
+        lookahead: Waiting requests that may pass the head; None: the policy's.
+        leap: Whether decode steps are taken in leaps.
+        check: Whether every invariant is checked at every step.
+    """
 
     layout: KVLayout
     num_blocks: int
@@ -52,18 +67,18 @@ class Setup:
     whole_prompts: bool = False
     scale: float | None = 1.0
     enable_prefix_caching: bool = True
-    lookahead: int | None = None  # None: the policy's
+    lookahead: int | None = None
     leap: bool = True
-    check: bool = False  # the law of guaranteed mode and all invariants, at every step
+    check: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Sequence(Sequence):
-    """A request of the trace. It ends after ``wanted`` tokens."""
+    """A request of the trace, which ends after ``wanted`` output tokens."""
 
     trace: TraceRequest
     wanted: int
-    prefixes: bool  # its prompt is what the trace says, not its own
+    prefixes: bool  # whether its prompt has the trace's hash ids
     admitted: float = -1.0
     first_token: float = -1.0
 
@@ -77,11 +92,14 @@ class _Sequence(Sequence):
 
 
 class Simulator:
-    """``run`` once. ``progress`` is called with the number of requests that have ended, now and then."""
+    """A single replay of a trace.
+
+    ``progress`` is called with the number of finished requests from time to time.
+    """
 
     def __init__(self, trace: Trace, setup: Setup, progress: Callable[[int], None] | None = None) -> None:
         self.trace, self.setup, self.progress = trace, setup, progress
-        # Cached states cost blocks and steps whether or not any is found again.
+        # Cached states cost blocks and steps whether or not any is hit.
         self.caching = setup.enable_prefix_caching and (trace.has_prefixes or can_cache_states(setup.layout))
         self.manager = KVCacheManager(
             setup.layout,
@@ -103,16 +121,17 @@ class Simulator:
         self.now = 0.0
         self._arrived = 0
         self._computed = 0  # tokens
-        self._stalled: dict[int, int] = {}  # id -> steps in a row
+        self._stalled: dict[int, int] = {}  # id -> stalled steps in a row
         self.samples = Samples()
         self.result = Replay(trace.name, setup.policy.mode.value, len(trace.requests))
 
     @property
     def steps(self) -> int:
+        """Engine steps so far."""
         return self.scheduler.steps
 
     def run(self) -> Replay:
-        """Replay the whole trace."""
+        """Replay the whole trace and return the figures."""
         while self._arrived < len(self.trace.requests) or not self.scheduler.idle:
             self._arrive()
             if not self.scheduler.idle:
@@ -121,7 +140,7 @@ class Simulator:
                 self.now = self._arrival(self._arrived)
         result, stats = self.result, self.manager.stats()
         result.steps, result.seconds = self.steps, self.now
-        # Of an answer all but the last token is computed; what is computed again counts with the prompts.
+        # All output tokens but the last are computed; recomputed tokens count with the prompts.
         result.prompt_tokens = self._computed - (result.output_tokens - result.finished)
         result.preemptions = self.scheduler.counters.preemptions
         result.recomputed_tokens = self.scheduler.counters.preempted_tokens
@@ -130,7 +149,7 @@ class Simulator:
         result.samples = self.samples
         return result
 
-    # -- arrivals ----------------------------------------------------------------------------------------
+    # -- arrivals ------------------------------------------------------------------------------------------
 
     def _arrival(self, place: int) -> float:
         scale = self.setup.scale
@@ -155,10 +174,10 @@ class Simulator:
             self._arrived += 1
             self.scheduler.add(sequence)
 
-    # -- one step ----------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of the scheduler, or a leap; the clock goes on by what it takes."""
+        """Run one step or leap of the scheduler and advance the clock by its duration."""
         before, scheduler = self.now, self.scheduler
         step = scheduler.step(self._leap() if self.setup.leap else None)
         self._note(step)
@@ -179,7 +198,7 @@ class Simulator:
         self.samples.add(before, self.now - before, running, self.manager.pool, waiting)
 
     def _leap(self) -> int:
-        """Steps until a request ends or arrives."""
+        """Return the steps until a request ends or arrives."""
         running = self.scheduler.running.values()
         if not running:
             return 1
@@ -193,7 +212,7 @@ class Simulator:
         return max(1, steps)
 
     def _note(self, step: Step[_Sequence]) -> None:
-        """Count what the step has decided, before it is computed."""
+        """Count the decisions of a step before it is computed."""
         result, scheduler = self.result, self.scheduler
         for sequence in step.admitted:
             if sequence.admitted < 0:
@@ -210,7 +229,7 @@ class Simulator:
         result.output_tokens += step.turns * len(step.drawing)
 
     def _end(self, step: Step[_Sequence]) -> None:
-        """The clock of those that drew their first token or their last."""
+        """Record the times of sequences that sampled their first or last token."""
         result, now = self.result, self.now
         for sequence in [s for s in step.drawing if s.first_token < 0]:
             sequence.first_token = now
@@ -223,7 +242,7 @@ class Simulator:
             if self.progress is not None and result.finished % 64 == 0:
                 self.progress(result.finished + result.rejected)
 
-    # -- laws --------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         if not self.setup.check:
@@ -232,6 +251,6 @@ class Simulator:
         snapshot = self.manager.running()
         if self.setup.policy.mode is AdmissionMode.GUARANTEED and committed_peak(snapshot) > snapshot.capacity:
             raise InvariantViolation(
-                f"{committed_peak(snapshot)} blocks committed, {snapshot.capacity} there",
+                f"{committed_peak(snapshot)} blocks committed, capacity {snapshot.capacity}",
                 field="committed peak",
             )

@@ -1,15 +1,15 @@
-"""Request traces: three formats, one value each line.
+"""Request traces in three formats, one request per line.
 
 - **Azure** (Azure Public Dataset, AzureLLMInferenceTrace 2023): CSV with the header
   ``TIMESTAMP,ContextTokens,GeneratedTokens``.
 - **Mooncake** (FAST'25 traces): JSON lines with ``timestamp`` in milliseconds, ``input_length``,
-  ``output_length`` and ``hash_ids``, one id for each 512 tokens of the prompt; equal ids after equal
-  beginnings mean equal tokens.
-- **the server's request log**: JSON lines, or CSV with these columns: ``arrival`` (seconds), ``prompt_tokens``,
-  ``output_tokens``, and where known ``max_tokens``, ``hash_ids``, ``hash_block`` (tokens of an id, 512),
-  ``tenant``, ``priority``. `log_line` writes one.
+  ``output_length`` and ``hash_ids``, one id per 512 tokens of the prompt. Equal ids after equal beginnings mean
+  equal tokens.
+- **The server's request log**: JSON lines or CSV with ``arrival`` (seconds), ``prompt_tokens`` and
+  ``output_tokens``, and optionally ``max_tokens``, ``hash_ids``, ``hash_block`` (tokens per id, 512),
+  ``tenant`` and ``priority``. `log_line` writes such a line.
 
-A line that does not parse, or says something impossible, is refused with its number; nothing is guessed.
+A line that cannot be parsed or has impossible values is rejected with its number; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from tonnage.cache.errors import CacheError
 from tonnage.cache.replay.columns import NAMES, NEEDED, cell, renamed
 from tonnage.planner.errors import did_you_mean
 
-MOONCAKE_BLOCK = 512  # tokens of a hash id: Mooncake, FAST25-release/traces
+MOONCAKE_BLOCK = 512  # tokens per hash id: Mooncake, FAST25-release/traces
 _AZURE = {"arrival": "TIMESTAMP", "prompt_tokens": "ContextTokens", "output_tokens": "GeneratedTokens"}
 
 
 class TraceError(CacheError):
-    """A trace, or a line of it, that is not understood."""
+    """A trace file or a line of it that cannot be read."""
 
     code = "invalid_trace"
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. ``arrival`` in seconds from the first one; ``max_tokens`` None: not recorded."""
+    """One request of a trace.
+
+    ``arrival`` is in seconds from the first request; ``max_tokens`` None: not recorded.
+    """
 
     arrival: float
     prompt_tokens: int
@@ -53,7 +56,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``requests`` in order of arrival; ``skipped`` lines did not parse."""
+    """The requests of a trace file in order of arrival; ``skipped`` lines could not be parsed."""
 
     name: str
     format: str
@@ -62,11 +65,12 @@ class Trace:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether any request says which part of its prompt others share."""
+        """Whether any request has hash ids, which show prompts that share a prefix."""
         return any(request.hash_ids is not None for request in self.requests)
 
     @property
     def longest_output(self) -> int:
+        """Largest number of output tokens of a request."""
         return max(request.output_tokens for request in self.requests)
 
 
@@ -74,11 +78,16 @@ def read_trace(
     path: Path, *, limit: int | None = None, skip_bad_lines: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> Trace:  # fmt: skip
-    """The first ``limit`` requests of a trace file, whatever its format. ``columns``: what it calls the fields
-    of the request log (``columns.parse_columns``), where it is none of the three.
+    """Read the first ``limit`` requests of a trace file in any of the formats.
 
-    Raises TraceError: no such file, unknown format, no request, or a line (with its number) that does not
-    parse, unless ``skip_bad_lines``, which counts them.
+    Args:
+        path: The file.
+        limit: Number of requests to read; None: all.
+        skip_bad_lines: Count lines that cannot be parsed instead of raising.
+        columns: The trace's names of the request log's fields (``columns.parse_columns``), for other formats.
+
+    Raises:
+        TraceError: The file is missing, its format is unknown, it has no request, or a line cannot be parsed.
     """
     try:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -90,7 +99,7 @@ def read_trace(
 
 
 def log_line(request: TraceRequest) -> str:
-    """One line of the server's request log, without the line end; `read_trace` reads it back."""
+    """Return one line of the server's request log without a line end; `read_trace` reads it back."""
     record: dict[str, Any] = {
         "arrival": round(request.arrival, 6),
         "prompt_tokens": request.prompt_tokens,
@@ -124,7 +133,7 @@ def _read(
                 raise TraceError(
                     f"{name} line {number}: {_reason(error)}",
                     field="trace",
-                    hint="correct it, or --skip-bad-lines counts and leaves out such lines",
+                    hint="correct the line, or skip such lines with --skip-bad-lines",
                 ) from None
             skipped += 1
         if limit is not None and len(requests) == limit:
@@ -154,7 +163,7 @@ def _format_of(
         return "mooncake", all_lines(), _mooncake
     if isinstance(record, dict) and "prompt_tokens" in record:
         return "log", all_lines(), _log
-    with contextlib.suppress(csv.Error):  # a field of a megabyte: no header
+    with contextlib.suppress(csv.Error):  # a field of a megabyte is not a header
         columns = [column.strip() for column in next(csv.reader([first.lstrip("\ufeff")]), [])]
     if named is None and set(_AZURE.values()) <= set(columns):
         return "azure", enumerate(file, start=2), _table(columns, _AZURE)
@@ -165,8 +174,8 @@ def _format_of(
     raise TraceError(
         f"{name} line 1: neither the header of an Azure trace nor a line of a Mooncake trace or a request log",
         field="trace",
-        hint="columns TIMESTAMP,ContextTokens,GeneratedTokens, JSON with input_length or prompt_tokens, or by "
-        "--columns arrival=...,prompt_tokens=...,output_tokens=... what its columns are",
+        hint="columns TIMESTAMP,ContextTokens,GeneratedTokens, JSON with input_length or prompt_tokens, or "
+        "name its columns with --columns arrival=...,prompt_tokens=...,output_tokens=...",
     )
 
 
@@ -180,12 +189,12 @@ def _check_columns(columns: list[str], named: Mapping[str, str], name: str) -> N
 
 
 def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], TraceRequest]:
-    """Reader of the lines of a CSV file. ``named``: what it calls the fields of the request log."""
+    """Return a parser of CSV lines; ``named`` maps the request log's fields to the file's columns."""
 
     def parse(line: str) -> TraceRequest:
         cells = [text.strip() for text in next(csv.reader([line]))]
         if len(cells) != len(columns):
-            raise ValueError(f"{len(cells)} columns, {len(columns)} expected")
+            raise ValueError(f"{len(cells)} columns, expected {len(columns)}")
         found = {column: cell(text) for column, text in zip(columns, cells, strict=True) if text}
         return _request(renamed(found, named))
 
@@ -222,7 +231,7 @@ def _request(record: Mapping[str, Any]) -> TraceRequest:
 
 def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequest:
     if not math.isfinite(arrival):
-        raise ValueError(f"the time is {arrival}")
+        raise ValueError(f"the arrival time is {arrival}")
     if prompt < 1 or output < 1:
         raise ValueError(f"{prompt} prompt and {output} output tokens: both are at least 1")
     most = more.get("max_tokens")
@@ -248,7 +257,7 @@ def _number(record: Mapping[str, Any], name: str) -> float:
 def _count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name} is {value!r:.40}, not a whole number that a count can be")
+        raise ValueError(f"{name} is {value!r:.40}, not a whole number from {least} to 2^31 - 1")
     return value
 
 
@@ -270,5 +279,5 @@ def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error.args[0]} is missing"
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON: {error.msg} at column {error.colno}"
+        return f"invalid JSON: {error.msg} at column {error.colno}"
     return str(error)

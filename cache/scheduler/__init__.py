@@ -1,23 +1,25 @@
-"""What a step computes, who waits, who is preempted: decided here, for replay and for every engine of ours.
+"""The step scheduler: what a step computes, which requests wait and which are preempted, for every engine.
 
-No clock, no tensors, no randomness: arrival times and tokens come in, chunks and block copies go out. The HF
-engine, the fake engine and the replay of a trace supply *compute* (tokens drawn, who has ended) and *clock*, so
-that what a replay says is what a server does, step by step (tests/server/test_one_step_loop.py).
+It has no clock, no tensors and no randomness: arrival times and tokens come in, chunks and block copies go out.
+The HF engine, the fake engine and the replay of a trace supply the *compute* (sampled tokens, finished
+requests) and the *clock*. A replay therefore takes the same decisions as a server, step by step
+(tests/server/test_one_step_loop.py).
 
 One step, in order (`scheduler.Scheduler.step`):
 
-1. the running sequences ask for blocks under the token budget: decodes first, then chunks of prompts. The
-   budget of those that stall is offered to the next;
-2. where the mode preempts, and has to, sequences lose their blocks and wait again, what they said included;
-3. unless somebody was preempted in this step, those that wait are admitted while budget is left, and compute
+1. The running sequences request blocks under the token budget: decodes first, then chunks of prompts. The
+   budget of a stalled sequence is offered to the next.
+2. If the mode has to preempt, sequences lose their blocks and return to the queue with their output.
+3. Unless a sequence was preempted in this step, waiting requests are admitted while budget is left, and compute
    their first chunk at once.
 
-Then the engine performs the copies, computes, and says so (`computed`, `fork`, `append`, `end`).
+The engine then performs the copies, computes, and reports back (`computed`, `fork`, `append`, `end`).
 
 =============== =====================================================================================
-``sequence``    a sequence; the step, its decisions, the counters
-``queue``       who is asked next, who may pass, when a newcomer would start
-``scheduler``   the step; owns running and waiting sequences; the only caller of the manager's verbs
+``sequence``    a sequence, a step, its decisions, and the counters ``queue``       the waiting queue: its
+order, and which requests may pass the head ``scheduler``   the step; it owns running and waiting sequences and
+is the only caller of the manager ``chunks``      where chunks of prompts end so that recurrent states can be
+cached
 =============== =====================================================================================
 """
 

@@ -1,10 +1,12 @@
-"""Where a chunk of a prompt ends so that the recurrent states worth keeping are made.
+"""Where a chunk of a prompt ends, so that the recurrent states worth keeping are produced.
 
-A state can be cached only where a step ended. With cached states a chunk therefore ends at a block border, and
-stops at the last one before the prompt's last token, where the same prompt will go on, and at the *junction* up
-to which another request's prompt was the same but left no state. These are the rules of vLLM's
-``_mamba_block_aligned_split`` (v1/core/sched/scheduler.py, 0.32.0 and 0.33.0) for hashes of whole blocks. (0.30
-and 0.31 take a prompt of whole blocks to its end: they have a hit there for longer prompts only.)
+A state can be cached only where a step ends. With cached states a chunk therefore ends at a block boundary. It
+also stops at the last boundary before the prompt's last token, where the same prompt can continue, and at the
+*junction*, up to which another request's prompt was equal but left no state.
+
+These are the rules of vLLM's ``_mamba_block_aligned_split`` (v1/core/sched/scheduler.py, 0.32.0 and 0.33.0) for
+hashes of whole blocks. Versions 0.30 and 0.31 compute a prompt of whole blocks to its end, and have a hit there
+only for longer prompts.
 """
 
 from __future__ import annotations
@@ -13,17 +15,24 @@ from __future__ import annotations
 def aligned_chunk(
     chunk: int, *, computed: int, length: int, prompt: int, junction: int, block_size: int, budget: int
 ) -> int:
-    """Tokens of a prompt's chunk, ``chunk`` without the rule; 0: it waits for a step with room for a block.
+    """Return the tokens of a prompt's chunk; 0 waits for a step with the budget of a block.
 
-    ``length`` tokens are known, ``prompt`` of them the request's own; ``budget``: tokens of a whole step.
+    Args:
+        chunk: Tokens that the step would compute without cached states.
+        computed: Tokens computed so far.
+        length: Known tokens.
+        prompt: Tokens of the request's own prompt.
+        junction: Tokens that another prompt had in common; 0: none.
+        block_size: Tokens per block.
+        budget: Tokens of a whole step.
     """
-    prefill_end = max(prompt, length - 1)  # after a preemption its output is computed again, too
+    prefill_end = max(prompt, length - 1)  # after a preemption the output is recomputed too
     if computed >= prefill_end:
         return chunk
     end = computed + chunk
     if end < prefill_end:
         aligned = end // block_size * block_size
-        if aligned > computed or block_size <= budget:  # else a block takes several steps
+        if aligned > computed or block_size <= budget:  # otherwise a block takes several steps
             end = aligned
     stops = (
         (computed // block_size + 1) * block_size if computed % block_size else 0,

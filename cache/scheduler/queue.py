@@ -1,13 +1,13 @@
-"""The waiting queue: who is asked next, and who may pass.
+"""The waiting queue: its order, and which requests may pass its head.
 
-**Order.** ``arrival + priority * ageing``, smallest first: a lower ``priority`` goes first (as in vLLM), and
-one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so an entry is overtaken
-only by what arrives within a bounded time after it: nobody starves, and nothing is sorted again.
+**Order.** Requests are sorted by ``arrival + priority * ageing``, smallest first. A lower ``priority`` goes
+first (as in vLLM), and one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so
+only requests that arrive within a bounded time can overtake a request: no request starves, and nothing is
+sorted again.
 
-**Passing.** While the head waits for room, the next ones are asked too, and start only if the head's own start
-is not delayed (`tonnage.cache.admission.passing`). The first start forecast for a head
-is remembered: once it is past due nobody passes any more. A request that waits for its tenant's quota holds up
-nobody.
+**Passing.** While the head waits for blocks, the next requests may start if they do not delay its forecast
+start (`tonnage.cache.admission.passing`). The first forecast start of a head is remembered; after that step no
+request passes it any more. A request that waits for its tenant's quota delays no other request.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One entry. ``id`` is the caller's, unique among those that wait, and rises with the arrivals: of two that
-    arrived at the same time the lower one goes first; ``arrival`` in seconds."""
+    """An entry of the waiting queue.
+
+    Attributes:
+        id: The caller's id, unique in the queue and ascending with arrivals; of two equal arrivals the lower
+            goes first.
+        request: The request.
+        arrival: Arrival time in seconds.
+    """
 
     id: int
     request: AdmissionRequest
@@ -36,25 +42,38 @@ class Waiting:
 
 
 class WaitingQueue:
-    """``ageing``: seconds of waiting that one step of priority is worth. ``lookahead``: how many entries behind
-    a waiting head are asked. Raises CacheConfigError for values that cannot work."""
+    """The queue of requests that wait for admission.
+
+    Args:
+        ageing: Seconds of waiting that one step of priority is worth.
+        lookahead: Number of requests behind a waiting head that may try to pass it.
+
+    Raises:
+        CacheConfigError: A value is out of range.
+    """
 
     def __init__(self, *, ageing: float = AGEING_SECONDS, lookahead: int = 8) -> None:
         if ageing <= 0:
-            raise CacheConfigError(f"{ageing} is not positive", field="ageing", hint="seconds, for example 10")
+            raise CacheConfigError(
+                f"ageing is {ageing} s and must be above 0", field="ageing", hint="seconds, for example 10"
+            )
         if lookahead < 0:
-            raise CacheConfigError(f"{lookahead} is negative", field="lookahead", hint="0: nobody passes")
+            raise CacheConfigError(
+                f"lookahead is {lookahead} and must be at least 0",
+                field="lookahead",
+                hint="0 lets no request pass the head",
+            )
         self.ageing, self.lookahead = ageing, lookahead
         self._order: list[tuple[float, int]] = []  # key, id
         self._entries: dict[int, Waiting] = {}
         self._keys: dict[int, tuple[float, int]] = {}
-        self._due: dict[int, int] = {}  # id of a former or present head -> step it was to start at
+        self._due: dict[int, int] = {}  # step at which each present or former head was due to start
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """In order; the queue must not change meanwhile."""
+        """Iterate over the entries in order; the queue must not change meanwhile."""
         return (self._entries[id] for _, id in self._order)
 
     def __contains__(self, id: int) -> bool:
@@ -62,23 +81,28 @@ class WaitingQueue:
 
     @property
     def tokens(self) -> int:
-        """Prompt and output tokens that those who wait may need."""
+        """Upper bound of the prompt and output tokens of the waiting requests."""
         return sum(entry.request.total_tokens * entry.request.n for entry in self._entries.values())
 
     def push(self, entry: Waiting) -> None:
-        """Raises InvalidRequest when the id already waits. A preempted request comes back with its first
-        arrival, hence before all that arrived after it."""
+        """Insert an entry; a preempted request returns with its first arrival, before later arrivals.
+
+        Raises InvalidRequest if the id is in the queue.
+        """
         if entry.id in self._entries:
-            raise InvalidRequest(f"request {entry.id} already waits", field="id")
+            raise InvalidRequest(f"request {entry.id} is already queued", field="id")
         key = (entry.arrival + entry.request.priority * self.ageing, entry.id)
         insort(self._order, key)
         self._entries[entry.id], self._keys[entry.id] = entry, key
 
     def remove(self, id: int) -> Waiting:
-        """Take an entry out (admitted, refused or cancelled). Raises UnknownSequence when it does not wait."""
+        """Remove and return an entry (admitted, rejected or cancelled).
+
+        Raises UnknownSequence if it is not queued.
+        """
         key = self._keys.pop(id, None)
         if key is None:
-            raise UnknownSequence(f"request {id} does not wait", field="id")
+            raise UnknownSequence(f"request {id} is not queued", field="id")
         self._due.pop(id, None)
         del self._order[bisect_left(self._order, key)]
         return self._entries.pop(id)
@@ -89,14 +113,17 @@ class WaitingQueue:
         start_of: Callable[[Waiting], Head],
         step: int,
     ) -> tuple[Waiting, Answer] | None:
-        """The next entry that need not wait, taken out of the queue, with its answer; None: all wait.
+        """Remove and return the next entry that need not wait, with its decision, or None if all must wait.
 
-        ``ask`` decides (and admits) one entry, behind ``Head`` where it would pass one; ``start_of`` forecasts
-        a head's start; ``step`` counts engine steps.
+        Args:
+            ask: Decides on (and admits) an entry, given the head that it would pass.
+            start_of: Forecasts the start of a head.
+            step: Number of the current engine step.
         """
         head: Head | None = None
         asked = 0
-        over: Counter[str] = Counter()  # by tenant: entries over its quota, bounded as those behind a head are
+        # entries over quota by tenant, with the same bound as entries behind a head
+        over: Counter[str] = Counter()
         for entry in self:
             if asked > self.lookahead:
                 return None

@@ -1,18 +1,18 @@
-"""The step: which sequences compute how much, who is preempted, who is admitted.
+"""The step of the scheduler: how much each sequence computes, which are preempted and which are admitted.
 
-Preemption is by recompute, and each mode of admission has one rule:
+Preemption is by recompute. Each admission mode has one rule:
 
 =============== =============================================================================================
-``guaranteed``  never: that somebody can always go on is its law (`tonnage.cache.admission.safety`). Where all
-                running sequences stall the law is broken, and the step raises.
-``no_evict``    never, likewise: all reservations fit together.
-``greedy``      vLLM's (v1/core/sched/scheduler.py, 0.32): while what the running sequences want in this step is
-                more than there is, the last of them is preempted. (vLLM asks one after the other and
-                preempts the last until the asking one has its blocks or is the victim itself. What one wants
-                does not depend on those after it, so both preempt the same ones.)
-``predictive``  only where nobody can compute: then `Admission.victim`, and everybody is asked anew. Stalling
-                costs a turn, preemption a prefill: benchmarks/admission.py.
-``auto``        as ``greedy`` or as ``predictive``, whichever holds in this step.
+``guaranteed``  never: some sequence can always continue (`tonnage.cache.admission.safety`). If all running
+                sequences stall, the safety invariant is broken and the step raises.
+``no_evict``    never, because all reservations fit together. ``greedy``      vLLM's
+(v1/core/sched/scheduler.py, 0.32): while the running sequences need more blocks than
+                the pool has, the last of them is preempted. (vLLM asks one sequence after the other, and
+                preempts the last one until the asking one has its blocks or is itself the victim. A
+                sequence's need does not depend on later ones, so both preempt the same sequences.)
+``predictive``  only if no sequence can compute: then `Admission.victim`, and all sequences try again.
+                Stalling costs a turn, preemption costs a prefill: benchmarks/admission.py.
+``auto``        as ``greedy`` or as ``predictive``, whichever is in effect in this step.
 =============== =============================================================================================
 """
 
@@ -38,7 +38,10 @@ from tonnage.cache.sequences.tables import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class _Wishes(Generic[S]):
-    """``order``, the first ``decodes`` of them with one token to compute, and how far each would go."""
+    """The requested lengths of sequences in a step.
+
+    ``order`` begins with ``decodes`` sequences that compute one token; ``ends`` are the requested lengths.
+    """
 
     order: list[S]
     ids: list[int]
@@ -47,12 +50,15 @@ class _Wishes(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Owns the sequences that run and wait, and the calls of ``manager``.
+    """The scheduler of one engine: it owns the running and waiting sequences and calls the block manager.
 
-    ``budget``: tokens of a step (max_num_batched_tokens). ``most_logits``: rows of logits there is room for in
-    a step; None: max_num_seqs. ``lookahead`` None: the policy's. ``whole_prompts``: decodes cost no budget,
-    and a prompt is computed whole in the step that admits it, one longer than the budget alone (the loop of
-    most published simulations).
+    Args:
+        manager: The block manager.
+        budget: Tokens of a step (max_num_batched_tokens).
+        most_logits: Rows of logits that a step has memory for; None: max_num_seqs.
+        lookahead: Waiting requests that may pass the head of the queue; None: the policy's.
+        whole_prompts: Decodes cost no budget, and a prompt is computed whole in the step that admits it. A
+            prompt longer than the budget is computed alone. Most published simulations use this loop.
     """
 
     def __init__(
@@ -68,28 +74,30 @@ class Scheduler(Generic[S]):
         self.budget = budget
         self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
         self.whole_prompts = whole_prompts
-        self._aligned = manager.block_size if manager.cached_states else 0  # what chunks of prompts are cut to
+        # block size that chunks of prompts are cut to; 0: no cut
+        self._aligned = manager.block_size if manager.cached_states else 0
         self.queue = WaitingQueue(lookahead=self.admission.policy.lookahead if lookahead is None else lookahead)
         self.waiting: dict[int, S] = {}
-        self.running: dict[int, S] = {}  # in order of admission, forks after all before them
+        self.running: dict[int, S] = {}  # in order of admission, forks after their request
         self.steps = 0
         self.counters = Counters()
         self._ids = itertools.count()
-        self._changed = True  # something ended or arrived since everybody who waits was asked
+        self._changed = True  # a request ended or arrived since all waiting ones were tried
 
     @property
     def mode(self) -> AdmissionMode:
-        """The mode of admission that holds now."""
+        """The admission mode in effect."""
         return self.admission.mode
 
     @property
     def idle(self) -> bool:
+        """Whether no request runs or waits."""
         return not self.running and not self.waiting
 
-    # -- coming and going --------------------------------------------------------------------------------
+    # -- arrival and departure -----------------------------------------------------------------------------
 
     def add(self, sequence: S) -> None:
-        """Queue a new sequence, and number it."""
+        """Queue a new sequence and give it an id."""
         sequence.id = next(self._ids)
         self._push(sequence)
 
@@ -99,7 +107,7 @@ class Scheduler(Generic[S]):
         self._changed = True
 
     def drop(self, sequence: S) -> None:
-        """Forget it, waiting or running, and give back its blocks; admission learns nothing from it."""
+        """Remove a waiting or running sequence and release its blocks; admission does not learn its length."""
         if self.waiting.pop(sequence.id, None) is not None:
             self.queue.remove(sequence.id)
         else:
@@ -108,22 +116,22 @@ class Scheduler(Generic[S]):
         self._changed = True
 
     def end(self, sequence: S, output_tokens: int) -> None:
-        """It has ended by itself after ``output_tokens``, which teaches the forecast of those to come."""
+        """Remove a sequence that ended by itself after ``output_tokens``, which trains the length forecast."""
         self.admission.ended(
             output_tokens, sequence.tenant, sequence.prompt - sequence.cached, sequence.max_tokens
         )
         self.drop(sequence)
 
-    # -- the step ----------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------------------
 
     def took(self, tokens: int, sequences: int, seconds: float, turns: int = 1) -> None:
-        """Teach admission what a step cost.
+        """Report the duration of a step to admission.
 
         Args:
-            tokens: positions computed in each turn.
-            sequences: sequences that computed at least one.
-            seconds: duration of all turns together.
-            turns: decode steps taken at once.
+            tokens: Positions computed in each turn.
+            sequences: Sequences that computed at least one position.
+            seconds: Duration of all turns together.
+            turns: Decode steps taken at once.
         """
         auto = self.admission.auto
         if auto is None or not sequences:
@@ -135,9 +143,9 @@ class Scheduler(Generic[S]):
     def step(self, leap: int | None = None) -> Step[S]:
         """Decide the next step and take its blocks.
 
-        ``leap``, for a replay: where all decode and nobody can be admitted, take up to so many steps at once,
-        in which nobody may end before the last; who waits is asked again only after something ended or arrived.
-        Raises InvariantViolation where a mode that never preempts would have to.
+        A replay sets ``leap``: if all sequences decode and no request can be admitted, up to ``leap`` steps are
+        taken at once. No sequence may end before the last of them. Waiting requests are tried again only after
+        a request ended or arrived. Raises InvariantViolation if a mode that never preempts would have to.
         """
         step: Step[S] = Step()
         if self.waiting:
@@ -152,11 +160,11 @@ class Scheduler(Generic[S]):
         return step
 
     def _leap(self, step: Step[S], turns: int) -> None:
-        """``turns`` tokens for each, if all decode and there are blocks for it."""
+        """Take ``turns`` decode tokens of each sequence at once, if all decode and the blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # what one sequence may compute in a call of the manager
-        if self._aligned:  # no state is passed over
+            turns = min(turns, self.budget)  # upper bound of tokens per sequence and call
+        if self._aligned:  # stop at every block boundary, where states are cached
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
             return
@@ -170,10 +178,10 @@ class Scheduler(Generic[S]):
         step.picked, step.drawing, step.turns = order, order, turns
 
     def _run(self, step: Step[S]) -> int:
-        """The running sequences compute; returns the budget left.
+        """Let the running sequences compute, and return the budget left.
 
-        The budget of those that stall is offered to the next ones: the proof that a safe state always makes
-        progress (`tonnage.cache.admission.safety`) rests on it.
+        The budget of a stalled sequence is offered to the next. The proof that a safe state always makes
+        progress (`tonnage.cache.admission.safety`) requires it.
         """
         while True:
             todo, budget = list(self.running.values()), self.budget
@@ -187,12 +195,15 @@ class Scheduler(Generic[S]):
             if step.picked or not self.running:
                 return budget
             if self.mode is not AdmissionMode.PREDICTIVE:
-                raise InvariantViolation(f"everybody stalls in {self.mode} mode", field="progress")
+                raise InvariantViolation(f"all running sequences stall in {self.mode} mode", field="progress")
             self._preempt(step, self._victims())
             step.stalled.clear()
 
     def _run_last_out(self, step: Step[S]) -> int:
-        """The same by vLLM's rule: who gets no block preempts the last, all or nothing."""
+        """Let the running sequences compute by vLLM's rule.
+
+        If a block is missing, the last sequence is preempted. Returns the budget left.
+        """
         while self.running:
             wishes = self._order(step, list(self.running.values()), self.budget)
             granted = self._grant(wishes)
@@ -202,14 +213,14 @@ class Scheduler(Generic[S]):
         return self.budget
 
     def _order(self, step: Step[S], sequences: list[S], budget: int) -> _Wishes[S]:
-        """Who may compute up to where in this step: decodes first, then prompts while the budget lasts."""
+        """Return how far each sequence may compute: decodes first, then prompts while the budget lasts."""
         order = [s for s in sequences if s.length - s.computed == 1]
         if not self.whole_prompts:
             order = order[:budget]
             budget -= len(order)
         ends, decodes = [s.length for s in order], len(order)
         if decodes < len(sequences):
-            # There is room for the logits of most_logits tokens, and each sequence may want those of one.
+            # There is memory for the logits of most_logits tokens, and each sequence needs the logits of one.
             spare = self.most_logits - step.rows - len(sequences)
             for sequence in sequences:
                 left = sequence.length - sequence.computed
@@ -232,7 +243,7 @@ class Scheduler(Generic[S]):
         return _Wishes(order, [s.id for s in order], ends, decodes)
 
     def _cut(self, sequence: S, chunk: int, may_wait: bool) -> int:
-        """The chunk up to where its recurrent state is to be kept; 0 where others compute: not in this step."""
+        """Return the chunk cut to where a recurrent state is kept; 0 defers it if others compute."""
         cut = aligned_chunk(
             chunk,
             computed=sequence.computed,
@@ -248,7 +259,7 @@ class Scheduler(Generic[S]):
         return self.manager.grant(wishes.ids, wishes.ends)
 
     def _take(self, step: Step[S], wishes: _Wishes[S], granted: Int64Array) -> int:
-        """Blocks for what was granted; returns the budget that it costs. Who is granted nothing stalls."""
+        """Allocate the granted blocks and return the budget used; a sequence that is granted nothing stalls."""
         order, ids, decodes, ends = wishes.order, wishes.ids, wishes.decodes, granted.tolist()
         for sequence, end in zip(order, ends, strict=True):
             sequence.chunk = end - sequence.computed
@@ -270,10 +281,10 @@ class Scheduler(Generic[S]):
             step.picked += order
         return cost
 
-    # -- preemption --------------------------------------------------------------------------------------
+    # -- preemption ----------------------------------------------------------------------------------------
 
     def _victims(self) -> list[S]:
-        """All sequences of the request that costs least to compute again; each comes back by itself."""
+        """Return all sequences of the request that costs least to recompute."""
         victim = self.admission.victim(self.manager.running())
         entries = self.manager.entries(list(self.running)).tolist()
         return [s for s, entry in zip(self.running.values(), entries, strict=True) if entry == victim]
@@ -289,17 +300,17 @@ class Scheduler(Generic[S]):
             step.preempted.append(sequence)
             self._push(sequence)
 
-    # -- admission ---------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------
 
     def _admit(self, step: Step[S], budget: int) -> None:
-        """Admit from the queue while it is somebody's turn and there is budget and room for logits."""
+        """Admit requests from the queue while there is budget and memory for logits."""
         self._changed = False
         too_long = False
 
         def ask(entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
             nonlocal too_long
             if self.whole_prompts and entry.request.prompt_tokens > budget and budget < self.budget:
-                too_long = True  # the next step's turn: nobody may take it
+                too_long = True  # it starts in the next step; no other request may pass it
                 return Wait(WaitReason.SEQUENCES)
             return self._ask(entry, head)
 
@@ -318,7 +329,7 @@ class Scheduler(Generic[S]):
             step.admitted.append(sequence)
             room = max(budget, sequence.length) if self.whole_prompts else budget
             wishes = self._order(step, [sequence], room)
-            if not wishes.order:  # the next step has room for a block of it
+            if not wishes.order:  # the next step has the budget for a block of it
                 break
             budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
@@ -356,17 +367,17 @@ class Scheduler(Generic[S]):
         self.counters.count("admit", "resumed" if sequence.preempted else "fits")
         self.running[sequence.id] = sequence
 
-    # -- what the engine has done ------------------------------------------------------------------------
+    # -- reports of the engine -----------------------------------------------------------------------------
 
     def computed(self, picked: Rows[S]) -> None:
-        """K/V of the chunks of ``picked`` is written: publish it in the prefix index."""
+        """Commit the chunks of ``picked``, whose K/V is written, and publish their full blocks."""
         ends = [s.computed + s.chunk for s in picked]
         self.manager.commit([s.id for s in picked], ends)
         for sequence, end in zip(picked, ends, strict=True):
             sequence.computed, sequence.chunk = end, 0
 
     def fork(self, parent: S, children: Iterable[S]) -> None:
-        """The sequences that ``parent`` stood for, made by the engine, go on from what it has computed."""
+        """Start the other sequences of the request that ``parent`` stood for, from what it has computed."""
         parent.forks = 0
         for child in children:
             child.id = next(self._ids)
@@ -375,7 +386,7 @@ class Scheduler(Generic[S]):
             self.running[child.id] = child
 
     def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
-        """The token each has drawn; as an array [sequences, count], so many each."""
+        """Append the sampled token of each sequence, or ``count`` each from an array [sequences, count]."""
         count = token_ids.shape[1] if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2 else 1
         self.manager.append([s.id for s in sequences], token_ids)
         for sequence in sequences:

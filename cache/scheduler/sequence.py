@@ -1,4 +1,4 @@
-"""What the scheduler knows of a sequence, and what it decides in one step."""
+"""The scheduler's record of a sequence, of a step and of its decisions, and the counters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tonnage.cache.sequences.tables import TokenIds
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(ABC):
-    """One sequence that waits or runs; an engine adds its own fields in a subclass.
+    """A waiting or running sequence; an engine's subclass adds its own fields.
 
-    ``length`` tokens are known, prompt and output; K/V of ``computed`` of them is written. A step catches
-    computed up with length: decode, chunked prefill and the rest of a prompt after a prefix hit are all that
-    one rule. ``index`` is its number among the n of its request; 0 stands for all of them until the ``forks``
-    others are forked from it, once the prompt is computed.
+    ``length`` tokens are known, prompt and output, and K/V of ``computed`` of them is written. A step catches
+    ``computed`` up with ``length``. This one rule covers decode, chunked prefill and the rest of a prompt after
+    a prefix hit. ``index`` is the sequence's number among the n of its request. Index 0 stands for all of them
+    until the ``forks`` others are forked from it, once the prompt is computed.
     """
 
     prompt: int  # tokens
@@ -28,55 +28,55 @@ class Sequence(ABC):
     index: int = 0
     tenant: str = ""
     priority: int = 0
-    scored: bool = False  # the logits of every token of the prompt are wanted
-    id: int = -1  # in order of arrival, given by the scheduler
+    scored: bool = False  # whether the logits of every prompt token are requested
+    id: int = -1  # in order of arrival, assigned by the scheduler
     length: int = 0
     computed: int = 0
-    chunk: int = 0  # tokens computed in the step under way
-    cached: int = 0  # of the prompt, served from the prefix cache
-    junction: int = 0  # up to where another prompt was the same and left no recurrent state; 0: nowhere
-    preempted: bool = False  # at least once
-    waited: bool = False  # since it was queued admission has said once: not now
+    chunk: int = 0  # tokens computed in the current step
+    cached: int = 0  # prompt tokens served from the prefix cache
+    junction: int = 0  # tokens in common with a prompt that left no recurrent state; 0: none
+    preempted: bool = False  # whether it was preempted at least once
+    waited: bool = False  # whether admission has deferred it since it was queued
 
     def __post_init__(self) -> None:
         self.length = self.length or self.prompt
 
     @abstractmethod
     def token_ids(self) -> TokenIds:
-        """The ``length`` known tokens, for the block manager."""
+        """Return the ``length`` known tokens for the block manager."""
 
     @property
     def salt(self) -> str | bytes:
-        """Sequences with different salts share no block."""
+        """Salt of the sequence; sequences with different salts share no block."""
         return ""
 
     @property
     def generated(self) -> int:
-        """Tokens of its answer so far."""
+        """Output tokens so far."""
         return self.length - self.prompt
 
     @property
     def scores(self) -> bool:
-        """The logits of every token of the step are wanted, not only the last."""
+        """Whether the logits of every token of the step are needed, not only of the last."""
         return self.scored and self.length == self.prompt
 
     @property
     def samples(self) -> bool:
-        """The step under way reaches the last known token, so a next one is drawn."""
+        """Whether the current step reaches the last known token, so that a token is sampled."""
         return self.computed + self.chunk >= self.length
 
     @property
     def indices(self) -> range:
-        """The sequences of the request that end when this one does."""
+        """Numbers of the request's sequences that end when this one does."""
         return range(self.index, self.index + 1 + self.forks)
 
     def includes(self, index: int | None) -> bool:
-        """It can end for sequence ``index`` of its request, or for all (None)."""
+        """Return whether it can end for sequence ``index`` of its request, or for all (None)."""
         return index is None or self.indices == range(index, index + 1)
 
     @property
     def wish(self) -> AdmissionRequest:
-        """What admission is asked: a preempted sequence computes its own output again."""
+        """The request for admission; a preempted sequence computes its own output again."""
         produced = self.length - self.prompt
         return AdmissionRequest(
             self.length,
@@ -93,9 +93,9 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """A step as ids: what replay, the fake engine and the HF engine have to agree on."""
+    """The decisions of a step as ids, in which replay, fake engine and HF engine have to agree."""
 
-    chunks: tuple[tuple[int, int], ...]  # (sequence, tokens), in the order of the batch
+    chunks: tuple[tuple[int, int], ...]  # (sequence, tokens) in the order of the batch
     admitted: tuple[int, ...]
     preempted: tuple[int, ...]
     refused: tuple[int, ...]
@@ -103,9 +103,18 @@ class Decisions:
 
 @dataclass(slots=True)
 class Step(Generic[S]):
-    """``picked`` compute their ``chunk`` tokens, in this order, after ``copies``; ``drawing`` of them draw.
+    """The decisions of one step.
 
-    ``turns``: decode steps taken at once. ``stalled`` asked for blocks and got none. ``rows``: logits wanted.
+    Attributes:
+        picked: Sequences that compute their ``chunk`` tokens, in this order, after ``copies``.
+        drawing: The ``picked`` sequences that sample a token.
+        copies: Block copies to perform first.
+        admitted: Requests that started in this step.
+        preempted: Sequences that lost their blocks and wait again.
+        refused: Requests that can never fit, with the reason.
+        stalled: Sequences that requested blocks and were granted none.
+        rows: Rows of logits needed.
+        turns: Decode steps taken at once.
     """
 
     picked: list[S] = field(default_factory=list)
@@ -119,7 +128,7 @@ class Step(Generic[S]):
     turns: int = 1
 
     def decisions(self) -> Decisions:
-        """Before `Scheduler.computed`."""
+        """Return the decisions as ids; call it before `Scheduler.computed`."""
         return Decisions(
             tuple((s.id, s.chunk) for s in self.picked),
             tuple(s.id for s in self.admitted),
@@ -130,18 +139,21 @@ class Step(Generic[S]):
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. Keys of ``admissions`` and ``missing_blocks``: (admit | wait | never, reason)."""
+    """Counters since the start.
+
+    ``admissions`` and ``missing_blocks`` are keyed by (admit | wait | never, reason).
+    """
 
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     shared_hit_tokens: int = 0
     preemptions: int = 0
-    preempted_tokens: int = 0  # computed, and to be computed again
+    preempted_tokens: int = 0  # computed tokens that must be computed again
     admissions: dict[tuple[str, str], int] = field(default_factory=dict)
     missing_blocks: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def count(self, outcome: str, reason: str, missing: int = 0) -> None:
-        """One answer of admission; a request that waits is counted once."""
+        """Count one decision of admission; a request that waits is counted once."""
         key = (outcome, str(reason))
         self.admissions[key] = self.admissions.get(key, 0) + 1
         if missing > 0:

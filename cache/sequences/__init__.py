@@ -1,1 +1,1 @@
-"""The live sequences: their rows, and what a step, a fork and an end do to them."""
+"""The live sequences: their rows, block tables and tokens, and how a step, a fork and an end change them."""

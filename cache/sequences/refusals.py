@@ -1,4 +1,4 @@
-"""Why a call on a batch was refused: the codes of `tonnage.cache.sequences.steps` as errors with numbers."""
+"""Errors for the result codes of `tonnage.cache.sequences.steps`, with the numbers that a message needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from tonnage.cache.sequences import steps
 def refused(
     core: Core, code: int, sequence_id: int, row: int, ends: Int64Array, tokens: Int32Array
 ) -> CacheError:
-    """The error of a code other than OK. ``ends`` from its own on, and its new tokens; or none."""
+    """Return the error for a result code of `steps.step` other than OK.
+
+    Args:
+        core: The block manager's arrays.
+        code: The result code.
+        sequence_id: Id of the first sequence that failed.
+        row: Its row.
+        ends: Requested positions from this sequence on, or empty.
+        tokens: The sequence's new tokens, or empty.
+    """
     state, pool = core.rows[row], core.pool[0]
     length, limit, appended = int(state["length"]), int(state["limit"]), len(tokens)
     end = int(ends[0]) if len(ends) else length + appended
@@ -19,10 +28,10 @@ def refused(
     if code == steps.NEGATIVE and len(tokens):
         return InvalidRequest(f"token id {int(tokens.min())} is negative", field="token_ids")
     if code == steps.NEGATIVE:
-        return InvalidRequest(f"{end} is negative", field="num_tokens")
+        return InvalidRequest(f"sequence {sequence_id} cannot be extended to {end} tokens", field="num_tokens")
     if code == steps.TOO_LONG:
         return ReservationExceeded(
-            f"sequence {sequence_id} to {end} tokens, reserved {limit} (prompt + max_tokens)",
+            f"sequence {sequence_id} needs {end} tokens; {limit} are reserved (prompt + max_tokens)",
             field="num_tokens",
             hint="admit it with a larger max_tokens",
         )
@@ -48,7 +57,8 @@ def refused(
             hint="with cached states, extend to where the step ends",
         )
     return NoFreeBlocks(
-        f"sequence {sequence_id} to {end} tokens: {pool['free']} blocks are free, {pool['cached']} cached",
+        f"not enough blocks to extend sequence {sequence_id} to {end} tokens: {pool['free']} free, "
+        f"{pool['cached']} cached",
         field="num_tokens",
         hint="extend only what admission has granted",
     )

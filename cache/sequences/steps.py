@@ -1,8 +1,8 @@
 """What a step, a fork and an end do to sequences: compiled loops over rows.
 
-`step` is the only one that takes a batch. It checks every row first and changes nothing where one fails; it
-answers ``(code, at)``: `OK` and the number of copies, or the first check that failed and the place of the
-sequence in the call. `tonnage.cache.manager` turns codes into errors.
+`step` takes a batch. It checks every row first and changes nothing if one fails. It returns ``(code, at)``:
+`OK` and the number of copies, or the first failed check and the index of its sequence in the call.
+`tonnage.cache.manager` turns the codes into errors.
 """
 
 from __future__ import annotations
@@ -28,24 +28,30 @@ from tonnage.cache.prefix.index import evict, publish, sibling_holds
 
 OK, TWICE, NEGATIVE, TOO_LONG, STEP_TOO_LONG, NO_ROOM, OUT_OF_ORDER, STATE_ELSEWHERE = range(8)
 
-# What a call does to each row, in this order.
+# Bits of what a call does to each row, in this order.
 COMMIT, APPEND, EXTEND = 1, 2, 4
-DECODE = COMMIT | APPEND | EXTEND  # everything known is computed, and one token more gets its slot
+DECODE = COMMIT | APPEND | EXTEND  # every known token is computed, and one more token gets its slot
 
 
 @compiled
 def step(
     core: Core, what: int, batch: Int64Array, ends: Int64Array, tokens: Int32Array, copies: Int32Array
 ) -> tuple[int, int]:
-    """One call for a whole batch of distinct rows, all or nothing.
+    """Commit, append and extend a batch of distinct rows in one call, all or nothing.
 
-    - COMMIT: K/V below each end is written; full blocks become nodes of the prefix index; with cached states
-      the end is in the last block extended to, as the state is;
-    - APPEND: ``tokens`` [rows of the call * count], the same count for each row;
-    - EXTEND: make positions [computed, end) writable; ``copies`` int32 [2, 2 * groups * rows] receives (src,
-      dst) pairs.
+    Args:
+        core: The block manager's arrays.
+        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: K/V below each end is written, full blocks become nodes
+            of the prefix index, and with cached states the end must be in the last extended block. APPEND: add
+            tokens. EXTEND: make positions [computed, end) writable.
+        batch: int64 [rows of the call]: row indices.
+        ends: int64 [rows of the call], for COMMIT or EXTEND; in a DECODE both ends follow from the known
+            tokens.
+        tokens: int32 [rows of the call * count], for APPEND: the same count for each row.
+        copies: int32 [2, 2 * groups * rows]: receives (src, dst) block pairs.
 
-    ``ends`` [rows of the call] is for COMMIT or EXTEND; in a DECODE both follow from the tokens known.
+    Returns:
+        The result code, and the number of copies or the index of the sequence that failed.
     """
     pool = core.pool[0]
     pool.calls += 1
@@ -82,7 +88,7 @@ def step(
             if end > row.room:
                 most += pool.num_groups * ((end - row.room + size - 1) // size)
         row.written, row.end = written, end
-    if most > pool.free + pool.cached:  # no row takes more than a block of each group for each of its entries
+    if most > pool.free + pool.cached:  # a row takes at most one block per group for each of its table entries
         short_at = _first_without_room(core, batch, copies)
         if short_at >= 0:
             return NO_ROOM, short_at
@@ -107,9 +113,12 @@ def step(
 
 @inner
 def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> int:
-    """Place of the first row that would not get every block that `_grow` will take; -1: all are there. A block
-    given back on the way (a window moves on, all sharers but the last copy) counts: references are taken off as
-    if it had happened, and put back; ``copies`` names them meanwhile."""
+    """Return the index of the first row that would not get all the blocks that `_grow` takes, or -1.
+
+    A block released on the way (a window moves on, all sharers but the last copy a block) counts as available.
+    Reference counts are decremented as if it had happened and then restored; ``copies`` keeps the blocks
+    meanwhile.
+    """
     pool, size = core.pool[0], core.pool[0].block_size
     available = pool.free + pool.cached
     copied, done, short_at = 0, 0, -1
@@ -144,14 +153,14 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
 
 @inlined
 def _moves_on(core: Core, at_row: int) -> bool:
-    """Whether the call gives back the blocks that the row's windows have left."""
+    """Return whether this call releases the blocks that the row's windows have left."""
     row = core.rows[at_row]
     return bool(row.end > row.room or (row.shared_tail & DROP_SOURCE and row.end > row.written))
 
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """``wanted[i]``: blocks of full groups that EXTEND would take for the i-th row, a copy included."""
+    """Write to ``wanted[i]`` the full-attention blocks that EXTEND would take for row i, with its copy."""
     size = core.pool[0].block_size
     for i in range(batch.size):
         row, end, count = core.rows[batch[i]], ends[i], 0
@@ -168,7 +177,10 @@ def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64
 
 @inner
 def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) -> int:
-    """Blocks for the positions below ``end``, after a copy of what the row must not write into."""
+    """Allocate blocks for the positions below ``end``, after copying what the row must not overwrite.
+
+    Returns the number of copies so far.
+    """
     pool, row = core.pool[0], core.rows[at_row]
     size, slot = pool.block_size, row.request
     if pool.windowed and _moves_on(core, at_row):
@@ -209,7 +221,7 @@ def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) 
                 evict(core, 1, FOR_COPY)
             own = pop_free(core, kind == FULL, row.request)
             core.tables[group, at_row, at] = own
-            release(core, shared, kind == FULL, row.request)  # the others of its request still hold it
+            release(core, shared, kind == FULL, row.request)  # the other sequences of the request still hold it
             copies[0, copied], copies[1, copied] = shared, own
             copied += 1
     row.shared_tail &= ~COPY_TAIL
@@ -218,14 +230,14 @@ def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) 
 
 @compiled
 def share(core: Core, parent: int, child: int) -> None:
-    """The child's row becomes the parent's: all blocks with computed positions are shared."""
+    """Make the child's row a copy of the parent's row that shares all blocks with computed positions."""
     size, old, new = core.pool[0].block_size, core.rows[parent], core.rows[child]
     computed, stateful = old.computed, False
     for group in range(core.groups.size):
         for at in range(core.first[group, parent], entries(core.groups[group].kind, computed, size)):
             block = core.tables[group, parent, at]
             if block != NULL_BLOCK:
-                core.refs[block] += 1  # of the same request: nobody's private count changes
+                core.refs[block] += 1  # within one request: no private count changes
                 core.tables[group, child, at] = block
         core.first[group, child] = core.first[group, parent]
         stateful = stateful or core.groups[group].kind == STATE
@@ -236,17 +248,18 @@ def share(core: Core, parent: int, child: int) -> None:
     new.length, new.hashed, new.computed, new.limit = old.length, old.hashed, computed, old.limit
     new.published, new.salt, new.shared, new.turn = old.published, old.salt, old.shared, old.turn
     new.request, new.room = old.request, (computed + size - 1) // size * size
-    # The parent's slots go back to what is computed: writing again takes an extend, which copies.
+    # The parent's writable end goes back to what is computed, so that its next write needs an extend, which
+    # copies.
     new.slots = old.slots = computed
     new.shared_tail = old.shared_tail & DROP_SOURCE
-    if computed % size != 0 or stateful:  # a state is written in every step
+    if computed % size != 0 or stateful:  # a recurrent state is written in every step
         new.shared_tail |= COPY_TAIL
         old.shared_tail |= COPY_TAIL
 
 
 @compiled
 def leave(core: Core, batch: Int64Array) -> None:
-    """Give back the blocks of each row, last block first, and clear it."""
+    """Release the blocks of each row, last block first, and clear the row."""
     pool = core.pool[0]
     size = pool.block_size
     for i in range(batch.size):

@@ -1,8 +1,8 @@
-"""Sequences: which row of the arrays belongs to which live sequence, and what a call says of them.
+"""The mapping of live sequences to table rows, and the conversion of call arguments to arrays.
 
-Rows are what an engine reads: per group a block table, int32 [rows, max_blocks], updated in place, with the
-null block where nothing is yet or where a sliding window has left. Freed rows are reused last in, first out, so
-that a few sequences touch few pages of memory.
+An engine reads rows: for each group a block table, int32 [rows, max_blocks], updated in place. An entry is the
+null block if no block is allocated there yet or a sliding window has released it. Freed rows are reused last
+in, first out, so that a few sequences touch few pages of memory.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from tonnage.cache.errors import InvalidRequest, SequenceFinished, UnknownSequen
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
-_PIECE = 4096  # tokens converted at once
+_PIECE = 4096  # tokens converted per call of struct
 
 
 class Sequences:
-    """Ids to rows, for up to ``rows`` live sequences."""
+    """A mapping of ids to rows for up to ``rows`` live sequences."""
 
     def __init__(self, rows: int) -> None:
         self.row_of: dict[int, int] = {}
         self._unused = list(range(rows - 1, -1, -1))
-        self._finished: list[int | None] = [None] * rows  # the id that had each row last
-        self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)  # what `rows` said last
+        self._finished: list[int | None] = [None] * rows  # the last id of each unused row
+        self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)  # the last result of `rows`
 
     def __len__(self) -> int:
         return len(self.row_of)
 
     def row(self, sequence_id: int) -> int:
-        """Row of a live sequence. Raises SequenceFinished or UnknownSequence."""
+        """Return the row of a live sequence. Raises SequenceFinished or UnknownSequence."""
         row = self.row_of.get(sequence_id)
         if row is None:
             raise self._missing(sequence_id)
         return row
 
     def rows(self, sequence_ids: Iterable[int]) -> Int64Array:
-        """Rows of live sequences, int64, not to be changed; raises as `row`."""
+        """Return the rows of live sequences, int64, read-only. Raises SequenceFinished or UnknownSequence."""
         ids = tuple(sequence_ids)
-        if ids != self._asked[0]:  # in a step, and while nobody comes or goes, all calls are about the same
+        if ids != self._asked[0]:  # most calls name the same sequences as the call before
             try:
                 self._asked = ids, np.fromiter(map(self.row_of.__getitem__, ids), dtype=np.int64)
             except KeyError as error:
@@ -52,22 +52,22 @@ class Sequences:
 
     @property
     def next_row(self) -> int:
-        """The row that `open` will give; -1: all are in use."""
+        """The row that `open` will return, or -1 if all rows are in use."""
         return self._unused[-1] if self._unused else -1
 
     def finished(self, sequence_id: int) -> bool:
-        """Whether an id that is not live is known to have been freed (remembered until its row is reused)."""
+        """Return whether the id belonged to a freed sequence; this is known until its row is reused."""
         return sequence_id in self._finished
 
     def open(self, sequence_id: int) -> int:
-        """A row for a new sequence."""
+        """Allocate a row for a new sequence and return it."""
         row = self._unused.pop()
         self._finished[row] = None
         self.row_of[sequence_id] = row
         return row
 
     def close(self, sequence_id: int) -> None:
-        """Forget the row and remember the id as finished."""
+        """Free the row of a sequence and remember its id as finished."""
         row = self.row_of.pop(sequence_id)
         self._asked = (), np.zeros(0, np.int64)
         self._unused.append(row)
@@ -82,17 +82,24 @@ class Sequences:
 
 
 def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | None = None) -> Int32Array:
-    """Token ids as int32 [len]. Raises InvalidRequest for what is no list of ints in [0, 2^31).
+    """Return token ids as an int32 array [len].
 
-    ``signed``: the caller looks for negative ones itself. ``out``: a list that fits is written there, and the
-    answer is a view of it.
+    Args:
+        token_ids: A flat list or array of ints in [0, 2^31).
+        signed: Let negative ids pass, for a caller that checks them itself.
+        out: Buffer to write a list into if it fits; the result is then a view of it.
+
+    Raises:
+        InvalidRequest: The argument is not such a list.
     """
     try:
         if isinstance(token_ids, (bytes, bytearray, memoryview)):
-            raise TypeError("bytes are no token ids")
+            raise TypeError("bytes are not token ids")
         if isinstance(token_ids, np.ndarray):
             if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
-                raise TypeError(f"an array of {token_ids.dtype}, {token_ids.ndim} axes")
+                raise TypeError(
+                    f"an array of {token_ids.dtype} with {token_ids.ndim} axes, not one axis of ints"
+                )
             if token_ids.size and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < 2**31:
                 raise OverflowError("a token id is negative or 2^31 or more")
             return token_ids.astype(np.int32)
@@ -100,8 +107,9 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
         if not isinstance(token_ids, (list, tuple)):
             token_ids = list(token_ids)
         ids: Int32Array = np.empty(count, np.int32) if out is None or count > len(out) else out[:count]
-        # struct refuses floats and what does not fit 32 bits, and takes half the time of array or numpy; piece
-        # by piece, because it wants the numbers as arguments, and a tuple of 100,000 is new memory each time.
+        # struct rejects floats and numbers beyond 32 bits, and takes half the time of array or numpy. It takes
+        # the numbers as arguments, so a long list is converted in pieces: a tuple of 100,000 would be new
+        # memory each time.
         for start in range(0, count, _PIECE):
             piece = token_ids[start : start + _PIECE]
             struct.pack_into(f"{len(piece)}i", ids.data, 4 * start, *piece)
@@ -113,21 +121,26 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
 
 
 def tokens_by_row(batch: Int64Array, token_ids: TokenIds) -> Int32Array:
-    """int32 [rows * count]: a token for each row of ``batch``, or those of an array [rows, count]. Raises
-    InvalidRequest for another number of them; negative ones pass."""
+    """Return the tokens of a batch as int32 [rows * count].
+
+    ``token_ids`` has one token per row, or is an array [rows, count]. Raises InvalidRequest if their number
+    does not match the rows; negative ids pass.
+    """
     count = 1
     if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
         count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
     tokens = token_array(token_ids, signed=True)
     if tokens.size != batch.size * count:
-        raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
+        raise InvalidRequest(f"{tokens.size} tokens for {len(batch)} sequences", field="token_ids")
     return tokens
 
 
 def end_array(batch: Int64Array, ends: TokenIds, field: str) -> Int64Array:
-    """int64 [rows]: a position for each row of ``batch``. Raises InvalidRequest, naming ``field``, for another
-    number of them."""
+    """Return one position per row of the batch, int64 [rows].
+
+    Raises InvalidRequest, naming ``field``, if their number does not match.
+    """
     array: Int64Array = np.ascontiguousarray(ends, dtype=np.int64)
     if array.shape != batch.shape:
-        raise InvalidRequest(f"{len(batch)} sequences, {array.size} numbers", field=field)
+        raise InvalidRequest(f"{array.size} numbers for {len(batch)} sequences", field=field)
     return array

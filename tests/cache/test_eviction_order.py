@@ -49,7 +49,7 @@ def test_the_last_block_of_a_request_goes_first(order: EvictionOrder) -> None:
     check_order(order)
     assert order.cached == 2
     assert order.evicted == 4
-    with pytest.raises(ValueError, match="3 blocks are asked of 2"):
+    with pytest.raises(ValueError, match="3 blocks requested, 2 cached"):
         order.pop(3)
 
 
@@ -67,7 +67,7 @@ def test_a_taken_block_is_not_given_out(order: EvictionOrder) -> None:
     order.take([1, 2])
     check_order(order)
     assert order.pop(1) == [3]
-    with pytest.raises(ValueError, match="1 blocks are asked of 0"):
+    with pytest.raises(ValueError, match="1 blocks requested, 0 cached"):
         order.pop(1)
     order.release([2, 1])
     check_order(order)

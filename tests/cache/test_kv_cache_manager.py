@@ -439,7 +439,7 @@ def test_blocks_of_any_size_are_slots_of_any_position() -> None:
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        (KVGroup("cross", (0,)), "'cross' is not understood"),
+        (KVGroup("cross", (0,)), "'cross' is not supported"),
         (KVGroup("chunked", (0,)), "a chunked group with window None"),
         (KVGroup("full", (0,), block_size=8), "blocks of 8 tokens in a pool of blocks of 4"),
     ],

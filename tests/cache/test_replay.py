@@ -60,7 +60,7 @@ def test_mooncake_trace_and_the_log_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "no JSON"),
+        ("{", "invalid JSON"),
         ("[]", "not a JSON object"),
         ('{"timestamp": 1, "input_length": 5, "hash_ids": [1]}', "output_length is missing"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1.5, "hash_ids": [1]}', "output_length is 1.5"),

@@ -44,7 +44,7 @@ def test_where_all_stall_only_the_modes_that_preempt_do(
 
     monkeypatch.setattr(manager, "grant", nothing)
     if mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
-        with pytest.raises(InvariantViolation, match=f"everybody stalls in {mode} mode"):
+        with pytest.raises(InvariantViolation, match=f"all running sequences stall in {mode} mode"):
             scheduler.step()
         assert scheduler.counters.preemptions == 0
     else:

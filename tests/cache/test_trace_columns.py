@@ -98,7 +98,7 @@ def test_columns_that_say_nothing_are_refused(columns: str, says: str) -> None:
             "line 2: prompt_tokens is '1.5'",
         ),
         ("t,in,out\n0,,1\n", NAMED, "line 2: in is missing"),
-        ("t,in,out\nnan,1,1\n", NAMED, "line 2: the time is nan"),
+        ("t,in,out\nnan,1,1\n", NAMED, "line 2: the arrival time is nan"),
         ("t,in,out\n0,1,1\n", None, "--columns"),
         ('{"t": 0, "in": 1}\n', NAMED, "out is missing"),
     ],
