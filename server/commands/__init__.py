@@ -1,1 +1,1 @@
-"""The sub-commands that load a model: each module has ``run(argv) -> exit code``."""
+"""The sub-commands that load a model or ask a server: each module has ``run(argv) -> exit code``."""

@@ -1,4 +1,4 @@
-"""The table planned | measured | difference, and whether each difference is within its bound."""
+"""The table of planned and measured bytes, and whether each difference is within its bound."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, TextIO
 
 from tonnage.planner.engines.runtime.api import LIMIT_BYTES
 
-# The plan is exact for weights and pool. For the processes it forecasts what libraries allocate as well.
+# Relative bound for all processes. Weights and pool are exact, but libraries' allocations are forecast.
 PROCESS_BOUND = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``planned`` and ``measured`` in bytes; ``bound`` the largest relative difference that is right."""
+    """A row of planned and measured bytes; `bound` is the largest accepted relative difference."""
 
     name: str
     planned: int
@@ -24,26 +24,36 @@ class Row:
 
     @property
     def difference(self) -> int | None:
+        """Return measured minus planned bytes, or None when not measured."""
         return None if self.measured is None else self.measured - self.planned
 
     @property
     def within(self) -> bool:
-        """A row that this engine does not measure says nothing against the plan."""
+        """Return whether the difference is within its bound; a row without a measurement is."""
         return self.difference is None or abs(self.difference) <= self.bound * self.planned
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
         return asdict(self) | {"difference": self.difference, "within": self.within}
 
 
 def process_row(engine: str, device: str, used: int, measured: int | None) -> Row:
-    """All processes under a load without grammars and large bodies: what a plan for a CPU keeps free for those
-    is not held. ``used``: bytes of the whole plan."""
+    """Return the row of all processes under a load without grammars and large request bodies.
+
+    A plan for a CPU keeps memory free for grammars and bodies, which this load does not use.
+
+    Args:
+        engine: the engine of the plan.
+        device: its device.
+        used: bytes of the whole plan.
+        measured: peak bytes of all processes.
+    """
     kept_free = LIMIT_BYTES if engine in ("hf", "vllm") and device == "cpu" else 0
     return Row("process", used - kept_free, measured, PROCESS_BOUND)
 
 
 def print_table(rows: Iterable[Row], file: TextIO | None = None) -> None:
-    """Columns aligned with spaces; bytes in full and in MiB (2^20), differences with their sign."""
+    """Print the rows in aligned columns: bytes in full and in MiB (2^20), differences with sign."""
     out = sys.stdout if file is None else file
     table = [("", "planned", "measured", "difference", "")]
     for row in rows:

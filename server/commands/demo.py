@@ -1,8 +1,8 @@
-"""``tonnage demo`` (``make demo``): the whole loop once, on the demo model and a real client.
+"""``tonnage demo`` (``make demo``): plan, serve and measure the demo model once, with a real client.
 
-Prints the plan, starts ``tonnage serve demo`` on loopback, asks eight questions at once through the openai
-package (four of them streamed), prints the answers, compares the plan with what the server's processes hold,
-and stops the server.
+The command prints the plan and starts ``tonnage serve demo`` on loopback. It sends eight completions at once
+through the openai package, four of them streamed, and prints the results. Then it compares the plan with the
+memory that the server's processes hold, and stops the server.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ QUESTIONS = (
     "Bread is made from flour,",
     "The days of the week are Monday,",
 )
-_STARTS_WITHIN = 300.0  # seconds; a cold disk and two busy cores included
+_STARTS_WITHIN = 300.0  # seconds; enough for a cold disk and two busy cores
 _STOPS_WITHIN = 30.0
 
 
 class DemoFailed(TonnageError):
-    """The server of the demo did not do what it should; its own messages are above."""
+    """An error for a demo server that misbehaved; its own messages are above."""
 
     code = "demo_failed"
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0 when all answers came and every difference is within its bound."""
+    """Run the demo; return 0 when all completions succeeded and every difference is within its bound."""
     parser().parse_args(argv)
     try:
-        import openai  # noqa: F401 -- asked for before the model is made
+        import openai  # noqa: F401 -- checked before the demo model is created
     except ImportError:
         raise DeploymentError(
             "the demo's client, the openai package, is not installed", hint="pip install 'tonnage[demo]'"
@@ -80,10 +80,10 @@ def run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A real server in a process of its own: (its address, the process), ready; killed on the way out."""
+    """Yield the address and process of a ready server; kill the server at exit."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf"]
     command += ["--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", DEMO_POOL]
-    # what is set for another server must not change the demo
+    # variables set for another server must not change the demo
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -112,7 +112,7 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN
-    while process.poll() is None and time.monotonic() < deadline:  # the server itself says that it loads
+    while process.poll() is None and time.monotonic() < deadline:  # the server prints its own progress
         if url and _is_ready(url):
             return
         time.sleep(0.1)
@@ -134,10 +134,10 @@ def _is_ready(url: str) -> bool:
 
 
 async def _ask(url: str) -> list[str]:
-    """The answers, in the order of the questions; all asked at once."""
-    import openai  # of the extra demo
+    """Return the completions in the order of the questions, all requested at once."""
+    import openai  # the extra demo is optional
 
-    # No proxy of the environment between us and loopback, no retry that would hide an error.
+    # Without proxies of the environment, and without retries, which would hide an error.
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="unused",
@@ -168,7 +168,7 @@ async def _ask(url: str) -> list[str]:
 
 
 def _rows(report: dict[str, Any]) -> list[Row]:
-    """Revision 0 of the plan against /memory."""
+    """Return the rows of revision 0 of the plan and the measurements in /memory."""
     rank = report["plan"]["ranks"][report["plan"]["worst_rank"]]
     measured = report["measured"]
     used = rank["total_bytes"] - rank["free_bytes"]
@@ -179,7 +179,7 @@ def _rows(report: dict[str, Any]) -> list[Row]:
     ]
 
 
-# A proxy of the environment is not for loopback.
+# An opener without the environment's proxies, which must not handle loopback.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -1,4 +1,4 @@
-"""``tonnage doctor``: what is installed, what device was found, what would be chosen, what the API honours."""
+"""``tonnage doctor``: installed packages, devices, usable backends, and the request fields of each backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tonnage.server.parsers import doctor as parser
 
 OK = 0
 
-# What each extra brings, as far as it decides which backend or format works.
+# The packages that decide which backends and formats work.
 PACKAGES = (
     "tonnage",
     "torch",
@@ -39,15 +39,19 @@ PACKAGES = (
 )
 
 
-# dtype, the pool's, block size and head size that the choice of attention is shown for: the defaults of a GPU
-# and the commonest head size.
+# dtype, KV cache dtype, block size and head size of the shown attention: a GPU's defaults and the most common
+# head size.
 _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
 
 
 def run(argv: list[str]) -> int:
-    """Always 0: a missing package is an answer, not a failure. Raises TonnageError for an unknown model."""
+    """Print the report and return 0, since a missing package is a finding and not a failure.
+
+    Raises:
+        TonnageError: the model is unknown.
+    """
     arguments = parser().parse_args(argv)
-    # an unknown one is told before all the looking
+    # first, so that an unknown model fails at once
     source = resolve_model(arguments.model) if arguments.model else None
     found = devices()
     report: dict[str, Any] = {
@@ -74,7 +78,10 @@ def run(argv: list[str]) -> int:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, and GPUs as torch sees them (when it is installed). Memory in bytes: a container's limit."""
+    """Return the CPU, and the GPUs that torch finds if it is installed, with bytes of memory.
+
+    The CPU's memory is the container's limit, if there is one.
+    """
     found: list[dict[str, Any]] = [
         {"device": "cpu", "cores": len(os.sched_getaffinity(0)), "memory_bytes": host_memory()}
     ]
@@ -96,7 +103,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By device: the attention that the hf backend would try, in order, and why not others."""
+    """Return, for each device, the attention kernels that the hf backend tries in order, and why not others."""
     from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not  # imports torch
 
     found: dict[str, dict[str, Any]] = {}
@@ -114,7 +121,7 @@ def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _machine_code() -> str:
-    """Of the block manager and the CPU's kernels: whether a first start finds it."""
+    """Return whether compiled code of the block manager and the CPU kernels exists for this machine."""
     level = level_here()
     if level is not None and is_there(level, named()):
         return f"compiled ahead for {level.name}"
@@ -160,12 +167,12 @@ def _model(source: ModelSource) -> dict[str, Any]:
 
 
 def _honours() -> dict[str, frozenset[str]]:
-    """What each backend acts on, of the fields of SamplingParams."""
+    """Return the fields of SamplingParams that each backend honours."""
     return {"hf": hf_capabilities().honours, "vllm": HONOURED_BY_VLLM, "fake": Capabilities().honours}
 
 
 def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-    """``backends``: those that honour the field; the others refuse it by name."""
+    """Return how a request field is treated. `backends` honour it; all others reject it by name."""
     shown: dict[str, Any] = {"class": rule.standing.value}
     if rule.standing is Standing.HONOURED:
         able = ["vllm"] if path == "/v1/embeddings" else list(honours)
@@ -178,7 +185,7 @@ def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> 
 
 
 def _condition(rule: dict[str, Any]) -> str:
-    """Who honours the field, and what it takes of the model."""
+    """Return the backends that honour the field, and its condition on the model."""
     if rule["class"] != Standing.HONOURED.value:
         return ""
     return "; ".join(filter(None, (", ".join(rule["backends"]), rule.get("why", ""))))
@@ -214,6 +221,6 @@ def _print(report: dict[str, Any]) -> None:
                 for name, rule in table.items()
                 if rule["class"] == standing.value
             ]
-            by = " (by these backends; the others refuse it)" if standing is Standing.HONOURED else ""
+            by = " (by these backends; the others reject it)" if standing is Standing.HONOURED else ""
             print(f"{path}: {standing.value}{by}\n  " + "\n  ".join(names))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What serve and verify have in common: flags, the plan before the load, the engine for it."""
+"""Steps that serve and verify share: flags, the plan before loading, and the engine."""
 
 from __future__ import annotations
 
@@ -42,21 +42,28 @@ _SECRETS = ("TONNAGE_API_KEY",)
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Settings of the flags given, of the environment and of the file. Raises DeploymentError.
+    """Return the settings from flags, environment and file, and remove API keys from the environment.
 
-    Keys are taken out of the environment: an engine, a process of its own that runs a model's code, inherits it
-    and needs none.
+    An engine process runs a model's code and would inherit the keys, which it does not need.
+
+    Raises:
+        DeploymentError: a setting is invalid.
     """
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     settings = load_settings(arguments.config, **given)
-    for name in [name for name in os.environ if name.upper() in _SECRETS]:  # pydantic reads it in any case
+    for name in [name for name in os.environ if name.upper() in _SECRETS]:  # pydantic ignores the case
         del os.environ[name]
     return settings
 
 
 def resolved(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
-    """The model, and ``settings`` with the backend that ``auto`` stands for, printed to ``file``. Raises
-    ExtraMissing before that, where the engine or what a setting needs is not installed."""
+    """Return the settings with the backend that `auto` selects, and the source of the model.
+
+    The selected backend is printed to `file`.
+
+    Raises:
+        ExtraMissing: the engine, or a package that a setting needs, is not installed.
+    """
     require_serving(settings.backend)
     if settings.kv_events_config is not None:
         require("events", "--kv-events-config")
@@ -74,11 +81,20 @@ def resolved(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
 
 
 def planned(settings: Settings, source: ModelSource, file: TextIO) -> Plan:
-    """The plan of what is about to be loaded, printed to ``file`` first. ``source``: the model of ``settings``.
+    """Return the plan of the model to load, after printing it to `file`.
 
-    Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded, and
-    DeploymentError for more memory than the machine or its container has; before the plan is printed
-    ModelNotFound for a model of the hub that is not on this machine, and what the hf engine cannot load.
+    A missing demo model is created.
+
+    Args:
+        settings: the settings.
+        source: the source of their model.
+        file: receives the plan.
+
+    Raises:
+        DoesNotFit: the plan does not fit; nothing has been loaded.
+        DeploymentError: the plan needs more memory than the machine or its container has, or the hf engine
+            cannot load the model.
+        ModelNotFound: a hub model is not on this machine. The plan has not been printed.
     """
     deployment = settings.deployment()
     if settings.backend != "fake":
@@ -102,7 +118,10 @@ def planned(settings: Settings, source: ModelSource, file: TextIO) -> Plan:
 
 
 def _require_here(source: ModelSource) -> None:
-    """A plan needs the hub's headers alone; what is loaded is on this machine."""
+    """Raise ModelNotFound for a hub model that is not on this machine.
+
+    A plan needs only the headers of the hub, but loading needs the files.
+    """
     if Path(source.path).exists():
         return
     named = hub_model(source.id)
@@ -114,7 +133,7 @@ def _require_here(source: ModelSource) -> None:
 
 
 def _check_host(deployment: Deployment) -> None:
-    """A plan may be made for any machine; what is loaded is loaded on this one."""
+    """Raise DeploymentError for a plan with more CPU memory than this machine has."""
     if deployment.device != "cpu" or deployment.device_memory is None:
         return
     here = host_memory()
@@ -127,7 +146,11 @@ def _check_host(deployment: Deployment) -> None:
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:
-    """The engine of ``--backend``. Raises DeploymentError for what the backend does not have."""
+    """Return the engine of `--backend`.
+
+    Raises:
+        DeploymentError: the backend lacks a configured feature.
+    """
     asked = settings.deployment()
     policy = Policy(
         AdmissionMode(settings.admission_mode), watermark=settings.watermark, target_itl=settings.target_itl
@@ -170,17 +193,20 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             quantization=quantization,
         )  # fmt: skip
     if settings.backend == "fake":
-        from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
+        from tonnage.server.engines.fake import FakeEngine  # imports numba and the block manager
 
         return FakeEngine(plan, policy=policy)
-    from tonnage.server.engines.hf.engine import HFEngine  # numba, 0.2 s that --help need not wait
+    from tonnage.server.engines.hf.engine import HFEngine  # numba takes 0.2 s, which --help does not need
 
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
 
 
 def _made_by_vllm(model: str, asked: str | None) -> str | None:
-    """vLLM's name of the format it has to make of the weights; None: they are as the checkpoint has them.
-    Raises DeploymentError for a format that neither has: the plan would be of another model."""
+    """Return vLLM's name of the quantization to apply while loading, or None for the checkpoint's own format.
+
+    Raises:
+        DeploymentError: vLLM cannot apply the quantization, so the plan would not match the model.
+    """
     config = resolve_model(model).config
     if asked is None or read_quantization(config, None).scheme != "none":
         return None
@@ -190,7 +216,7 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
 
 
 def _is_embedding_model(plan: Plan) -> bool:
-    """An encoder, or saved by sentence-transformers, whose list of modules lies beside the weights."""
+    """Return whether the model is an encoder, or was saved by sentence-transformers (modules.json)."""
     return not plan.kv_cache.layout.groups or (Path(plan.model.path) / "modules.json").is_file()
 
 
@@ -206,7 +232,7 @@ def _sharing(settings: Settings, plan: Plan) -> Sharing:
 
 
 class Waiting:
-    """Says on stderr that something takes long: a spinner on a terminal, plain lines at 2, 10, 30, ... s."""
+    """A progress display on stderr: a spinner on a terminal, else lines after 2, 10, 30, ... s."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -229,7 +255,7 @@ class Waiting:
             self._status.stop()
 
     def tick(self) -> None:
-        """Call now and then."""
+        """Update the display; call this often."""
         seconds = time.monotonic() - self._since
         if self._status is not None:
             self._status.update(f"{self._what} ({seconds:.0f} s)")

@@ -1,7 +1,7 @@
-"""``tonnage plan MODEL --trace FILE``: how many requests like those of a trace run at once.
+"""``tonnage plan MODEL --trace FILE``: how many requests of a trace run at once.
 
-The plan is the one that ``tonnage plan`` makes of the same flags, by lengths alone; `tonnage replay` has the
-arrivals and the prefixes too.
+The plan is the same as ``tonnage plan`` makes with these flags. Only the lengths in the trace are used, while
+`tonnage replay` also uses arrivals and prefixes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from tonnage.planner.units import parse_count
 
 
 def run(argv: list[str]) -> int:
-    """As ``tonnage plan``; raises TonnageError on bad input."""
+    """Print the plan with the concurrency for a trace, and return `tonnage plan`'s exit code.
+
+    Raises:
+        TonnageError: the input is invalid.
+    """
     arguments = parser().parse_args(argv)
     for name in ("sweep", "target_concurrency", "compare"):
         if getattr(arguments, name):
             why = f"is about one plan, --{name.replace('_', '-')} about many"
             raise DeploymentError(why, field="--trace", hint="leave one out")
-    # imported here: --help needs none of it
+    # imported here because --help does not need them
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.trace import read_trace
 

@@ -1,4 +1,4 @@
-"""What the commands that ask a running server have in common: its key, how long they wait, how they end."""
+"""Functions of the commands that ask a running server: the API key, the timeout and the loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ _LEAST, _MOST = 0.1, 86_400.0
 
 
 def client_of(arguments: argparse.Namespace) -> Client:
-    """Raises DeploymentError for what is no URL, no key, no time. The environment of a server may hold several
-    keys: the first one is sent."""
-    from tonnage.server.watch.client import Client  # --help needs none of it
+    """Return the client for the server in the arguments.
+
+    The API key comes from --api-key, or is the first key in TONNAGE_API_KEY.
+
+    Raises:
+        DeploymentError: the URL, the key or the timeout is invalid.
+    """
+    from tonnage.server.watch.client import Client  # --help does not need it
 
     timeout = seconds(arguments.timeout, "--timeout")
     key = arguments.api_key or os.environ.get("TONNAGE_API_KEY", "").split(",")[0].strip() or None
@@ -34,9 +39,15 @@ def follow(
     look: Callable[[], Look], screen: Lines[Look] | Screen[Look], interval: float | None,
     beside: Shows[Look] | None = None,
 ) -> int:  # fmt: skip
-    """Show looks on ``screen`` until Ctrl-C or SIGTERM, one where ``interval`` is None. ``beside``: another
-    place, which waits for a server that does not answer yet. Returns 0, or 1 where it cannot be read."""
-    from tonnage.server.watch.client import WatchError  # --help needs none of it
+    """Show observations until Ctrl-C or SIGTERM; return 0, or 1 when the server cannot be read.
+
+    Args:
+        look: returns an observation.
+        screen: the main output.
+        interval: seconds between two observations, None for a single one.
+        beside: a second output. With it the loop also waits for a server that does not answer yet.
+    """
+    from tonnage.server.watch.client import WatchError  # --help does not need it
     from tonnage.server.watch.loop import watch
 
     places = [screen] if beside is None else [screen, beside]
@@ -47,12 +58,16 @@ def follow(
     except WatchError as error:
         print(f"tonnage: {error}", file=sys.stderr)
         return FAILED
-    except (KeyboardInterrupt, SystemExit):  # how a watch ends
+    except (KeyboardInterrupt, SystemExit):  # the normal end
         return OK
 
 
 def seconds(text: str, field: str) -> float:
-    """Raises DeploymentError for what is not from a tenth of a second to a day."""
+    """Return the seconds in a text.
+
+    Raises:
+        DeploymentError: it is not a number between 0.1 and 86,400.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``tonnage replay``: a request trace through the very same admission and block manager, without a GPU."""
+"""``tonnage replay``: a request trace through the server's own admission and block manager, without a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ WAIT_TARGET = "1s"
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0, or 1 where the search finds no number of GPUs; raises TonnageError on bad input."""
+    """Replay a trace and print the result; return 0, or 1 when a search for a number of GPUs finds none.
+
+    Raises:
+        TonnageError: the input is invalid.
+    """
     arguments = parser().parse_args(argv)
     if arguments.wait_target is not None and not arguments.search_gpus:
         raise DeploymentError("means nothing without --search-gpus", field="--wait-target")
@@ -45,7 +49,7 @@ def run(argv: list[str]) -> int:
     target = parse_seconds(asked, "--wait-target")
     if not 0 < arguments.scale < float("inf"):
         raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
-    # Imported here: --help needs none of it.
+    # Imported here because --help does not need them.
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.page import page
     from tonnage.cache.replay.search import search_engines
@@ -95,7 +99,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
-    from tonnage.cache.replay.simulator import Setup  # numba: --help need not wait
+    """Return the configuration of the simulator for a plan and a trace."""
+    from tonnage.cache.replay.simulator import Setup  # imports numba, which --help does not need
 
     limits, most = limits_of(plan), positive(arguments.max_tokens, "--max-tokens")
     return Setup(
@@ -117,7 +122,7 @@ def _policy(arguments: argparse.Namespace) -> Policy:
 
 
 def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
-    from tonnage.cache.replay.step_time import StepTime  # numba: --help need not wait
+    from tonnage.cache.replay.step_time import StepTime  # imports numba, which --help does not need
 
     bandwidth = _speed(arguments.memory_bandwidth, 1e9, "--memory-bandwidth")
     flops = _speed(arguments.flops, 1e12, "--flops")
@@ -143,7 +148,11 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
 
 
 def positive(text: str | None, field: str) -> int | None:
-    """A count of at least one; None stays None. Raises DeploymentError naming ``field``."""
+    """Return a count of at least one, or None for None.
+
+    Raises:
+        DeploymentError: the text is not such a count; the error names `field`.
+    """
     return None if text is None else parse_count(text, field)
 
 
@@ -154,7 +163,7 @@ def _speed(value: float | None, unit: float, field: str) -> float | None:
 
 
 def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:
-    from tonnage.cache.replay.result import quantiles  # numba: --help need not wait
+    from tonnage.cache.replay.result import quantiles  # imports numba, which --help does not need
 
     def times(values: list[float]) -> str:
         return ", ".join(f"{name} {value:,.3f} s" for name, value in quantiles(values).items()) or "-"
@@ -186,8 +195,8 @@ def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple
 
 
 def _states(setup: Setup) -> str:
-    """What the prefix cache does with recurrent states; nothing for a model without."""
-    from tonnage.cache.blocks.groups import can_cache_states, num_states  # numpy: --help need not wait
+    """Return how the prefix cache handles recurrent states, or nothing for a model without them."""
+    from tonnage.cache.blocks.groups import can_cache_states, num_states  # numpy, which --help does not need
 
     if not setup.enable_prefix_caching or num_states(setup.layout) == 0:
         return ""
@@ -206,7 +215,7 @@ def _said(quiet: bool) -> Callable[[int, float], None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Yield a function that updates a progress bar on a terminal, or None elsewhere."""
     if not redraws(sys.stderr):
         yield None
         return

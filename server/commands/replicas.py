@@ -1,7 +1,7 @@
 """``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many servers of this plan a load needs.
 
-The plan is the one that ``tonnage plan`` makes of the same flags; the number comes from replaying the trace, at
-the rate asked for, through the admission and block manager that the server runs, until waits are short enough.
+The plan is the same as ``tonnage plan`` makes with these flags. The trace is replayed at the given rate through
+the server's admission and block manager, with more replicas until waits are short enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit
 
 ENOUGH, NOT_ENOUGH = 0, 1
 
-# Of tonnage plan: what answers another question, or shows another answer.
+# Options of tonnage plan that conflict with --replicas.
 _OTHERS = (
     "sweep", "target_concurrency", "compare", "request", "explain", "serve_line", "emit", "markdown", "csv",
     "html",
@@ -23,7 +23,11 @@ _OTHERS = (
 
 
 def run(argv: list[str]) -> int:
-    """0, or 1 where no number of replicas is enough; raises TonnageError on bad input."""
+    """Print the number of replicas; return 0, or 1 when no number is enough.
+
+    Raises:
+        TonnageError: the input is invalid.
+    """
     arguments = parser().parse_args(argv)
     for name in ("trace", "rate"):
         if getattr(arguments, name) is None:
@@ -38,7 +42,7 @@ def run(argv: list[str]) -> int:
         raise DeploymentError(f"{arguments.replicas!r} is not auto", field="--replicas")
     if not 0 < arguments.rate < float("inf"):
         raise DeploymentError(f"{arguments.rate} is not a rate", field="--rate", hint="requests a second")
-    # imported here: --help needs none of it
+    # imported here because --help does not need them
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace

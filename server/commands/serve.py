@@ -1,4 +1,4 @@
-"""``tonnage serve``: plan, print the plan, load, serve. The pool is what the plan says, or nothing starts."""
+"""``tonnage serve``: plan, print the plan, load the model and serve. The pool has the planned size."""
 
 from __future__ import annotations
 
@@ -39,27 +39,31 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 log = logging.getLogger("tonnage.server")
 
-# Seconds for the last bytes of drained answers; what runs longer is cut off.
+# Seconds for the last bytes of drained responses; longer responses are cut off.
 _GRACE_SECONDS = 1
 
-# Turns of 50 ms in which a client that is behind can still read its answer's last event.
+# Intervals of 50 ms in which a slow client can still read the last event of its response.
 _LAST_EVENT_TURNS = 100
 
-# Connections accepted in one round of the event loop. When 512 clients come at once, the worst and the second
-# worst probe of /health take 101 to 1,263 and 19 to 37 ms with 1, 65 to 299 and 19 to 72 with 4, 114 to 383 and
-# 37 to 162 with 8 (benchmarks/server.py, load 5 to 6).
+# Connections accepted in one iteration of the event loop. When 512 clients connect at once, the worst and the
+# second worst probe of /health take 101 to 1,263 and 19 to 37 ms with 1, 65 to 299 and 19 to 72 ms with 4, 114
+# to 383 and 37 to 162 ms with 8 (benchmarks/server.py, load 5 to 6).
 ACCEPTED_A_ROUND = 4
 
 
 def run(argv: list[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit code; raises TonnageError before anything started."""
+    """Serve until SIGTERM or Ctrl-C, and return the exit code.
+
+    Raises:
+        TonnageError: the input is invalid; nothing has been started.
+    """
     arguments = parser().parse_args(argv)
     settings = settings_from(arguments)
     if arguments.print_config:
         print(settings.model_dump_json(indent=2))
         return OK
     bound_heap()
-    load_keys(settings.api_key, settings.api_key_file)  # before the model is loaded, not after
+    load_keys(settings.api_key, settings.api_key_file)  # an invalid key fails before the model is loaded
     _check_tls(settings)
     configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:
@@ -77,7 +81,7 @@ def run(argv: list[str]) -> int:
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
-            ws="none",  # no endpoint takes one; uvicorn would hand the connection to a protocol without bounds
+            ws="none",  # no endpoint uses WebSockets, and uvicorn's WebSocket protocol has no limits
             log_config=None,
             access_log=False,
             server_header=False,
@@ -95,7 +99,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check_tls(settings: Settings) -> None:
-    """Raise DeploymentError for files that cannot be read."""
+    """Raise DeploymentError for a certificate or key file that cannot be read."""
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise DeploymentError(
             "means nothing without its certificate", field="ssl_keyfile", hint="--ssl-certfile"
@@ -111,7 +115,11 @@ def _check_tls(settings: Settings) -> None:
 
 
 def _load(config: uvicorn.Config) -> None:
-    """Read the certificate and its key. Raises DeploymentError."""
+    """Read the certificate and its key.
+
+    Raises:
+        DeploymentError: they cannot be used.
+    """
     try:
         config.load()
     except ssl.SSLError as error:
@@ -123,14 +131,19 @@ def _load(config: uvicorn.Config) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers (ours drain first), and patient with an answer that it cut off."""
+    """A uvicorn server without uvicorn's signal handlers, which waits for responses that it cut off."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers: the command's own handlers drain requests first."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's cancels what ran too long and leaves; the error event behind full buffers would be lost."""
+        """Shut down and wait up to 5 s for slow clients to read their last event.
+
+        uvicorn alone cancels long responses and closes at once, which loses the error event behind full
+        buffers.
+        """
         await super().shutdown(sockets)
         for _ in range(_LAST_EVENT_TURNS):
             if not self.server_state.connections:
@@ -139,9 +152,10 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; taken before the model loads, so that a port in use costs no minute.
+    """Return a listening socket, opened before the model loads so that a port in use fails at once.
 
-    Raises DeploymentError that names host or port.
+    Raises:
+        DeploymentError: host or port cannot be used; the error names which.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -153,7 +167,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(2048)  # as uvicorn's own backlog; from now on nobody else gets the port
+        sock.listen(2048)  # uvicorn's own backlog; from now on no other process gets the port
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -169,16 +183,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accepting(sock: socket.socket) -> list[socket.socket]:
-    """The socket and copies of it, to be served together; whoever serves them closes them.
+    """Return the socket and copies of it, to be served together; the server closes them all.
 
-    uvloop (libuv 1.52, uv__server_io) accepts one connection of a socket in a round of the event loop, asyncio
-    all that wait. With 512 clients at once a probe of /health stood behind them for 512 rounds.
+    uvloop (libuv 1.52, uv__server_io) accepts one connection per socket in an iteration of the event loop,
+    asyncio all waiting ones. With 512 clients at once a probe of /health waited 512 iterations.
     """
     return [sock, *(sock.dup() for _ in range(ACCEPTED_A_ROUND - 1))]
 
 
 class _Stop:
-    """Why and how the server ends: signals, a failed start, an engine that died too often."""
+    """The end of the server and its cause: a signal, a failed start, or an engine that died too often."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.server: uvicorn.Server | None = None
@@ -189,15 +203,16 @@ class _Stop:
         self._draining: asyncio.Task[None] | None = None
 
     def on_error(self, error: TonnageError) -> None:
+        """Stop the server because of an error."""
         self.error = error
         self._exit()
 
     def on_signal(self, number: int) -> None:
-        """The first signal drains, a second one ends the server now."""
+        """Drain at the first signal, stop at once at the second."""
         if self._draining is not None:
             assert self.state is not None
             if not self._draining.done():
-                self._draining.cancel()  # or it says that they had all ended
+                self._draining.cancel()  # otherwise it would log that all requests have ended
                 log.warning("stopped again: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()
             return
@@ -237,7 +252,7 @@ async def _announce(state: ServerState, address: str) -> None:
 
 
 def _exit_code(stop: _Stop) -> int:
-    if stop.error is not None and stop.signal is None:  # a load that is broken off fails
+    if stop.error is not None and stop.signal is None:  # a signal while loading also sets an error
         print(f"tonnage: {stop.error}", file=sys.stderr)
         unexpected = type(stop.error) in (TonnageError, EngineDead)
         return FAILED if unexpected else BAD_INPUT

@@ -1,4 +1,4 @@
-"""``tonnage status``: a Tonnage server at a glance."""
+"""``tonnage status``: the state of a Tonnage server on one screen."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ _BETWEEN = "2"
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0, or 1 where the server cannot be read; raises TonnageError on bad input."""
+    """Show the status; return 0, or 1 when the server cannot be read.
+
+    Raises:
+        TonnageError: the input is invalid.
+    """
     arguments = parser().parse_args(argv)
     again = arguments.watch or arguments.interval is not None
     interval = seconds(arguments.interval or _BETWEEN, "--interval") if again else None
-    # Imported here: --help needs none of it.
+    # Imported here because --help does not need them.
     from tonnage.server.watch.screens import Lines, Screen, draws
     from tonnage.server.watch.status import drawn, look, plain, to_dict
 

@@ -1,4 +1,4 @@
-"""How a command ends that is told to."""
+"""The end of a command on SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C does, so that no child process or half-made file stays behind."""
+    """Unwind the stack on SIGTERM as on Ctrl-C, so that no child process or partial file remains."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""``tonnage verify``: load a model, give it a full batch, and hold the plan against what is really held."""
+"""``tonnage verify``: load a model, run a full batch, and compare the plan with the measured memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ WITHIN, OUTSIDE = 0, 1
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0 when every difference is within its bound, else 1; raises TonnageError on bad input."""
+    """Verify the plan; return 0 when every difference is within its bound, else 1.
+
+    Raises:
+        TonnageError: the input is invalid.
+    """
     arguments = parser().parse_args(argv)
     settings = settings_from(arguments)
     with stoppable():
         settings, source = resolved(settings, sys.stderr if arguments.json else sys.stdout)
         plan = planned(settings, source, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
-        # Not served, but there: the plan counts the API process, and so does what is measured.
+        # The app is created but not served, because plan and measurement include the API process.
         api = create_app(settings, engine)
         try:
             rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
@@ -79,13 +83,13 @@ async def _measure(engine: Engine, settings: Settings) -> list[Row]:
             await engine.stop()
         finally:
             start.cancel()
-            await asyncio.gather(start, return_exceptions=True)  # one that Ctrl-C broke off fails
+            await asyncio.gather(start, return_exceptions=True)  # a start that Ctrl-C cancelled fails
 
 
 async def _full_batch(engine: Engine) -> None:
-    """As many sequences as may run at once, with prompts that together exceed one step's token budget.
+    """Run the largest number of sequences at once, with prompts that exceed the token budget of one step.
 
-    The activations planned are those of such a step, so the peak has to be taken after one.
+    The plan contains the activations of such a step, so the peak must include one.
     """
     deployment = engine.plan.deployment
     sequences = deployment.max_num_seqs or 1
@@ -93,7 +97,7 @@ async def _full_batch(engine: Engine) -> None:
     pool = engine.plan.kv_cache.tokens // sequences - engine.plan.kv_cache.layout.block_size - _NEW_TOKENS
     budget = 2 * (deployment.max_num_batched_tokens or 0) // sequences
     if not engine.plan.kv_cache.layout.groups:
-        pool = longest  # an encoder has none, and needs none
+        pool = longest  # an encoder needs no KV blocks
     length = max(1, min(longest, pool, max(16, budget)))
     draw = random.Random(0)
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0)
@@ -111,7 +115,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[Row]:
-    """Planned (revision 0, before the load) against measured."""
+    """Return the planned bytes (revision 0, before the load) and the measured bytes."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [
@@ -119,7 +123,7 @@ def rows(engine: Engine) -> list[Row]:
         Row("KV pool", plan.rank.kv_pool_bytes, memory.kv_pool),
         process_row(plan.deployment.engine, plan.deployment.device, plan.rank.used_bytes, memory.process_peak),
     ]
-    # What a slot costs in the pool that was really allocated, whatever the plan says.
+    # Bytes of a token slot in the allocated pool, independent of the plan.
     slots = capacity.num_blocks * capacity.block_size
     per_slot = None if memory.kv_pool is None else memory.kv_pool // slots
     found.append(Row(_token_name(plan), layout.bytes_per_block // layout.block_size, per_slot))

@@ -15,7 +15,11 @@ _BETWEEN = "5"
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0, or 1 where the server cannot be read; raises TonnageError on bad input."""
+    """Watch a server; return 0, or 1 when the server cannot be read.
+
+    Raises:
+        TonnageError: the input is invalid.
+    """
     arguments = parser().parse_args(argv)
     if arguments.once and arguments.interval is not None:
         raise DeploymentError(
@@ -27,7 +31,7 @@ def run(argv: list[str]) -> int:
     port = None if arguments.port is None else parse_port(arguments.port)
     if port is not None and arguments.once:
         raise DeploymentError("ends after one look, --port goes on", field="--once", hint="leave one out")
-    # Imported here: --help needs none of it.
+    # Imported here because --help does not need them.
     from tonnage.server.watch.export import Exporter
     from tonnage.server.watch.screens import Lines, Screen, draws
     from tonnage.server.watch.text import drawn, lines, to_dict

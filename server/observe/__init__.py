@@ -1,1 +1,1 @@
-"""What a server tells about itself: metrics, memory report, logs, traces, KV events."""
+"""What a server reports about itself: metrics, memory report, status page, logs, request log and traces."""

@@ -1,7 +1,6 @@
-"""Structured logs: text for people, JSON for machines. No prompt and no answer is ever in a line.
+"""Log formats: text for terminals, JSON for log collectors. No log line contains a prompt or an output.
 
-The request log is another file, for ``tonnage replay``: one JSON object a request, with token counts and, as
-prompts, only hashes of their blocks.
+The request log for `tonnage replay` is a file of its own (`tonnage.server.observe.request_log`).
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from tonnage.server.requests.accounts import Ticket
 access = logging.getLogger("tonnage.access")
 
 _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "asctime"}
-# What vLLM in this process gives every record (its logger.py, 0.32).
+# Attribute that vLLM, when it runs in this process, adds to every record (its logger.py, 0.32).
 _STANDARD |= {"vllm_process_name"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what a caller passed as ``extra`` becomes fields."""
+    """A formatter that writes one JSON object per line, with the caller's `extra` as fields."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the JSON object of a record."""
         entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -39,12 +39,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """In one line, and nothing that a terminal obeys."""
+    """Return the text with control characters escaped, so that it fits one line and is safe in a terminal."""
     return text if text.isprintable() else ascii(text)
 
 
 class TextFormatter(logging.Formatter):
-    """``time level message key=value ...``"""
+    """A formatter that writes ``time level message key=value ...``."""
 
     converter = staticmethod(time.gmtime)
 
@@ -52,6 +52,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the message with the caller's `extra` as `key=value` pairs."""
         more = [
             f"{name}={printable(str(value))}"
             for name, value in record.__dict__.items()
@@ -61,8 +62,10 @@ class TextFormatter(logging.Formatter):
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """What sys.stderr is when a line comes: while a terminal shows that a model loads, whatever keeps both
-    apart."""
+    """A handler that looks up sys.stderr for each line.
+
+    A progress display replaces sys.stderr while a model loads.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -70,7 +73,12 @@ class _ToStderr(logging.StreamHandler[TextIO]):
 
 
 def configure(form: Literal["text", "json"], level: str) -> None:
-    """Send the logs of tonnage and uvicorn to stderr."""
+    """Send the logs of tonnage and uvicorn to stderr.
+
+    Args:
+        form: the format of the lines.
+        level: name of the lowest level to write.
+    """
     handler = _ToStderr()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name in ("tonnage", "uvicorn"):
@@ -82,7 +90,7 @@ def configure(form: Literal["text", "json"], level: str) -> None:
 
 
 def log_access(ticket: Ticket) -> None:
-    """One line for a request that has its outcome."""
+    """Log one line for a request that has ended."""
     counts = ticket.counts
     fields: dict[str, Any] = {
         "request_id": ticket.request_id,

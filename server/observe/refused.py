@@ -1,4 +1,4 @@
-"""A log line for each request that got an error instead of an answer, and one for all where they are many."""
+"""Log lines for requests that ended with an error: one line each, or one for all when there are many."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tonnage.server.security.middleware import PUBLIC_PATHS
 
 log = logging.getLogger("tonnage.server")
 
-# Lines of their own within so many seconds; what is beyond is counted and told at their end. A server that is
-# full refuses hundreds a second, and each line would cost what a token costs.
+# At most this many lines in each window; further requests are counted and reported at the window's end. A full
+# server rejects hundreds of requests per second, and one line costs as much time as one token.
 AT_ONCE = 10
 WINDOW_SECONDS = 10.0
 
 _MOST_OF_A_PATH = 200
 
-# Their messages hold numbers and names of settings. Others quote what the client sent, and no prompt is ever in
-# a line: of them code and field are told.
+# Errors whose messages contain only numbers and names of settings. Other messages quote the client, and a log
+# line must never contain a prompt, so only their code and field are logged.
 _QUOTE_NOTHING = frozenset(
     {
         ErrorCode.REQUEST_TOO_LARGE, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.EXCEEDS_KV_CAPACITY,
@@ -34,7 +34,7 @@ _QUOTE_NOTHING = frozenset(
 
 
 class RefusalLog:
-    """Of one app, on its event loop."""
+    """The log of failed requests of one app, used on its event loop."""
 
     def __init__(self) -> None:
         self._lines = 0  # in this window
@@ -42,12 +42,13 @@ class RefusalLog:
         self._end: asyncio.TimerHandle | None = None
 
     def finished(self, ticket: Ticket) -> None:
-        """Listens to the accounts."""
+        """Log a finished request if it failed; the accounts call this."""
         if ticket.error is not None:
             self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
 
     def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
-        if path in PUBLIC_PATHS:  # a probe, which asks every few seconds while a model loads
+        """Log an error, or only count it when the window already has its lines."""
+        if path in PUBLIC_PATHS:  # a probe comes every few seconds while a model loads
             return
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._window_ends)
@@ -75,7 +76,10 @@ class RefusalLog:
 
 
 def _field(error: ApiError) -> str | None:
-    """Of the body, without what stands inside of it: that, or an unknown field, may be a client's own key."""
+    """Return the top-level field of the body with the error, or None.
+
+    A nested name, or an unknown field, may be a secret of the client.
+    """
     if error.param is None or error.code is ErrorCode.UNKNOWN_PARAMETER:
         return None
     return printable(error.param.partition(".")[0])

@@ -1,4 +1,4 @@
-"""/memory: the loop in one object. Plan, measured and their difference in bytes; pool states; headroom."""
+"""The JSON of /memory: planned and measured bytes and their difference, pool states, and headroom."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much more fits: ``requests`` of the present mix, ``prompt_tokens`` of the largest prompt; seconds
-    until the pool is full (None: not within a day) and until what is in flight is through (None: not known)."""
+    """The capacity that is left now.
+
+    Attributes:
+        requests: requests of the average size that fit.
+        prompt_tokens: largest prompt that fits.
+        full_in_seconds: time until the pool is full, None when it takes more than a day.
+        drain_seconds: time until all requests in flight complete, None when unknown.
+    """
 
     requests: int
     prompt_tokens: int
@@ -25,9 +31,9 @@ class Room:
 
 
 def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
-    """Bytes by the plan's component names; what was not measured is absent.
+    """Return the measured bytes by the plan's component names, without components that are not measured.
 
-    With everything measured they add up to the device: free is its total less the peak of the processes.
+    With all components measured they add up to the device: free is its total minus the peak of the processes.
     """
     values = {
         "weights": memory.weights,
@@ -42,18 +48,26 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
 
 
 def planned_components(plan: Plan) -> dict[str, int]:
-    """Bytes of the deciding rank by component; they add up to the device."""
+    """Return the planned bytes of the worst rank by component; they add up to the device."""
     return rank_components(plan.rank)
 
 
 def rank_components(rank: RankPlan) -> dict[str, int]:
-    """Bytes of one rank by component; they add up to its device."""
+    """Return the planned bytes of one rank by component; they add up to its device."""
     return {**rank.components, "free": rank.free_bytes}
 
 
 def memory_report(state: ServerState, room: Room, counts: bool = True) -> dict[str, Any]:
-    """JSON of /memory. Bytes are integers; null: not measured (yet), or not known. ``time`` and ``since`` (the
-    begin of ``state``) are seconds since the epoch. Without ``counts`` the requests of all are null."""
+    """Return the JSON object of /memory.
+
+    Bytes are integers; null means not measured or unknown. `time` and `since` (the start of `state`) are
+    seconds since the epoch.
+
+    Args:
+        state: the state of the app.
+        room: the capacity that is left.
+        counts: whether to include the request counts of all tenants, which are null otherwise.
+    """
     plan, stats = state.plan, state.engine.stats()
     memory = stats.memory
     planned, measured = planned_components(plan), measured_components(plan, memory)
@@ -131,7 +145,11 @@ def _headroom(state: ServerState, pool: PoolStats, room: Room) -> dict[str, Any]
 
 
 def _requests(state: ServerState, stats: EngineStats) -> dict[str, Any]:
-    """Ages are from the arrival. Where nobody waits all run, also those of which the engine does not say so."""
+    """Return the request counts, with ages since arrival.
+
+    When no request waits in the engine, all unfinished requests count as running, also before the engine
+    reports them.
+    """
     running, waiting = state.accounts.oldest()
     if not stats.waiting:
         running, waiting = max((age for age in (running, waiting) if age is not None), default=None), None
@@ -150,5 +168,5 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def reserved_unused(pool: PoolStats) -> int:
-    """Blocks reserved to admitted requests that hold nothing yet."""
+    """Return the blocks reserved for admitted requests that do not hold them yet."""
     return max(0, pool.reserved - pool.used)

@@ -1,7 +1,7 @@
-"""The request log: what was asked for and how long the answers were, for ``tonnage replay``. No text.
+"""The request log for `tonnage replay`: the size of each request and output, without text.
 
-Prompts appear as numbers of their blocks: equal numbers mean equal beginnings of the same tenant and salt. A
-number says when a block was first seen and nothing of its tokens.
+A prompt is logged as one number per block. Equal numbers mean equal prefixes with the same tenant and salt. A
+number depends only on when its block was first seen, so it reveals nothing of its tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ from tonnage.server.requests.accounts import Ticket
 
 log = logging.getLogger("tonnage.server")
 
-_IDS = 2**30  # trace readers take whole numbers below (cache/replay/trace.py)
-_REMEMBERED = 2**20  # blocks; about 150 MiB at the most. One that was forgotten gets a new number.
+_IDS = 2**30  # trace readers accept integers below this (cache/replay/trace.py)
+_REMEMBERED = 2**20  # blocks, at most about 150 MiB. A forgotten block gets a new number.
 
 
 class RequestLog:
-    """Appends to ``path``, a line for each sequence that produced tokens.
+    """A log file with one line for each sequence that produced tokens.
 
-    ``block_size``: tokens of a hashed block. Raises DeploymentError when the file cannot be opened. What cannot
-    be written later, as on a full disk, is ``lost`` (lines) and said in the log: no answer depends on it.
+    A line that cannot be written, as on a full disk, is counted in `lost` and logged. Requests are answered all
+    the same.
+
+    Args:
+        path: the file to append to.
+        block_size: tokens of a hashed block.
+
+    Raises:
+        DeploymentError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
         try:
-            # Unbuffered: a buffer would keep what was refused, and write it into a later line.
+            # Unbuffered: a buffer would keep bytes of a failed write and put them into a later line.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise DeploymentError(f"cannot write {path}: {error.strerror}", field="request_log") from None
@@ -41,15 +48,15 @@ class RequestLog:
         self._failing = False
         self._torn = False  # the file ends in the middle of a line
         self._block = block_size
-        # A server that appends to an older file must not give its numbers new meanings.
+        # The first number is random, so that appending to an older file does not reuse its numbers.
         self._next = secrets.randbelow(_IDS)
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
 
     def write(self, ticket: Ticket) -> None:
-        """To be called once for each request, when it has its outcome."""
+        """Write the lines of a finished request; call it once for each request."""
         submission, counts = ticket.submission, ticket.counts
         if submission is None or counts is None:
-            return  # refused before it went to the engine
+            return  # rejected before it reached the engine
         salt = ticket.tenant.salt(submission.cache_salt).encode()
         for number, prompt in enumerate(submission.prompts):
             ids = self.block_ids(prompt, salt)
@@ -70,7 +77,7 @@ class RequestLog:
     def _append(self, line: str) -> None:
         data = f"\n{line}\n".encode() if self._torn else f"{line}\n".encode()
         try:
-            while data:  # the last bytes of a disk take a part; why there are no more, the next call says
+            while data:  # a nearly full disk takes only a part, and the next call raises the error
                 data = data[self._file.write(data) :]
                 self._torn = bool(data)
         except OSError as error:
@@ -84,7 +91,10 @@ class RequestLog:
         self._failing = False
 
     def block_ids(self, prompt: Sequence[int], salt: bytes) -> tuple[int, ...]:
-        """A number for each block of ``prompt`` (the last may be partly filled), of all tokens to its end."""
+        """Return one number for each block of `prompt`; the last block may be partial.
+
+        A number stands for all tokens up to the end of its block.
+        """
         data = array("q", prompt).tobytes()
         size = 8 * self._block
         before, ids = hashlib.blake2b(salt, digest_size=16).digest(), []
@@ -106,4 +116,5 @@ class RequestLog:
         return number
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()

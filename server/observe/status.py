@@ -1,6 +1,6 @@
-"""A server at a glance: its /memory as rows, lines and a bar, for ``tonnage status`` and the page at /.
+"""The /memory report as rows, lines and a bar, for `tonnage status` and the page at /.
 
-Imports nothing of the server, so that the command starts at once.
+This module imports nothing else of the server, so that the command starts fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.units import gib
 Row = tuple[str, str, str, str]
 TITLES: Row = ("", "planned bytes", "measured", "difference")
 
-# component -> its key among those of a rank in the plan's JSON
+# component -> its key in a rank of the plan's JSON
 COMPONENTS = {
     "weights": "weights_bytes",
     "kv_pool": "kv_pool_bytes",
@@ -32,9 +32,18 @@ POOL_STATES = ("used", "reserved", "cached", "free")
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """``state``: loading, ready, restarting, draining or failed; ``since``: a text about it. ``facts``: (name,
-    text). ``pool``: blocks by POOL_STATES, reserved being those of running requests that hold nothing yet;
-    empty for a model that stores nothing."""
+    """The status of a server, ready to be shown.
+
+    Attributes:
+        model: name of the model.
+        state: loading, ready, restarting, draining or failed.
+        since: when the state began, as a text.
+        plan: the plan in one line.
+        memory: rows of the table of memory.
+        pool: blocks by POOL_STATES, empty for a model without KV cache. Reserved blocks are not yet held by the
+            running requests that they are reserved for.
+        facts: (name, text) of the other lines.
+    """
 
     model: str
     state: str
@@ -46,11 +55,16 @@ class Status:
 
     @property
     def usable(self) -> int:
+        """Return the usable blocks of the pool."""
         return sum(self.pool.values())
 
 
 def status_of(report: Mapping[str, Any]) -> Status:
-    """Raises KeyError, TypeError or IndexError for what is not the /memory of this release."""
+    """Return the status in a /memory report.
+
+    Raises:
+        KeyError: the report has another form than in this release. TypeError and IndexError mean the same.
+    """
     plan, flags = report["plan"], report["plan"]["deployment"]
     pool = _pool(report["pool"]["blocks"])
     length = f", context {flags['max_model_len']:,} tokens" if flags["max_model_len"] else ""
@@ -67,7 +81,7 @@ def status_of(report: Mapping[str, Any]) -> Status:
 
 
 def memory_rows(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[Row]:
-    """(component, planned, measured, difference), free last, without what is neither planned nor measured."""
+    """Return (component, planned, measured, difference), free last, without components that have no bytes."""
     shown = {name: size for name, size in planned.items() if size or name in measured}
     names = [*shown, *(name for name in measured if name not in shown)]
     rows = [_row(name, shown.get(name), measured.get(name)) for name in names if name != "free"]
@@ -75,7 +89,7 @@ def memory_rows(planned: Mapping[str, int], measured: Mapping[str, int]) -> list
 
 
 def span(seconds: float) -> str:
-    """``4.2 s``, ``3 min 5 s``, ``2 h 4 min``, ``3 d 2 h``."""
+    """Return seconds as a text such as ``4.2 s``, ``3 min 5 s``, ``2 h 4 min`` or ``3 d 2 h``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -87,15 +101,15 @@ def span(seconds: float) -> str:
 
 
 def auto_text(auto: Mapping[str, Any]) -> str:
-    """Return what the admission mode ``auto`` does, in a line.
+    """Return the current rule of the admission mode `auto` in one line.
 
     Args:
         auto: `tonnage.server.engines.stats.AutoStats.to_dict`.
     """
     parts = ["auto: vLLM's rule"]
     if auto["holds_back"] is not None:
-        who = "preempted requests" if auto["holds_back"] == "preempted" else "requests"
-        parts = [f"auto: holds {who} back at share {auto['share']:g}"]
+        held = "preempted requests" if auto["holds_back"] == "preempted" else "requests"
+        parts = [f"auto: holds {held} back at share {auto['share']:g}"]
         if auto["rehearsed_gain"] is not None:
             parts.append(f"{100 * (auto['rehearsed_gain'] - 1):+.0f} % tokens/s rehearsed")
     if auto["fallbacks"]:
@@ -115,7 +129,7 @@ _COST_PARTS = (
 
 
 def _brief(seconds: float) -> str:
-    """``17.0 ms``, ``30.0 us``, ``5.0 ns``."""
+    """Return seconds as a text such as ``17.0 ms``, ``30.0 us`` or ``5.0 ns``."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
@@ -145,7 +159,7 @@ def _since(report: Mapping[str, Any]) -> str:
 
 
 def _memory(report: Mapping[str, Any]) -> list[Row]:
-    """By component, and the most that all processes held at once."""
+    """Return a row for each component, and a row with the peak of all processes."""
     plan, measured = report["plan"], report["measured"]
     rank = plan["ranks"][plan["worst_rank"]]
     planned = {name: rank[key] for name, key in COMPONENTS.items()}
@@ -156,7 +170,7 @@ def _memory(report: Mapping[str, Any]) -> list[Row]:
 
 
 def _pool(blocks: Mapping[str, Any]) -> dict[str, int]:
-    """What is reserved and not yet held is taken from what is free, then from what is cached."""
+    """Return the blocks by state; reserved blocks not yet held are taken from free, then from cached blocks."""
     used, cached, free = blocks["used"], blocks["cached"] or 0, blocks["free"]
     reserved = min(blocks["promised_unused"], cached + free)
     taken = max(0, reserved - free)
@@ -174,14 +188,14 @@ def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str
         facts.append(("KV pool", f"{states} of {blocks} ({gib(size)})"))
     if (auto := report["admission"]["auto"]) is not None:
         facts.append(("admission", auto_text(auto)))
-    if requests is None:  # those of all tenants, which are not for this key
+    if requests is None:  # this API key may not see the counts of all tenants
         return facts
     running, waiting = requests["running"], requests["waiting"]
     limit = plan["deployment"]["max_num_seqs"]
     text = f"{running:,} of at most {limit:,}" if limit else f"{running:,}"
     facts.append(("running", _longest(text, running, requests["longest_running_seconds"])))
     facts.append(("waiting", _longest(f"{waiting:,}", waiting, requests["longest_waiting_seconds"])))
-    of = "requests like those so far" if requests.get("received", 1) else "of the longest requests"
+    of = "requests of the average size so far" if requests.get("received", 1) else "of the longest requests"
     room = f"{headroom['requests']:,} more {of}"
     if pool:
         room += f"; largest prompt now {headroom['prompt_tokens']:,} tokens"
@@ -200,5 +214,5 @@ def _drain(seconds: float | None, in_flight: int) -> str:
     if not in_flight:
         return "nothing in flight"
     if seconds is None:
-        return f"{in_flight:,} in flight; too few have ended to say for how long"
+        return f"{in_flight:,} in flight; too few have ended for an estimate"
     return f"{span(seconds)} for the {in_flight:,} in flight"

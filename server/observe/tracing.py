@@ -1,8 +1,8 @@
-"""OpenTelemetry: a span for each request by the GenAI conventions, sent where an OTLP endpoint is set.
+"""OpenTelemetry traces: one span for each request, sent to an OTLP endpoint. Needs the extra `otel`.
 
-A span is made when the request has its outcome, from what the accounts know by then, so tracing costs a stream
-nothing. Attribute names: semantic conventions for GenAI, as of opentelemetry-semantic-conventions 0.66b2
-(``gen_ai.*``, development status); what they have no word for is ``tonnage.*``. Needs the extra ``otel``.
+A span is created when its request has ended, from the values in the accounts, so tracing adds no cost to a
+stream. Attribute names follow the semantic conventions for GenAI of opentelemetry-semantic-conventions 0.66b2
+(`gen_ai.*`, development status). Values without a convention are named `tonnage.*`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tonnage.server.state import ServerState
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-# W3C trace context of the request under way, as its client sent it.
+# W3C trace context of the current request, as its client sent it.
 _CARRIER: ContextVar[dict[str, str]] = ContextVar("tonnage_trace_context", default={})  # noqa: B039 (never written to)
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
@@ -31,12 +31,13 @@ OPERATIONS = {
 
 
 class TraceContext:
-    """ASGI middleware: keeps the client's trace context for the span at the end."""
+    """An ASGI middleware that keeps the client's trace context for the request's span."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keep the trace context of an HTTP request and call the app."""
         if scope["type"] == "http":
             headers = dict(scope["headers"])
             found = {
@@ -48,9 +49,15 @@ class TraceContext:
 
 
 class Tracing:
-    """Listens to the accounts of one app. ``exporter``: where spans go (default: OTLP over HTTP).
+    """The tracing of one app, called by its accounts.
 
-    Raises DeploymentError where the extra is not installed.
+    Args:
+        state: the state of the app.
+        endpoint: URL of the OTLP endpoint.
+        exporter: receiver of the spans, by default OTLP over HTTP.
+
+    Raises:
+        DeploymentError: the extra `otel` is not installed.
     """
 
     def __init__(self, state: ServerState, endpoint: str, exporter: SpanExporter | None = None) -> None:
@@ -73,11 +80,11 @@ class Tracing:
         state.accounts.on_finish.append(self._finished)
 
     def shutdown(self) -> None:
-        """Send what is left; bounded by the exporter's own time-out."""
+        """Send the remaining spans, within the exporter's time-out."""
         self._provider.shutdown()
 
     def _finished(self, ticket: Ticket) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode  # of the extra otel
+        from opentelemetry.trace import SpanKind, Status, StatusCode  # the extra otel is optional
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         operation = OPERATIONS.get(ticket.endpoint, "text_completion")

@@ -1,1 +1,1 @@
-"""More than one machine: replicas of an engine behind one API, on Ray Serve."""
+"""Replicas of an engine on several machines behind one API, on Ray Serve."""

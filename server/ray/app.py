@@ -1,8 +1,8 @@
 """The Ray Serve application: ``serve run tonnage.server.ray.app:build model=demo replicas=2``.
 
-Two deployments: the API (tokenizer, OpenAI protocol, accounts; no torch) and N engine replicas, which it asks
-by handle. The plan is made once, here, before anything is placed: it says what a replica needs, so it is what
-the placement is written from.
+It has two deployments: the API (tokenizer, OpenAI protocol, accounts, without torch), and N engine replicas,
+which the API calls through a Ray handle. The plan is made once, before anything is placed, and determines the
+resources that Ray reserves for a replica.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tonnage.server.ray.replica import EngineReplica
 from tonnage.server.ray.router import PrefixHeadroomRouter
 from tonnage.server.settings import Settings, load_settings
 
-# Requests that wait for room, per replica, above which one more replica is started.
+# Waiting requests per replica above which one more replica is started.
 _WAITING_PER_REPLICA = 4.0
-# Share of the pools that stays free when a replica is taken away.
+# Share of the remaining pools that must be free when a replica is removed.
 _SPARE_SHARE = 0.3
 
 
 class ClusterOptions(BaseModel):
-    """What a cluster has beyond Settings. ``max_replicas`` above ``replicas`` turns autoscaling on."""
+    """Options of a cluster beside Settings; `max_replicas` above `replicas` turns autoscaling on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,9 +46,11 @@ class ClusterOptions(BaseModel):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Settings by name (``model=demo kv_cache_memory_bytes=512MiB``) and ClusterOptions -> the application.
+    """Return the application for Settings (``model=demo kv_cache_memory_bytes=512MiB``) and ClusterOptions.
 
-    Raises DeploymentError for an unknown or bad value and DoesNotFit before anything is placed.
+    Raises:
+        DeploymentError: an option is unknown or invalid.
+        DoesNotFit: the plan does not fit; nothing has been placed.
     """
     own = {name: args[name] for name in ClusterOptions.model_fields if name in args}
     settings = load_settings(**{name: value for name, value in args.items() if name not in own})
@@ -62,7 +64,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     engine = serve.deployment(
         EngineReplica,
         name="engine",
-        # A replica's own admission lets requests wait; Ray's default of 5 would hide them from it.
+        # Requests wait in a replica's own admission. Ray's default limit of 5 would hold them back.
         max_ongoing_requests=settings.max_num_queued_reqs,
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=settings.drain_seconds,
@@ -72,7 +74,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         **placement(plan, options),
         **_scaling(options),
     )
-    # One of it: what a key has in flight and the length of the queue are counted in one place.
+    # Only one instance, so that the quotas of keys and the length of the queue are counted in one place.
     api = serve.deployment(
         Ingress,
         name="api",
@@ -87,8 +89,11 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
-    """What one replica takes of the cluster, from its plan: a GPU for each rank (TP x PP) packed together, or
-    cores and the planned bytes of host memory."""
+    """Return the resources of one replica for Ray, from its plan.
+
+    A plan for GPUs takes one GPU for each rank (TP x PP), packed together. A plan for a CPU takes cores and the
+    planned bytes of host memory.
+    """
     if plan.deployment.device != "cpu":
         return {
             "placement_group_bundles": [{"CPU": 1, "GPU": 1} for _ in plan.ranks],
@@ -99,10 +104,11 @@ def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
 
 
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Autoscaling on our queue: as many replicas as keep at most `_WAITING_PER_REPLICA` waiting in each.
+    """Return the number of replicas for Ray's autoscaler, and no state.
 
-    One is taken away only when nobody waits and what all have reserved fits in the pools of the rest with
-    `_SPARE_SHARE` to spare, so that going down is not followed by going up.
+    Each replica shall have at most `_WAITING_PER_REPLICA` waiting requests. A replica is removed only when no
+    request waits and all reserved blocks fit in the other pools with `_SPARE_SHARE` to spare, so that scaling
+    down is not followed by scaling up.
     """
     waiting, now = _sum(context, "waiting"), context.current_num_replicas
     if waiting > _WAITING_PER_REPLICA * now:
@@ -140,7 +146,7 @@ def _planned(settings: Settings) -> Plan:
 
 @serve.ingress()
 class Ingress:
-    """The API of one server in front of all replicas; ``/replicas`` is Prometheus' HTTP service discovery."""
+    """The API in front of all replicas; `/replicas` serves Prometheus' HTTP service discovery."""
 
     def __init__(self, settings: Settings, plan: Plan, engine: DeploymentHandle) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""RayEngine: the Engine protocol over a Ray Serve handle, so that the API is the very same one."""
+"""The engine protocol over a Ray Serve handle, so that replicas have the same API in front as one engine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, PoolStats, total
 from tonnage.server.ray.replica import ReplicaReport
 
-# As often as Prometheus can usefully ask. Ray calls a broadcast a control-plane operation: not per request.
+# Prometheus needs no shorter interval. A broadcast is a control-plane operation in Ray, so not per request.
 _REPORT_SECONDS = 1.0
 
 
 class RayEngine(Engine):
-    """All replicas behind ``handle`` (an `EngineReplica` deployment), each planned as ``plan``.
+    """All replicas behind a handle to an `EngineReplica` deployment, each with the same plan.
 
-    A replica that dies ends its requests with EngineDead; the others go on, and Ray replaces it.
+    A replica that dies ends its requests with EngineDead. The others continue, and Ray replaces it.
     """
 
     def __init__(self, plan: Plan, handle: DeploymentHandle) -> None:
@@ -46,19 +46,21 @@ class RayEngine(Engine):
 
     @property
     def plan(self) -> Plan:
+        """Return the plan of each replica."""
         return self._plan
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return the capabilities that all replicas have."""
         return common(report.capabilities for report in self._reports)
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:
-        """The replicas that answered last, a second ago at most."""
+        """Return the latest reports of the replicas, at most one second old."""
         return self._reports
 
     async def start(self) -> None:
-        """Returns when the first replica can serve; Ray itself retries the ones that cannot."""
+        """Wait until the first replica is ready; Ray itself restarts replicas that fail."""
         while not self._reports:
             await self._ask()
             await asyncio.sleep(0.1)
@@ -74,7 +76,7 @@ class RayEngine(Engine):
             answers = await self._handle.broadcast("report").results_async(
                 timeout_s=5 * _REPORT_SECONDS, return_exceptions=True
             )
-        except (RayError, RayServeException, TimeoutError):  # none alive right now
+        except (RayError, RayServeException, TimeoutError):  # no replica is alive
             answers = []
         self._reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
         if self._reports:
@@ -83,6 +85,13 @@ class RayEngine(Engine):
             self._stats = replace(self._stats, ready=False, running=0, waiting=0)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of one request from the replica that Ray selects.
+
+        Raises:
+            NeverFits: no pool can ever hold the request.
+            QueueFull: no replica is ready, or the server drains.
+            EngineDead: the replica died.
+        """
         self._refuse(request)
         self._live += 1
         self._idle.clear()
@@ -109,7 +118,7 @@ class RayEngine(Engine):
                 self._idle.set()
 
     def _refuse(self, request: GenerationRequest) -> None:
-        """Raise before anything is sent: nobody there, draining, or it can never fit in any replica."""
+        """Raise an error for a request that cannot be sent: no replica is ready, or no pool can hold it."""
         if not self._stats.ready:
             raise QueueFull("no replica is ready")
         if self._draining:
@@ -120,12 +129,18 @@ class RayEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """A request ends by closing its iterator; nobody but its replica knows it."""
+        """Do nothing: a request ends when its iterator is closed, and only its replica knows it."""
 
     def stats(self) -> EngineStats:
+        """Return the sums over the latest reports."""
         return self._stats
 
     def capacity(self) -> Capacity:
+        """Return the blocks of all replicas and their shortest max_model_len.
+
+        Raises:
+            QueueFull: no replica is ready.
+        """
         if not self._reports:
             raise QueueFull("no replica is ready")
         return Capacity(
@@ -136,12 +151,14 @@ class RayEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
+        """Accept no more requests and wait until none is unfinished, at most `seconds`."""
         self._draining = True
         if self._live:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
+        """Stop asking for reports; Ray stops the replicas."""
         self._draining = True
         if self._reporter is not None:
             self._reporter.cancel()

@@ -1,7 +1,7 @@
-"""EngineReplica: one engine in a Ray Serve replica, with its own /metrics, /memory and /ready beside it.
+"""An engine in a Ray Serve replica, with /metrics, /memory and /ready of its own.
 
-The API asks it by handle, with the parsed request. Its HTTP page is for Prometheus and for people: what this
-engine's memory does is a matter of one process, not of the sum over all.
+The API calls the replica through a Ray handle, with parsed requests. The replica's HTTP page shows the memory
+of its one process to Prometheus and operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tonnage.server.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica says of itself. ``address`` is host:port of its own HTTP page."""
+    """The state of a replica; `address` is host:port of its HTTP page."""
 
     replica_id: str
     address: str
@@ -40,13 +40,13 @@ class ReplicaReport:
 
 
 class EngineReplica:
-    """One engine of ``settings`` planned as ``plan``. Ray takes it for healthy while the engine is."""
+    """One engine for `settings` and `plan`, healthy for Ray while the engine is ready."""
 
-    async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # as Ray wants it
+    async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = make_engine(settings, plan)
-        # A request that came in here would pass by the queue, the quotas and the accounts of the API.
+        # Without the generating endpoints: their requests would bypass queue, quotas and accounts of the API.
         self._app = create_app(settings, self._engine, operations_only=True)
-        # The bind address Ray knows this node by: reachable where the other nodes are, not beyond.
+        # Ray's address of this node, so that the page is reachable only where the other nodes are.
         self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
         config = uvicorn.Config(
             self._app,
@@ -58,7 +58,7 @@ class EngineReplica:
             lifespan="on",
         )
         self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ray's to handle
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ray handles them
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         state = self._app.state.tonnage
         try:
@@ -76,7 +76,7 @@ class EngineReplica:
             ) from None
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk | TonnageError]:
-        """Chunks; a refusal arrives as the last item, so that its type and numbers survive the way."""
+        """Yield the chunks of a request; a rejection is the last item, which keeps its type and numbers."""
         try:
             async for chunk in self._engine.generate(request):
                 yield chunk
@@ -84,7 +84,7 @@ class EngineReplica:
             yield refusal
 
     async def report(self) -> ReplicaReport:
-        """What `RayEngine` shows for all replicas."""
+        """Return the state of this replica for `RayEngine`."""
         host, port = self._socket.getsockname()[:2]
         return ReplicaReport(
             replica_id=ray.serve.get_replica_context().replica_id.unique_id,
@@ -95,17 +95,17 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """For the router: blocks that are not reserved yet, and requests that wait."""
+        """Return the unreserved blocks and the waiting requests for the router."""
         stats = self._engine.stats()
         return {"headroom_blocks": stats.pool.headroom, "waiting": stats.waiting}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For the autoscaler: the same figures as /metrics has."""
+        """Return the waiting requests and the reserved share of the pool for the autoscaler, as in /metrics."""
         stats = self._engine.stats()
         return {"waiting": stats.waiting, "promised_share": stats.pool.reserved_share}
 
     async def check_health(self) -> None:
-        """Raises EngineDead; Ray then replaces this replica."""
+        """Raise EngineDead when the engine does not run, so that Ray replaces this replica."""
         if not self._engine.ready:
             raise EngineDead("the engine is not running")
 

@@ -1,7 +1,7 @@
-"""PrefixHeadroomRouter: a request goes to the replica that has most of its prompt, else to the one with room.
+"""Request routing on Ray Serve: to the replica with the longest cached prefix of the prompt, else by headroom.
 
-Ray's own prefix router wants a ``.prompt`` or ``.messages`` on the call and `ray[llm]`; ours sees token ids.
-`ray.serve.request_router` is alpha in Ray 2.60, hence the pin in ``make test-ray``.
+Ray's own prefix router needs `ray[llm]` and a ``.prompt`` or ``.messages`` on the call, while ours gets token
+ids. `ray.serve.request_router` is alpha in Ray 2.60, hence the pin in ``make test-ray``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tonnage.server.engines.request import GenerationRequest
 
-CHUNK_TOKENS = 64  # coarser than a block of 16: a shorter common beginning is not worth a longer queue
+CHUNK_TOKENS = 64  # coarser than a block of 16: a shorter common prefix is not worth a longer queue
 REMEMBERED_CHUNKS = 1 << 17  # 8 Mi tokens of prompts, about 20 MiB here
-# Above this difference of queues affinity gives way: a hit saves a prefill, a queue costs many.
+# Above this difference in queue length the prefix is ignored: a hit saves one prefill, a queue costs many.
 MAX_QUEUE_LEAD = 8
 
 
 def chain(token_ids: tuple[int, ...], salt: str) -> list[int]:
-    """A 64-bit hash for each full chunk of the prompt, each over everything before it."""
+    """Return a 64-bit hash for each full chunk of the prompt, over all tokens up to the chunk's end."""
     tokens = np.asarray(token_ids, np.int32)
     value = xxhash.xxh3_64_intdigest(salt.encode())
     hashes = []
@@ -33,14 +33,14 @@ def chain(token_ids: tuple[int, ...], salt: str) -> list[int]:
 
 
 class PrefixMemory:
-    """Who computed which beginning last: chunk hash -> replica id, least recently used forgotten first."""
+    """A map of prefixes to the replica that computed them last: chunk hash -> replica id, with LRU eviction."""
 
     def __init__(self, size: int = REMEMBERED_CHUNKS) -> None:
         self._size = size
         self._owner: OrderedDict[int, str] = OrderedDict()
 
     def matched(self, hashes: list[int]) -> dict[str, int]:
-        """Chunks of this prompt that each replica has seen, counted from the start without a gap."""
+        """Return the leading chunks of this prompt that each replica has computed, without a gap."""
         found: dict[str, int] = {}
         for count, value in enumerate(hashes, start=1):
             owner = self._owner.get(value)
@@ -50,6 +50,7 @@ class PrefixMemory:
         return found
 
     def remember(self, hashes: list[int], replica_id: str) -> None:
+        """Note that a replica computes a prompt with these chunk hashes."""
         for value in hashes:
             self._owner[value] = replica_id
             self._owner.move_to_end(value)
@@ -58,9 +59,9 @@ class PrefixMemory:
 
 
 def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, float]) -> list[str]:
-    """Replica ids, best first: longest matched beginning, then headroom, then shortest queue.
+    """Return the replica ids, best first: longest matched prefix, then most headroom, then shortest queue.
 
-    A replica whose queue leads the shortest by more than MAX_QUEUE_LEAD loses its claim by affinity.
+    A replica whose queue is longer than the shortest by more than MAX_QUEUE_LEAD is ranked without its prefix.
     """
     shortest = min(queues.values(), default=0)
 
@@ -73,16 +74,18 @@ def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, f
 
 
 class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
-    """Ray Serve asks it for an order of replicas, best first, one to a rank."""
+    """A request router for Ray Serve that ranks single replicas, best first."""
 
     def initialize_state(self, **_: Any) -> None:
+        """Create the router's state; Ray calls this."""
         self._memory = PrefixMemory()
-        # Sent since the replica last reported: the reports are a second old, a burst is faster than that.
+        # Unfinished requests by replica, counted here because reports are one second old.
         self._sent: dict[str, int] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        """Return the candidates in order, one for each rank."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         hashes = _hashes(pending_request)
         queues = {key: self._sent.get(key, 0) for key in replicas}
@@ -93,11 +96,13 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         return [[replicas[key]] for key in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Note that a request was sent to a replica."""
         key = replica_id.unique_id
         self._sent[key] = self._sent.get(key, 0) + 1
         self._memory.remember(_hashes(pending_request), key)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str, *_: Any, **__: Any) -> None:
+        """Note that a replica finished a request."""
         key = replica_id.unique_id
         self._sent[key] = max(0, self._sent.get(key, 0) - 1)
 

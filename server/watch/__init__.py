@@ -1,15 +1,15 @@
-"""Watch a running server: what it says of itself, the plan for it, and the two side by side.
+"""The observation of a running server: its state, the plan for it, and both side by side.
 
 ============== ===============================================================================
-``client``     HTTP with a bound on bytes and on seconds; every failure says what to do next
-``samples``    a page of metrics -> the numbers that are asked for
-``records``    what a server tells once, and what one reading of it holds
-``servers``    vLLM, SGLang, llama.cpp and our own: a file each
-``planned``    what a server tells and the flags given -> the plan for it
-``watcher``    one look after another: rates, restarts, headroom
-``text``       a look for people, and as one JSON line; ``drawing``: tables of bytes
-``status``     the same of our own server's /memory alone: ``tonnage status``
-``screens``    where looks are shown; ``loop``: look, show, wait
-``export``     a look for Prometheus, under the names of our own server
+``client``     HTTP requests with limits on bytes and seconds; each error says what to do next
+``samples``    parsing of a metrics page
+``records``    the facts about a server, and one reading of its state
+``servers``    vLLM, SGLang, llama.cpp and Tonnage, with a file for each
+``planned``    the plan for a server, from its facts and the given flags
+``watcher``    repeated observations: rates, restarts, headroom
+``text``       an observation as text and as JSON; ``drawing``: tables of bytes
+``status``     the same for /memory of a Tonnage server: ``tonnage status``
+``screens``    output on lines or on a terminal screen; ``loop``: the loop that observes and shows
+``export``     an observation for Prometheus, under the names of our own server
 ============== ===============================================================================
 """

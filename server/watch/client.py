@@ -1,5 +1,7 @@
-"""GET with a bound on bytes and on seconds. Follows no redirect, so that a key goes to no other host, and asks
-no proxy of the environment."""
+"""An HTTP client for GET requests with limits on bytes and seconds.
+
+It follows no redirect, so that an API key goes to no other host, and ignores proxies of the environment.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,28 @@ from urllib.parse import urlsplit
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 
-# vLLM 0.32's page has 53 kB for one engine, so this is one of 300 replicas.
+# vLLM 0.32's page has 53 kB for one engine, so this holds 300 replicas.
 MAX_PAGE_BYTES = 16 * 2**20
 _PORTS = "vLLM's and Tonnage's is 8000, SGLang's 30000, llama-server's 8080"
-_ENDPOINTS = ("/metrics", "/v1")  # what people paste
+_ENDPOINTS = ("/metrics", "/v1")  # endings that are removed from a pasted URL
 
 
 class WatchError(TonnageError):
-    """The server cannot be read (now)."""
+    """An error for a server that cannot be read, at least for now."""
 
     code = "watch_failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``start``: when the server's process began, where its headers say it."""
+    """An HTTP response; `start` is the start time of the server's process, if its headers have it."""
 
     status: int
     text: str
     start: str | None = None
 
     def json(self) -> Any:
-        """The object of a 200, else None."""
+        """Return the JSON value of a response with status 200, else None."""
         if self.status != 200:
             return None
         try:
@@ -46,7 +48,11 @@ class Answer:
 
 
 class Client:
-    """Asks one server. Raises DeploymentError for what is no URL."""
+    """A client for one server.
+
+    Raises:
+        DeploymentError: the URL or the API key is invalid.
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 10.0) -> None:
         self.url = _plain(url)
@@ -62,7 +68,11 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Answer:
-        """Whatever the server answers, but 401, 403, 503 and redirects. Raises WatchError."""
+        """Return the response, unless it is a redirect or has status 401, 403 or 503.
+
+        Raises:
+            WatchError: no response in time, or one of these.
+        """
         answer = self._get(path)
         if answer.status in (401, 403):
             raise WatchError(
@@ -79,10 +89,10 @@ class Client:
         held: list[socket.socket] = []
         over = threading.Event()
 
-        def hang_up() -> None:  # a timeout of the socket is for one read: an answer by drops never meets it
+        def hang_up() -> None:  # a socket's timeout is for one read, so a slow response never reaches it
             over.set()
             for sock in held or [connection.sock]:
-                with contextlib.suppress(OSError, TypeError):  # gone, or not there yet
+                with contextlib.suppress(OSError, TypeError):  # the socket is closed, or not open yet
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
         timer = threading.Timer(self._timeout, hang_up)
@@ -142,12 +152,12 @@ class Client:
 
 
 def _plain(url: str) -> str:
-    """``localhost:8000/metrics`` -> ``http://localhost:8000``."""
+    """Return the base URL: ``localhost:8000/metrics`` -> ``http://localhost:8000``."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is not a number
         good = False
     if not good or not text.isprintable() or not text.isascii() or " " in text:
         raise DeploymentError(f"{url[:200]!r} is no URL", field="URL", hint="for example http://localhost:8000")
@@ -160,7 +170,7 @@ def _plain(url: str) -> str:
 
 
 def _said(answer: Answer) -> str:
-    """The message of an error body, or its beginning."""
+    """Return the message of an error response, or the beginning of its text."""
     try:
         body = json.loads(answer.text)
         error = body.get("error", body)

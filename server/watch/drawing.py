@@ -10,7 +10,7 @@ from tonnage.server.observe.status import TITLES, Row
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """The rows under their titles; nothing without rows."""
+    """Return the lines of a table with titles and rows, or no lines without rows."""
     if not rows:
         return []
     table = [TITLES, *rows]
@@ -23,13 +23,16 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 class Tabled:
-    """The same as a table of rich, as wide as it may be: a figure that is cut off says something else. Where
-    the bytes have no place, their GiB alone are shown, and where these have none, lines are folded."""
+    """A table for rich that fits the terminal's width without truncating a number.
+
+    In a narrow terminal only GiB are shown instead of bytes, and in a still narrower one lines are folded.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yield the table for the console's width."""
         from rich.markup import escape  # only on a terminal
         from rich.table import Table
 
@@ -46,6 +49,6 @@ class Tabled:
 
 
 def _short(row: Row) -> Row:
-    """``1,024 (1.0 KiB)`` -> ``1.0 KiB``."""
+    """Return the row with ``1.0 KiB`` in place of ``1,024 (1.0 KiB)``."""
     name, *cells = (re.sub(r"^\S+ \((.+)\)$", r"\1", cell) for cell in row)
     return name, cells[0], cells[1], cells[2]

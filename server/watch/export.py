@@ -1,5 +1,8 @@
-"""A look for Prometheus: names and meanings of our own server's families (docs/operations.md), as far as the
-watched server tells them. What it does not tell is absent, and so is everything while it does not answer."""
+"""An HTTP server that exports observations of the watched server to Prometheus.
+
+Metrics have the names and meanings of our own server's (docs/operations.md). A metric is absent when the
+watched server does not report it, and all are absent while it does not answer.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.watcher import Watched
 
-_CLIENT_SECONDS = 10.0  # a scraper that sends or takes nothing for so long is gone (Prometheus' own timeout)
+_CLIENT_SECONDS = 10.0  # a scraper that is idle for longer is disconnected (Prometheus' own timeout)
 
 
 class Exporter:
-    """Serves the last look at /metrics, from a thread of its own; a scrape never waits for the watched server.
-    Raises DeploymentError where the port is taken."""
+    """A thread that serves the last observation at /metrics; a scrape never waits for the watched server.
+
+    Raises:
+        DeploymentError: the port cannot be used.
+    """
 
     def __init__(self, url: str, host: str, port: int) -> None:
         self._url = url
@@ -30,9 +36,12 @@ class Exporter:
         exporter = self
 
         class Handler(BaseHTTPRequestHandler):
+            """A request handler that serves the exporter's page."""
+
             timeout = _CLIENT_SECONDS
 
             def do_GET(self) -> None:
+                """Send the metrics page, or 404 for another path."""
                 found = self.path.partition("?")[0] == "/metrics"
                 body = exporter._text if found else b"the metrics are at /metrics\n"
                 self.send_response(200 if found else 404)
@@ -42,7 +51,7 @@ class Exporter:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Scrapes are not worth a line."""
+                """Write no log line for a scrape."""
 
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)
@@ -56,20 +65,23 @@ class Exporter:
 
     @property
     def address(self) -> str:
+        """Return the URL of the metrics page."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 
     def show(self, look: Watched) -> None:
+        """Replace the page by a new observation."""
         self._look = look
         self._write()
 
     def lost(self, error: WatchError) -> None:
-        """The server does not answer."""
+        """Remove the metrics of a server that does not answer."""
         self._look = None
         self._failures += 1
         self._write()
 
     def close(self) -> None:
+        """Stop the HTTP server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -82,14 +94,14 @@ class Exporter:
         if look is not None:
             families(page, look)
         page.gauge(
-            "tonnage_watch_up", "1 when the watched server answered the last time.", int(look is not None)
+            "tonnage_watch_up", "1 when the watched server answered the last request.", int(look is not None)
         )
-        page.counter("tonnage_watch_failures", "Looks that the server did not answer.", self._failures)
+        page.counter("tonnage_watch_failures", "Observations that failed.", self._failures)
         self._text = page.take().encode()
 
 
 def families(page: Page, look: Watched) -> None:
-    """Writes them. Counters are the watched server's own: they begin again when it does."""
+    """Write an observation. Counters are the watched server's own, so they restart with it."""
     told, reading, planned = look.told, look.reading, look.planned
     page.info(
         "tonnage_watch_info",
@@ -97,7 +109,7 @@ def families(page: Page, look: Watched) -> None:
         ("server", "version", "url"),
         [(told.title, told.version or "", look.url)],
     )
-    page.gauge("tonnage_watch_timestamp_seconds", "When it was looked at.", look.at)
+    page.gauge("tonnage_watch_timestamp_seconds", "Time of the last observation.", look.at)
     page.counter("tonnage_watch_restarts", "Times the watched server was started again.", look.restarts)
     _memory(page, look)
     if planned is not None:
@@ -141,7 +153,7 @@ def families(page: Page, look: Watched) -> None:
     if counters.prefix_hit_tokens is not None:
         page.counters(
             "tonnage_prefix_hit_tokens",
-            "Prompt tokens whose K/V was cached; the watched server does not tell by whose block.",
+            "Prompt tokens whose K/V was cached; the watched server does not report the block's visibility.",
             ("source",),
             {("unknown",): counters.prefix_hit_tokens},
         )
@@ -153,19 +165,19 @@ def _memory(page: Page, look: Watched) -> None:
         return
     page.gauges(
         "tonnage_memory_planned_bytes",
-        "Bytes planned, by component, as far as what the server tells decides them.",
+        "Bytes planned, by component, as far as the reported settings determine them.",
         ("device", "component"),
         {(planned.device, name): size for name, size in planned.components.items()},
     )
     page.gauges(
         "tonnage_memory_measured_bytes",
-        "Bytes the server really holds, by component; absent where not measured.",
+        "Bytes that the server holds, by component; absent where not measured.",
         ("device", "component"),
         {(planned.device, name): size for name, size in look.measured.items()},
     )
     page.gauges(
         "tonnage_memory_measured_to_planned_ratio",
-        "Measured bytes over planned bytes; 1 is a plan that came true.",
+        "Measured bytes over planned bytes; 1 means that the plan was exact.",
         ("device", "component"),
         {
             (planned.device, name): size / expected
@@ -182,7 +194,7 @@ def _pool(page: Page, look: Watched) -> None:
     if total is None or usable is None:
         return
     size = next(one.pool.block_size for one in reading.replicas if one.pool is not None)
-    page.gauge("tonnage_config_num_blocks", "KV blocks in the pool, those never given out included.", total)
+    page.gauge("tonnage_config_num_blocks", "KV blocks in the pool, including reserved blocks.", total)
     page.gauge("tonnage_config_block_size_tokens", "Tokens in a KV block.", size)
     page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", usable)
     states = {"used": used, "cached": cached, "reserved": total - usable}
@@ -196,7 +208,7 @@ def _pool(page: Page, look: Watched) -> None:
         page.gauges(
             f"tonnage_pool_{unit}",
             f"The KV pool in {unit} by state: used by running requests, cached (reclaimable prefixes), free, "
-            "reserved (never given out); cached blocks are among the free ones where the server does not tell.",
+            "reserved (never given out); free includes cached blocks where the server does not report them.",
             ("state",),
             {(state,): count * factor for state, count in states.items() if count is not None},
         )
@@ -217,11 +229,11 @@ def _headroom(page: Page, look: Watched) -> None:
         )
     page.gauge(
         "tonnage_headroom_requests",
-        "More requests of the present mix (prompt and answer of those that finished) that fit now.",
+        "More requests of the present mix (average prompt and output of finished requests) that fit now.",
         room.requests,
     )
     page.gauge(
-        "tonnage_headroom_prompt_tokens", "Largest prompt that would be begun now; 0: none.", room.prompt_tokens
+        "tonnage_headroom_prompt_tokens", "Largest prompt that could start now; 0: none.", room.prompt_tokens
     )
     if look.full_in is not None:
         page.gauge(

@@ -1,4 +1,4 @@
-"""Look, show, wait."""
+"""The loop that observes a server, shows the result and waits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,29 @@ _Shown = TypeVar("_Shown", contravariant=True)
 
 
 class Shows(Protocol[_Shown]):
-    """A place where looks are shown."""
+    """An output for observations."""
 
-    def show(self, look: _Shown) -> None: ...
+    def show(self, look: _Shown) -> None:
+        """Show an observation."""
 
     def lost(self, error: WatchError) -> None:
-        """The server does not answer."""
+        """Show that the server does not answer."""
 
 
 def watch(
     look: Callable[[], Look], places: Sequence[Shows[Look]], interval: float | None, *, patient: bool = False
 ) -> None:
-    """Looks every ``interval`` seconds until it is stopped; once where that is None. Raises WatchError where
-    the server cannot be read and nothing says that it once could, or (``patient``) will be."""
+    """Observe and show every `interval` seconds until the process is stopped, or once when it is None.
+
+    Args:
+        look: returns an observation or raises WatchError.
+        places: the outputs.
+        interval: seconds between the starts of two observations.
+        patient: also wait for a server that has never answered.
+
+    Raises:
+        WatchError: the only observation, or the first of an impatient loop, failed.
+    """
     while True:
         begun = time.monotonic()
         try:

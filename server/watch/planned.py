@@ -1,4 +1,4 @@
-"""What a server tells, and what was given beside it -> the plan for it."""
+"""The plan for a watched server, made from its facts and the flags given by the user."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ from tonnage.server.watch.records import Planned, Told
 
 ENGINES: dict[str, EngineName] = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "llama.cpp"}
 
-# A device nobody named: so large that every plan fits, of which only what does not depend on it is used.
+# A stand-in for an unknown device, so large that every plan fits. Only figures that do not depend on the device
+# are used then.
 _ANY_DEVICE = {"device": "cuda", "device_memory": 1 << 50}
 _DECIDE_THE_POOL = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 
 
 def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Planned | None, tuple[str, ...]]:
-    """The plan, and what a reader should know of it; no plan for a model that the planner refuses.
+    """Return the plan for a server, or None for a model that the planner rejects, and notes for the reader.
 
-    ``given``: fields of the Deployment, ``model``: what the server loaded, as this machine finds it. Raises
-    DeploymentError for a flag that contradicts the server, ModelNotFound where --model is needed.
+    Args:
+        told: facts about the server.
+        given: fields of the Deployment from the command line.
+        model: the server's model as a path or hub id on this machine, None to use the server's own.
+
+    Raises:
+        DeploymentError: a flag contradicts the server.
+        ModelNotFound: --model is needed.
     """
     flags, notes = _merged(told, given)
     if missing := [name for name in told.assumed if name not in given]:
@@ -103,7 +110,7 @@ def _merged(told: Told, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
                 hint="leave it out",
             )
         flags[name] = value
-    if "gpu" in given and flags.get("device") == "cuda":  # the former says more
+    if "gpu" in given and flags.get("device") == "cuda":  # the GPU's name implies the device
         del flags["device"]
     if told.version is not None and "engine_version" not in given and told.title == "vLLM":
         flags["engine_version"] = told.version
@@ -126,8 +133,10 @@ def _source(told: Told, model: str | None) -> ModelSource:
 
 
 def _plan(source: ModelSource, flags: Mapping[str, Any]) -> Plan:
-    """With the engine's own block size where that is the server's too: one that is given may mean something
-    else to an engine that chooses it by the model."""
+    """Return the plan with the engine's default block size if it equals the server's, else with the server's.
+
+    An engine that derives the block size from the model may read a given one differently.
+    """
     own = {name: value for name, value in flags.items() if name != "block_size"}
     sizer = Sizer(source)
     plan = plan_source(source, _deployment(own), sizer)

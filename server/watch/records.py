@@ -1,4 +1,4 @@
-"""What a server tells once, and what one reading of it holds. None, or not there: the server does not tell."""
+"""The facts about a watched server, and one reading of its state. None means not reported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from tonnage.server.observe.metrics.headroom import Headroom
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a server is: told at its start, the same until it is started again.
+    """Facts about a server that stay the same until it restarts.
 
-    ``title``: as its authors call it. ``model``: path or hub id of what it loaded, ``served``: its name in the
-    API. ``flags``: fields of a Deployment by name, those that the server tells. ``pool_tokens`` of one
-    replica, ``most_tokens``: where a flag limits them beside the memory. ``measured``: bytes by component that
-    the server measured at its start. ``hidden``: components that do not follow from what it tells;
-    ``assumed``: fields that it does not tell and that decide much.
+    Attributes:
+        title: name of the server software.
+        version: its version.
+        served: name of the model in the API.
+        model: path or hub id of the model.
+        flags: reported fields of the Deployment by name.
+        pool_tokens: token slots of one replica's pool.
+        most_tokens: limit of the pool's tokens by a flag.
+        measured: bytes by component that the server measured at its start.
+        hidden: components that cannot be planned from the facts.
+        assumed: important fields of the Deployment that the server does not report.
+        notes: notes for the reader.
     """
 
     title: str
@@ -37,7 +44,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """KV blocks of one replica: ``used`` by running requests; ``cached`` can be given up at any time."""
+    """The KV blocks of one replica: `used` by running requests, `cached` and evictable at any time."""
 
     num_blocks: int
     usable: int
@@ -47,13 +54,13 @@ class Pool:
 
     @property
     def open(self) -> int | None:
-        """Blocks that no running request holds."""
+        """Return the blocks that no running request holds."""
         return None if self.used is None else max(0, self.usable - self.used)
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine with a pool of its own. ``seats``: sequences it runs at once, where not those of the plan."""
+    """One engine with its own pool; `seats` is its limit of running sequences if it is not the plan's."""
 
     running: int | None
     waiting: int | None = None
@@ -63,8 +70,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Since the start of the server. ``finished`` requests had ``finished_prompt`` and
-    ``finished_generation`` tokens in all."""
+    """Counts since the start of the server.
+
+    `finished` requests had `finished_prompt` and `finished_generation` tokens in total.
+    """
 
     preemptions: int | None = None
     prompt_tokens: int | None = None
@@ -76,7 +85,7 @@ class Counters:
     finished_generation: int | None = None
 
     def since(self, before: Counters) -> Counters | None:
-        """The differences; None where one fell: the server was started again."""
+        """Return the differences to an earlier reading, or None when a counter fell after a restart."""
         found = {}
         for part in fields(self):
             now, then = getattr(self, part.name), getattr(before, part.name)
@@ -90,9 +99,17 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at a server. ``measured``: bytes by component of the plan. ``started``: whatever tells one run
-    of the server from the next. ``typical``: prompt and completion of a request, where the server shows those
-    it has now and counts none. ``headroom``, ``auto``: where the server itself knows."""
+    """The state of a server at one moment.
+
+    Attributes:
+        replicas: the engines.
+        counters: counts since the start.
+        measured: bytes by component of the plan.
+        started: a value that differs between two runs of the server.
+        typical: prompt and output tokens of a current request, for a server without counters of finished ones.
+        headroom: the server's own figure.
+        auto: the server's own state of the admission mode `auto`.
+    """
 
     replicas: tuple[Replica, ...]
     counters: Counters = field(default_factory=Counters)
@@ -103,23 +120,39 @@ class Reading:
     auto: AutoStats | None = None
 
     def sum_of(self, name: str) -> int | None:
-        """``running``, ``waiting`` of all replicas."""
+        """Return `running` or `waiting`, summed over all replicas that report it."""
         values = [getattr(replica, name) for replica in self.replicas]
         known = [value for value in values if value is not None]
         return sum(known) if known else None
 
     def blocks(self, name: str) -> int | None:
-        """A field of Pool over all replicas; None where one does not tell it."""
+        """Return a field of Pool summed over all replicas, or None when one does not report it."""
         values = [None if one.pool is None else getattr(one.pool, name) for one in self.replicas]
         return None if not values or None in values else sum(value for value in values if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the plan says of the rank that decides. ``components``: bytes by component, those that follow from
-    what is known (without the device: weights only). ``num_blocks``, ``tokens`` of one pool: forecast from the
-    flags, where they decide it or the device is known; ``replicas`` of the model. ``limits``: None where the
-    server itself does the admission."""
+    """The plan of the worst rank.
+
+    Attributes:
+        plan_id: id of the plan.
+        model: id of the model.
+        architecture: its architecture.
+        engine: the engine that is planned for.
+        quantization: quantization or "none".
+        device: name of the device.
+        components: bytes by component, as far as they are known (without the device: weights only).
+        block_size: tokens of a block.
+        bytes_per_block: bytes of a block.
+        max_model_len: longest sequence.
+        num_blocks: blocks of one pool, if the flags or the device determine them.
+        tokens: token slots of one pool, likewise.
+        replicas: replicas of the model.
+        limits: limits of admission, None when the server itself reports its headroom.
+        revision: revision of the plan.
+        notes: notes for the reader.
+    """
 
     plan_id: str
     model: str

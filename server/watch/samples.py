@@ -1,4 +1,4 @@
-"""A page of Prometheus' text format as numbers by name and labels."""
+"""Parsing of a page in the Prometheus text format into numbers by name and labels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from tonnage.server.watch.client import WatchError
 
 Labels = Mapping[str, str]
 
-# Of a page with thousands of buckets only what a reading needs is parsed.
+# Only samples with these prefixes are parsed: a page can have thousands of other lines.
 _PREFIXES = ("vllm:", "sglang:", "llamacpp:", "tonnage_", "process_start_time_seconds")
 
 
 class Samples:
-    """Raises WatchError for what is not Prometheus' text format. A value that is not finite, or negative, is
-    taken as not told."""
+    """The samples of one metrics page. A value that is negative or not finite counts as absent.
+
+    Raises:
+        WatchError: the page is not in the Prometheus text format.
+    """
 
     def __init__(self, page: str) -> None:
         self._found: dict[str, list[tuple[Labels, float]]] = {}
@@ -34,27 +37,29 @@ class Samples:
         return name in self._found
 
     def speaks(self, prefix: str) -> bool:
-        """Whether any sample's name begins so."""
+        """Return whether the name of any sample begins with `prefix`."""
         return any(name.startswith(prefix) for name in self._found)
 
     def of(self, name: str) -> list[tuple[Labels, float]]:
+        """Return the labels and values of all series of a sample name."""
         return self._found.get(name, [])
 
     def total(self, *names: str) -> float | None:
-        """Sum over the series of the first of ``names`` that is there; None: none is."""
+        """Return the sum over the series of the first of `names` that is present, or None."""
         found = self.first(names)
         return None if found is None else sum(value for _, value in self.of(found))
 
     def count(self, *names: str) -> int | None:
-        """``total`` of what is counted in whole numbers."""
+        """Return `total` rounded to an integer, for counts."""
         value = self.total(*names)
         return None if value is None else round(value)
 
     def first(self, names: Iterable[str]) -> str | None:
+        """Return the first of `names` that is present, or None."""
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """The series that have these labels, or do not have labels of these names at all."""
+        """Return the series that match these labels; a series without such a label name also matches."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():
@@ -68,7 +73,7 @@ class Samples:
         return part
 
     def values_of(self, label: str, name: str) -> list[str]:
-        """The values of ``label`` on the series ``name``, in order."""
+        """Return the sorted values of `label` on the series `name`."""
         return sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
 
 

@@ -1,4 +1,4 @@
-"""Where looks are shown: lines, or one screen of a terminal."""
+"""Output of observations: lines of text or JSON, or one screen of a terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ Look = TypeVar("Look")
 
 
 class Lines(Generic[Look]):
-    """Plain lines, or JSON: one object a look, one a line."""
+    """An output of plain lines, or of one JSON object per line."""
 
     def __init__(
         self, plain: Callable[[Look], str], to_dict: Callable[[Look], dict[str, Any]] | None, between: str = ""
     ) -> None:
-        """``to_dict`` None: no JSON. ``plain``: the lines of a look; ``between``: of two looks."""
+        """Create the output.
+
+        Args:
+            plain: returns the text of an observation.
+            to_dict: returns the JSON object of an observation, None for plain lines.
+            between: text between two observations.
+        """
         self._plain, self._to_dict, self._between = plain, to_dict, between
         self._first = True
 
@@ -31,6 +37,7 @@ class Lines(Generic[Look]):
     def __exit__(self, *_: object) -> None: ...
 
     def show(self, look: Look) -> None:
+        """Print an observation."""
         if self._to_dict is not None:
             print(json.dumps(self._to_dict(look)), flush=True)
             return
@@ -38,6 +45,7 @@ class Lines(Generic[Look]):
         self._first = False
 
     def lost(self, error: WatchError) -> None:
+        """Print the error of a failed observation."""
         if self._to_dict is not None:
             told = {"code": error.code, "message": error.message, "hint": error.hint}
             known = {name: value for name, value in told.items() if value is not None}
@@ -47,13 +55,17 @@ class Lines(Generic[Look]):
 
 
 def draws() -> bool:
-    """Whether stdout is a terminal for a screen, and rich, which comes with the extras, is there to draw it."""
+    """Return whether stdout is a terminal that can be redrawn and rich is installed."""
     return redraws(sys.stdout) and find_spec("rich") is not None
 
 
 class Screen(Generic[Look]):
-    """One screen that is drawn again at each look (``again``; else once). ``draw``: (look, shades of bars, why
-    there is no newer one) -> something that rich draws."""
+    """A terminal screen that each observation redraws.
+
+    Args:
+        draw: returns a rich renderable from (observation, characters of bars, error of a newer observation).
+        again: redraw the screen; False prints once.
+    """
 
     def __init__(self, draw: Callable[[Look, str, str | None], Any], *, again: bool = True) -> None:
         from rich.console import Console  # only on a terminal
@@ -70,10 +82,12 @@ class Screen(Generic[Look]):
         self._live.stop()
 
     def show(self, look: Look) -> None:
+        """Draw an observation."""
         self._last = look
         self._update(self._draw(look, self._shades, None))
 
     def lost(self, error: WatchError) -> None:
+        """Draw the last observation with the error of the failed one."""
         from rich.text import Text  # only on a terminal
 
         last = self._last
@@ -83,5 +97,5 @@ class Screen(Generic[Look]):
         if not self._again:
             self._live.console.print(drawn)
             return
-        self._live.start()  # with the first look: a failure before it leaves the terminal as it was
+        self._live.start()  # only now, so that an earlier failure leaves the terminal unchanged
         self._live.update(drawn, refresh=True)

@@ -1,4 +1,4 @@
-"""One look at a Tonnage server's /memory, and how it is shown on a terminal and in plain text."""
+"""An observation of a Tonnage server's /memory, and its output on a terminal and as plain text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tonnage.server.observe.status import POOL_STATES, Status, status_of
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.drawing import Tabled, aligned
 
-_BAR = 48  # and the names of the facts: a terminal of 60 columns
-# Of the states of the pool, in their order; the shade is what tells them apart without colour.
+_BAR = 48  # characters; with the names of the facts it fits a terminal of 60 columns
+# Colours of the pool's states. Without colours, the characters of the bar distinguish them.
 _COLOURS = dict(zip(POOL_STATES, ("blue", "yellow", "cyan", "dim"), strict=True))
 _STATE_COLOURS = {
     "ready": "green",
@@ -25,7 +25,7 @@ _STATE_COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """``report``: the JSON of /memory."""
+    """One observation; `report` is the JSON object of /memory."""
 
     url: str
     report: Mapping[str, Any]
@@ -33,7 +33,11 @@ class Seen:
 
 
 def look(client: Client) -> Seen:
-    """Raises WatchError where there is no server, it wants a key, or it is none of ours."""
+    """Return an observation of the server.
+
+    Raises:
+        WatchError: the server does not answer, rejects the key, or is not a Tonnage server.
+    """
     answer = client.get("/memory")
     report = answer.json()
     if not isinstance(report, dict) or "plan" not in report:
@@ -51,10 +55,12 @@ def look(client: Client) -> Seen:
 
 
 def to_dict(seen: Seen) -> dict[str, Any]:
+    """Return the JSON object of an observation."""
     return {"url": seen.url, **seen.report}
 
 
 def plain(seen: Seen) -> str:
+    """Return an observation as plain text."""
     status = seen.status
     width = max(len(name) for name, _ in status.facts)
     facts = [f"{name:<{width}}  {text}" for name, text in status.facts]
@@ -63,7 +69,7 @@ def plain(seen: Seen) -> str:
 
 
 def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
-    """Something that rich draws."""
+    """Return an observation as a rich renderable, with the error of a newer one."""
     from rich.console import Group  # only on a terminal
     from rich.markup import escape
     from rich.table import Table
@@ -103,7 +109,10 @@ def _head(seen: Seen) -> list[str]:
 
 
 def pool_bar(status: Status, shades: str) -> str:
-    """Borders are rounded, not widths, so that the parts add up to the bar."""
+    """Return the bar of the pool's states as rich markup.
+
+    The borders between states are rounded, not their widths, so that the widths add up to the bar.
+    """
     at, before, parts = 0, 0, []
     for (state, blocks), shade in zip(status.pool.items(), shades, strict=True):
         at += blocks

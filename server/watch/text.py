@@ -1,4 +1,4 @@
-"""A look for people, and as one JSON line. What is not known is not there."""
+"""An observation as text and as a JSON object, without unknown values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR, _NEARLY_FULL = 40, 0.9
 
 
 def headline(look: Watched) -> list[str]:
-    """What is watched, and its plan."""
+    """Return the lines that name the server and its plan."""
     told, planned = look.told, look.planned
     version = f" {told.version}" if told.version else ""
     lines = [f"{told.title}{version} at {look.url}" + (f", serving {told.served}" if told.served else "")]
@@ -33,7 +33,7 @@ def _rows(look: Watched) -> list[Row]:
 
 
 def line(look: Watched) -> str:
-    """One reading as one line."""
+    """Return an observation as one line."""
     return f"{time.strftime('%H:%M:%S', time.localtime(look.at))} " + "; ".join(_parts(look))
 
 
@@ -55,6 +55,7 @@ def _parts(look: Watched) -> Iterable[str]:
 
 
 def pool_line(look: Watched) -> str | None:
+    """Return the use of the KV pool, or None when it is unknown."""
     reading = look.reading
     used, usable = reading.blocks("used"), reading.blocks("usable")
     if used is None or not usable:
@@ -68,6 +69,7 @@ def pool_line(look: Watched) -> str | None:
 
 
 def headroom_line(look: Watched) -> str:
+    """Return the headroom of an observation that has one."""
     room = look.headroom
     assert room is not None
     text = f"room for {room.requests:,} more, the largest prompt {room.prompt_tokens:,} tokens"
@@ -79,6 +81,7 @@ def headroom_line(look: Watched) -> str:
 
 
 def rates_line(look: Watched) -> str | None:
+    """Return the token rates, preemptions and prefix hits, or None when all are unknown."""
     counters, change = look.reading.counters, look.change
     parts = []
     if change is not None and look.seconds > 0:
@@ -94,14 +97,17 @@ def rates_line(look: Watched) -> str | None:
 
 
 def _head(look: Watched) -> list[str]:
-    """Of a watch that is not on a terminal."""
+    """Return the lines about the server, its plan and its memory that precede the lines of observations."""
     table = aligned(_rows(look))
     lines = [*headline(look), *(["", *table, ""] if table else [])]
     return lines + [f"Note: {note}" for note in look.notes]
 
 
 def lines() -> Callable[[Watched], str]:
-    """Of one look after another: the head when the server or its plan is another one, then a line."""
+    """Return a function that turns observations into text.
+
+    The text begins with the lines about server and plan when these differ from the previous observation.
+    """
     last: object = None
 
     def text(look: Watched) -> str:
@@ -114,8 +120,13 @@ def lines() -> Callable[[Watched], str]:
 
 
 def drawn(look: Watched, shades: str, trouble: str | None = None) -> Any:
-    """The same for a terminal: something that rich draws. ``shades``: of its bar, from full to empty;
-    ``trouble``: why there is no newer look."""
+    """Return an observation as a rich renderable.
+
+    Args:
+        look: the observation.
+        shades: characters of its bar, from full to empty.
+        trouble: error of a newer observation, None if there is none.
+    """
     from rich.console import Group  # only on a terminal
     from rich.markup import escape
 
@@ -126,7 +137,7 @@ def drawn(look: Watched, shades: str, trouble: str | None = None) -> Any:
         full = cells(used, usable, _BAR)
         colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
         parts.append(f"[{colour}]{shades[0] * full}[/]{shades[-1] * (_BAR - full)}")
-    parts += ["", Tabled(_rows(look)), ""]  # below, where a low window cuts it off
+    parts += ["", Tabled(_rows(look)), ""]  # at the end, because a low window cuts off the end
     parts += [f"[dim]Note: {escape(note)}[/]" for note in look.notes]
     clock = time.strftime("%H:%M:%S", time.localtime(look.at))
     parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")
@@ -134,7 +145,7 @@ def drawn(look: Watched, shades: str, trouble: str | None = None) -> Any:
 
 
 def to_dict(look: Watched) -> dict[str, Any]:
-    """The JSON object of a reading: bytes are integers, what is not known is left out."""
+    """Return the JSON object of an observation: bytes are integers, unknown values are left out."""
     told, planned, reading = look.told, look.planned, look.reading
     pool = {name: reading.blocks(name) for name in ("num_blocks", "usable", "used", "cached")}
     sizes = {one.pool.block_size for one in reading.replicas if one.pool is not None}
@@ -180,7 +191,7 @@ def to_dict(look: Watched) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without None, and without what holds nothing."""
+    """Return the values without None and empty collections."""
     found = {}
     for name, value in values.items():
         kept = _known(value) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""One look after another at one server: rates between them, its restarts, and how much more fits."""
+"""Repeated observation of one server: rates, restarts and headroom."""
 
 from __future__ import annotations
 
@@ -21,13 +21,27 @@ from tonnage.server.watch.records import Counters, Planned, Reading, Replica, To
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-_WINDOW_SECONDS = 120.0  # of the rates and of the present mix: as long as Trend looks back
+_WINDOW_SECONDS = 120.0  # for rates and the average request, equal to the window of `Trend`
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One look. ``at``: seconds since the epoch. ``change``: counters since the look before, ``seconds`` ago;
-    None at the first look and after a restart. ``full_in``: seconds until the pool is full."""
+    """One observation.
+
+    Attributes:
+        url: the server's URL.
+        at: seconds since the epoch.
+        told: facts about the server.
+        planned: its plan, None without one.
+        reading: its state.
+        measured: bytes by component of one replica.
+        headroom: capacity that is left, None when unknown.
+        full_in: seconds until the pool is full.
+        change: counters since the previous observation; None at the first one and after a restart.
+        seconds: seconds since the previous observation.
+        restarts: restarts of the server seen so far.
+        notes: notes for the reader.
+    """
 
     url: str
     at: float
@@ -45,7 +59,7 @@ class Watched:
 
 @dataclass(slots=True)
 class _Run:
-    """The server as it was started last."""
+    """The current run of the server, between two of its restarts."""
 
     server: Server
     told: Told
@@ -56,7 +70,14 @@ class _Run:
 
 
 class Watcher:
-    """``given``: flags of the plan beside what the server tells, ``model``: what it loaded, as found here."""
+    """An observer of one server.
+
+    Args:
+        client: the HTTP client.
+        given: flags of the plan that the server does not report.
+        model: its model as a path or hub id on this machine.
+        kv_unified: whether llama.cpp's slots share one KV cache, None when not given.
+    """
 
     def __init__(
         self, client: Client, given: Mapping[str, Any], model: str | None, *, kv_unified: bool | None = None
@@ -66,10 +87,15 @@ class Watcher:
         self._kv_unified = kv_unified
         self._run: _Run | None = None
         self._restarts = 0
-        self._lost = False  # the last look failed: what answers next may be another server
+        self._lost = False  # the last observation failed, so the next answer may come from another server
 
     def look(self) -> Watched:
-        """Raises WatchError where the server cannot be read now; at the first look also what a plan raises."""
+        """Return an observation.
+
+        Raises:
+            WatchError: the server cannot be read now.
+            TonnageError: the first observation could not be planned.
+        """
         try:
             return self._look()
         except WatchError:
@@ -104,10 +130,10 @@ class Watcher:
         return _Run(server, told, planned, notes)
 
     def _again(self, server: Server, samples: Samples) -> _Run:
-        """A plan that cannot be made for the server as it is now does not end the watch."""
+        """Start over with a restarted server. A plan that cannot be made does not end the observation."""
         try:
             run = self._begin(server, samples)
-        except WatchError:  # gone again: it is begun at the next look
+        except WatchError:  # the server is down again; the next observation starts over
             raise
         except TonnageError as error:
             told = server.tell(self._client, samples)
@@ -157,7 +183,7 @@ def _restarted(before: Reading, now: Reading) -> bool:
 
 
 def _measured(planned: Planned | None, reading: Reading) -> Mapping[str, int]:
-    """Bytes by component, of one replica: what the server measured, and its pool's blocks times their bytes."""
+    """Return the bytes by component of one replica, as measured or as its blocks times their bytes."""
     blocks = reading.blocks("num_blocks")
     if planned is None or blocks is None or "kv_pool" in reading.measured:
         return reading.measured
@@ -165,8 +191,11 @@ def _measured(planned: Planned | None, reading: Reading) -> Mapping[str, int]:
 
 
 def _headroom(run: _Run, reading: Reading) -> Headroom | None:
-    """Over all replicas; the largest prompt is that of the emptiest. The engine reserves nothing for what
-    running requests still generate, so what is free now may be theirs soon."""
+    """Return the headroom over all replicas; the largest prompt is the emptiest replica's.
+
+    The engine reserves nothing for tokens that running requests still generate, so they may take free blocks
+    soon.
+    """
     if run.planned is None or run.planned.limits is None:
         return None
     tokens = _typical(run, reading)
@@ -198,7 +227,10 @@ def _room(planned: Planned, replica: Replica, typical: tuple[float, float] | Non
 
 
 def _typical(run: _Run, reading: Reading) -> tuple[float, float] | None:
-    """Prompt and completion tokens of a request: of those that finished in the last two minutes, or of all."""
+    """Return the average prompt and output tokens of requests that finished in the last two minutes.
+
+    Before any has finished in them, all finished requests count, and then the server's current requests.
+    """
     recent = reading.counters.since(run.looks[0][1].counters)
     for counters in (recent, reading.counters):
         if counters is None or not counters.finished:

@@ -497,7 +497,7 @@ def test_room_before_the_first_request_is_like_no_request_so_far(report: str) ->
     fresh = json.loads(report)
     assert "1 more of the longest requests" in dict(status_of(fresh).facts)["headroom"]
     fresh["requests"]["received"] = 1
-    assert "1 more requests like those so far" in dict(status_of(fresh).facts)["headroom"]
+    assert "1 more requests of the average size so far" in dict(status_of(fresh).facts)["headroom"]
 
 
 def test_the_bar_adds_up() -> None:

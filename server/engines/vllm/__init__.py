@@ -1,1 +1,4 @@
-"""vLLM behind the engine protocol. Written against vLLM 0.32."""
+"""The vLLM backend of `tonnage serve`, and Tonnage's scheduler for a plain `vllm serve`.
+
+Written against vLLM 0.32.
+"""

@@ -1,4 +1,4 @@
-"""vLLM's outputs of one request as our chunks. Written against vLLM 0.32."""
+"""Conversion of vLLM's outputs for one request into the server's `Chunk` objects. Written against vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from tonnage.server.engines.vllm.told import NEVER
 
 
 class Answer:
-    """``waited``: seconds that the request was here before vLLM got it. ``cached``: its prompt tokens from the
-    prefix cache, None before the first output."""
+    """A converter of one request's vLLM outputs into chunks.
+
+    It keeps two facts between outputs: `cached`, the prompt tokens found in the prefix cache (None before the
+    first output), and the seconds that the request spent in this process before vLLM got it.
+    """
 
     def __init__(self, request: GenerationRequest, passed: Passed | None, waited: float) -> None:
         self.cached: int | None = None
         self._request, self._grammar, self._waited = request, passed is not None, waited
         self._stops = set(request.params.stop_token_ids)
-        # Greedy sequences of one prompt are all the same: one is computed and told n times.
+        # Greedy sequences of one prompt are identical, so vLLM computes one and it is returned n times.
         self._copies = request.n if request.params.temperature == 0 else 1
 
     def chunks(self, output: Any) -> Iterator[Chunk]:
-        """Of vLLM's RequestOutput. Raises NeverFits where our scheduler says so."""
+        """Yield the chunks of one vLLM RequestOutput.
+
+        Raises:
+            NeverFits: our scheduler ended the request because the pool can never hold it.
+        """
         request, params = self._request, self._request.params
         prompt: tuple[TokenLogprobs | None, ...] = ()
         if self.cached is None:
@@ -57,7 +64,15 @@ class Answer:
                 )
 
     def vector(self, output: Any, queued: float | None) -> Chunk:
-        """Of vLLM's PoolingRequestOutput. ``queued``: seconds it waited inside vLLM. Raises EngineDead."""
+        """Return the chunk with the embedding of one vLLM PoolingRequestOutput.
+
+        Args:
+            output: the PoolingRequestOutput.
+            queued: seconds that the request waited inside vLLM, None when they are unknown.
+
+        Raises:
+            EngineDead: vLLM failed on this request.
+        """
         if output.error is not None:
             raise EngineDead(f"vLLM failed on this request: {output.error.message[:300]}")
         self.cached = output.num_cached_tokens or 0
@@ -72,18 +87,18 @@ class Answer:
         )
 
     def _queued(self, metrics: Any) -> float | None:
-        """Seconds from its arrival until it was first scheduled."""
+        """Return the seconds from the request's arrival until vLLM first scheduled it, or None before that."""
         if metrics is None or not metrics.scheduled_ts:
             return None
         return self._waited + max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
 def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
-    """Why vLLM's CompletionOutput ended, if it did, and what is wrong with it."""
+    """Return the finish reason of a vLLM CompletionOutput and its error message, each None when it has none."""
     finish, said = sequence.finish_reason, sequence.stop_reason
     if finish != "error":
         return finish, None
     if said == COMPLETE:
         return "stop", None
-    # Of a grammar (.grammars) or of the scheduler.
+    # The message comes from a grammar (.grammars) or from the scheduler.
     return finish, said if isinstance(said, str) else "vLLM ended it with an error"

@@ -1,5 +1,7 @@
-"""What vLLM is started with so that it is the plan's: keywords of its AsyncEngineArgs, and its environment.
-Written against vLLM 0.32."""
+"""The AsyncEngineArgs and environment variables that make vLLM allocate what the plan says.
+
+Written against vLLM 0.32.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.sharing import Sharing
 
-# Key of vLLM's additional config under which `BackendScheduler` finds what it is to do beside admission.
+# Key of vLLM's additional config that tells `BackendScheduler` what to do besides admission.
 BACKEND = "tonnage_backend"
 
-# What the user has set wins.
+# Defaults for environment variables. A variable that the user has set keeps its value.
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for the plan and for --json
@@ -22,15 +24,16 @@ ENVIRONMENT = {
     # vLLM on a CPU leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32), which on two cores
     # halves the compute. Here every core computes.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    # A day: --engine-ready-timeout is the limit, and vLLM's 600 s would undercut a longer one.
+    # One day. The limit is --engine-ready-timeout, and vLLM's 600 s would cut a longer one short.
     "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
 }
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:
-    """The keywords of AsyncEngineArgs that make vLLM allocate what the plan says.
+    """Return the keywords of AsyncEngineArgs that make vLLM allocate what the plan says.
 
-    Raises DeploymentError for what would silently change the plan.
+    Raises:
+        DeploymentError: an environment variable would silently change the plan.
     """
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise DeploymentError(
@@ -51,7 +54,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "kv_cache_dtype": "auto"
         if deployment.kv_cache_dtype == deployment.dtype
         else deployment.kv_cache_dtype,
-        # 0 would mean: as much as is free. An encoder's pool has no use for the byte.
+        # vLLM reads 0 as all free memory. An encoder has no KV cache, and one byte changes nothing there.
         "kv_cache_memory_bytes": max(1, plan.rank.kv_pool_bytes),
         "gpu_memory_utilization": deployment.gpu_memory_utilization,
         "enable_prefix_caching": deployment.enable_prefix_caching,
@@ -64,9 +67,9 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "max_loras": deployment.max_loras,
         "max_lora_rank": deployment.max_lora_rank,
         "trust_remote_code": False,
-        # Text lives in the API process, but without it vLLM has no thread for grammars.
+        # Text stays in the API process, but without a tokenizer vLLM has no thread for grammars.
         "skip_tokenizer_init": False,
-        "generation_config": "vllm",  # no defaults from the model's file: the request says all
+        "generation_config": "vllm",  # no defaults from the model's file: the request states every parameter
         "disable_log_stats": True,  # no log lines; our own stat logger still gets the numbers
         "enable_log_requests": False,
         "worker_extension_cls": "tonnage.server.engines.vllm.worker.WorkerExtension",
@@ -74,8 +77,19 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
 
 
 def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, grammars: bool) -> dict[str, Any]:
-    """The keywords that put our scheduler into vLLM's engine core, with ``grammars`` bounded ones too. None for
-    an encoder: it keeps no block, vLLM's own will do. ``kv_events_config`` is not vLLM's object yet."""
+    """Return the AsyncEngineArgs keywords that put our scheduler into vLLM's engine core.
+
+    An encoder keeps no KV blocks, so it gets no keywords and runs vLLM's own scheduler.
+
+    Args:
+        plan: the plan that vLLM is started with.
+        policy: the admission policy.
+        sharing: prefixes shared between cache salts, and the options of KV events.
+        grammars: whether the scheduler also bounds the memory and time of grammars.
+
+    Returns:
+        The keywords. The value of `kv_events_config` still has to be converted to vLLM's own class.
+    """
     if not plan.kv_cache.layout.groups:
         return {}
     admission = {
@@ -88,5 +102,5 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
             BACKEND: {"grammars": grammars, "prefixes": [list(prefix) for prefix in sharing.prefixes]},
         },
         "kv_events_config": sharing.events,
-        "scheduling_policy": "priority",  # by the place in line that each request is given
+        "scheduling_policy": "priority",  # the queue position of a request is its priority
     }

@@ -1,7 +1,7 @@
-"""vLLM's own config object -> our Deployment, so that a plan made for a running vLLM cannot differ in a flag.
+"""Conversion of vLLM's VllmConfig into a `Deployment`, so that the plan uses the flags of the running vLLM.
 
-Pure: reads the object of ``vllm.config.VllmConfig`` (0.30 to 0.33) as it is once vLLM has filled it in, imports
-nothing of vLLM. What the planner has no word for is refused by its name in vLLM.
+This module imports nothing of vLLM. It reads a `vllm.config.VllmConfig` (0.30 to 0.33) that vLLM has completed,
+and rejects a setting that the planner does not know by the setting's name in vLLM.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import GiB
 
-# What vLLM makes of 16-bit weights while it loads them, by its own name -> ours (planner, quantizes_to).
+# Quantization methods that vLLM applies to 16-bit weights while loading -> the planner's name (quantizes_to).
 _MADE_WHILE_LOADING = {"bitsandbytes": "nf4", "fp8": "fp8"}
-# Formats that only a checkpoint has and whose config may lie beside config.json.
+# Checkpoint-only formats, whose quantization config may be in a file beside config.json.
 _OF_CHECKPOINTS = ("gguf", "modelopt")
-# Drafts without weights of their own (SpeculativeMethod, config/speculative.py).
+# Speculative methods without draft weights (SpeculativeMethod, config/speculative.py).
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``model``: folder or hub id of what vLLM loads; ``name``: what clients call it."""
+    """The model and deployment of a running vLLM.
+
+    Attributes:
+        model: folder or hub id of the model that vLLM loads.
+        name: model name that clients use.
+        deployment: vLLM's flags as the planner's `Deployment`.
+    """
 
     model: str
     name: str
@@ -32,8 +38,11 @@ class Asked:
 
 
 def asked_of(config: Any) -> Asked:
-    """The model and the flags of a VllmConfig. Raises DeploymentError, naming the setting, for one that would
-    make another plan and is not understood."""
+    """Return the model and the flags of a VllmConfig.
+
+    Raises:
+        DeploymentError: a setting changes memory use and the planner does not support it. The error names it.
+    """
     model, cache, parallel, batch = (
         config.model_config, config.cache_config, config.parallel_config, config.scheduler_config,
     )  # fmt: skip
@@ -53,7 +62,7 @@ def asked_of(config: Any) -> Asked:
         max_model_len=model.max_model_len,
         max_num_seqs=batch.max_num_seqs,
         max_num_batched_tokens=batch.max_num_batched_tokens,
-        # One that vLLM chose itself the planner derives as it does; a hybrid's is no flag at all.
+        # The planner derives vLLM's default block size itself. A hybrid model's block size is not a flag.
         block_size=cache.block_size if cache.user_specified_block_size else None,
         kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
         enable_prefix_caching=bool(cache.enable_prefix_caching),
@@ -77,13 +86,13 @@ def asked_of(config: Any) -> Asked:
 
 
 def served_name(config: Any) -> str:
-    """What vLLM's own series call ``model_name`` (the first of several names)."""
+    """Return the model name in the `model_name` label of vLLM's metrics: the first of several served names."""
     name = config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name or config.model_config.model)
 
 
 def _quantization(model: Any) -> str | None:
-    """None: as the checkpoint says, which the planner reads itself."""
+    """Return the quantization that vLLM applies while loading, or None when the checkpoint's format holds."""
     method = model.quantization
     if method is None or getattr(model.hf_config, "quantization_config", None) is not None:
         return None
@@ -95,15 +104,18 @@ def _quantization(model: Any) -> str | None:
 
 
 def _without(model: Any) -> str:
-    """The modalities that a prompt may not have: their towers are not loaded. Limits above zero hardly change
-    how many of the largest pictures fit in a step."""
+    """Return the modalities that prompts may not have, as the JSON of `limit_mm_per_prompt` with zeros.
+
+    vLLM does not load their encoders. Limits above zero hardly change how many of the largest images fit in one
+    step, so they are left out.
+    """
     found = model.multimodal_config
     names = () if found is None else ("image", "video", "audio")
     return json.dumps({name: 0 for name in names if not found.get_limit_per_prompt(name)})
 
 
 def _draft(config: Any) -> tuple[str | None, int]:
-    """The Deployment's speculative_model and num_speculative_tokens."""
+    """Return the Deployment's `speculative_model` and `num_speculative_tokens`."""
     draft = config.speculative_config
     if draft is None or draft.method in _WITHOUT_WEIGHTS:
         return None, 0

@@ -1,9 +1,10 @@
-"""VLLMEngine: vLLM's AsyncLLM with the Plan's pool and tonnage's admission inside. Written against vLLM 0.32.
+"""The `Engine` that runs vLLM's AsyncLLM with the plan's KV pool and Tonnage's admission.
 
-vLLM keeps its own blocks; the plan fixes its pool (``kv_cache_memory_bytes``), whose real block count is held
-against the plan. Who may start is decided in its engine core (`tonnage.server.engines.vllm.scheduler`), by what
-is there at each step; here what can never fit is answered, and everybody else gets a place in line.
-Nothing of vLLM is imported before ``start``.
+Written against vLLM 0.32. vLLM manages its own blocks. The plan fixes the size of its pool
+(`kv_cache_memory_bytes`), and the real number of blocks is compared with the plan. Admission runs in vLLM's
+engine core (`tonnage.server.engines.vllm.scheduler`), with the free blocks of each step. This process rejects
+requests that can never fit and gives all others a position in the queue. Nothing of vLLM is imported before
+`start`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ log = logging.getLogger("tonnage.server")
 
 
 class VLLMEngine(Engine):
-    """A vLLM engine in child processes of its own; see ``tonnage.server.engines.base.Engine``.
+    """A vLLM engine in child processes (protocol: `tonnage.server.engines.base.Engine`).
 
-    ``enforce_eager`` (default: on a CPU) runs without torch.compile and CUDA graphs: a compiled CPU start
-    takes minutes. ``loras``: name of each LoRA adapter -> its folder; loaded before the engine is ready.
-    ``embeds``: vLLM's pooling runner, which gives a vector for each prompt. ``quantization``: what vLLM makes
-    of the weights while it loads them, by its own name (default: nothing).
+    Args:
+        plan: the plan that fixes the model, the flags and the pool.
+        policy: the admission policy.
+        sharing: prefixes shared between cache salts.
+        enforce_eager: run without torch.compile and CUDA graphs. On by default on a CPU, where a compiled start
+            takes minutes.
+        loras: folder of each LoRA adapter by name. All are loaded before the engine is ready.
+        embeds: use vLLM's pooling runner, which returns one vector for each prompt.
+        quantization: vLLM's name of the method that quantizes the weights while loading. None applies no
+            method.
     """
 
     def __init__(
@@ -77,7 +84,7 @@ class VLLMEngine(Engine):
         if enforce_eager is not None:
             self._eager = enforce_eager
         self._lora_paths = dict(loras or {})
-        self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each
+        self._loras: dict[str, Any] = {}  # adapter name -> vLLM's LoRARequest
         self._policy, self._sharing = policy or Policy(), sharing or Sharing()
         self._line = Line(limits_of(plan))
         self._cores = Cores(
@@ -86,7 +93,7 @@ class VLLMEngine(Engine):
             caching=bool(plan.deployment.enable_prefix_caching),
         )
         self._unfinished = 0  # requests
-        self._idle = asyncio.Event()  # set while there are none
+        self._idle = asyncio.Event()  # set while no request is unfinished
         self._idle.set()
         self._llm: Any = None
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
@@ -110,19 +117,30 @@ class VLLMEngine(Engine):
 
     @property
     def plan(self) -> Plan:
+        """Return the plan that the engine was created with."""
         return self._plan
 
     @property
     def capabilities(self) -> Capabilities:
+        """Return what requests may use on this engine."""
         return self._capabilities
 
     def own_metrics(self) -> bytes:
-        """vLLM's metrics under its own names (they do not pass promtool: a colon is for recording rules)."""
+        """Return vLLM's metrics page under vLLM's names.
+
+        The names do not pass promtool, which reserves the colon for recording rules.
+        """
         from prometheus_client import REGISTRY, generate_latest  # vLLM's; this server writes its own pages
 
         return generate_latest(REGISTRY)
 
     async def start(self) -> None:
+        """Start vLLM, load the LoRA adapters and measure the memory that the model takes.
+
+        Raises:
+            DeploymentError: vLLM did not start.
+            EngineDead: vLLM's processes hung while loading.
+        """
         arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
         arguments["runner"] = "pooling" if self._embeds else "generate"
         grammars = "grammar" in self._capabilities.honours and not self._embeds
@@ -134,11 +152,11 @@ class VLLMEngine(Engine):
         self._watch = asyncio.create_task(self._watch_stillness(), name="vllm watch")
         try:
             self._llm = await asyncio.wrap_future(self._loading)
-            # Those of all engine cores; their null blocks are among them, as in the plan.
+            # The blocks of all engine cores, with one null block each, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
             if grammars:
                 self._trying = Trying(model_files(self._plan.model.path))
-                # It would compile each grammar once more, in this loop (sampling_params.py, 0.32).
+                # With this config vLLM compiles each grammar again in this loop (sampling_params.py, 0.32).
                 self._llm.input_processor.structured_outputs_config = None
                 await self._llm.collective_rpc("tonnage_import_masks")
             if self._on_cpu:
@@ -162,14 +180,14 @@ class VLLMEngine(Engine):
         process = self._sampler.sample()
         if self._weights is not None:
             self._framework = process - self._weights - self._kv_pool - (self._lora or 0)
-        # A request runs on one of the cores.
+        # A request runs on a single engine core, so only that core's blocks are usable.
         usable = self._num_blocks // self._plan.deployment.data_parallel_size - 1
         self._line.limits = replace(self._line.limits, usable_blocks=usable)
         self._ready = True
 
     async def _load_adapters(self) -> None:
-        """Each is read and put into a slot once: what does not suit the model is refused now."""
-        from vllm.lora.request import LoRARequest  # vLLM is there once it has started
+        """Load each LoRA adapter into a slot once, so that an unsuitable adapter fails the start."""
+        from vllm.lora.request import LoRARequest  # vLLM is imported only by `start`
 
         for number, (name, path) in enumerate(self._lora_paths.items(), 1):
             self._loras[name] = LoRARequest(name, number, path)
@@ -181,8 +199,8 @@ class VLLMEngine(Engine):
                 ) from error
 
     def _load(self, arguments: dict[str, Any]) -> Any:
-        """Blocks for half a minute and more; in a thread, so that /health answers meanwhile."""
-        # multiprocessing's own process, whose start lifts what holds SIGINT back (Python 3.11)
+        """Create the AsyncLLM; blocks for 30 s or more, so it runs in a thread while /health answers."""
+        # Starting multiprocessing's resource tracker later would unblock SIGINT (Python 3.11).
         resource_tracker.ensure_running()
         with interrupt_held():
             llm = load(arguments, self._cores, lambda: not self._stopping)
@@ -191,6 +209,14 @@ class VLLMEngine(Engine):
         return llm
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of one request as vLLM produces them.
+
+        Raises:
+            NeverFits: the pool can never hold the request.
+            QueueFull: the server drains or the engine is not ready.
+            Refused: vLLM rejects the request.
+            EngineDead: vLLM failed.
+        """
         self._refuse()
         arrived = time.monotonic()
         self._line.check(request, embeds=self._embeds)
@@ -201,7 +227,7 @@ class VLLMEngine(Engine):
             passed: Passed | None = None
             if self._trying is not None:
                 passed = await self._trying.passed(request)
-                self._refuse()  # that may have taken a while
+                self._refuse()  # the engine may have stopped while the grammar was checked
             self._prompt_tokens += len(request.prompt_token_ids)
             answer = Answer(request, passed, time.monotonic() - arrived)
             async with contextlib.aclosing(self._chunks(request, passed, place, answer)) as chunks:
@@ -215,7 +241,7 @@ class VLLMEngine(Engine):
     def _submit(
         self, request: GenerationRequest, passed: Passed | None, place: int
     ) -> AsyncGenerator[Any, None]:
-        from vllm.inputs.engine import tokens_input  # vLLM is there once it has started
+        from vllm.inputs.engine import tokens_input  # vLLM is imported only by `start`
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
@@ -229,7 +255,7 @@ class VLLMEngine(Engine):
     async def _chunks(
         self, request: GenerationRequest, passed: Passed | None, place: int, answer: Answer
     ) -> AsyncGenerator[Chunk, None]:
-        from vllm.exceptions import VLLMClientError  # vLLM is there once it has started
+        from vllm.exceptions import VLLMClientError  # vLLM is imported only by `start`
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         if self._embeds:
@@ -252,7 +278,7 @@ class VLLMEngine(Engine):
             self._die(error)
             assert self._dead is not None
             raise self._dead from None
-        except (VLLMClientError, ValueError) as error:  # its input processor raises plain ValueErrors too
+        except (VLLMClientError, ValueError) as error:  # vLLM's input processor raises plain ValueErrors too
             raise Refused(f"vLLM refuses this request: {_first_line(error)}") from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
@@ -278,10 +304,13 @@ class VLLMEngine(Engine):
     def _die(self, error: BaseException) -> None:
         if not isinstance(error, EngineDead):
             error = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
-        self._dead = self._dead or error  # the first says why
+        self._dead = self._dead or error  # the first error is the cause
 
     async def _watch_stillness(self) -> None:
-        """End vLLM's processes when they have work and do nothing; whoever waits for them is told."""
+        """Kill vLLM's processes when they hang, and fail the requests that wait for them.
+
+        A hang means that processes with work to do use no processor time and send no message.
+        """
         cores, seconds = await processes.hang(lambda: self._cores.messages, self._still_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
         error = EngineDead(
@@ -294,20 +323,23 @@ class VLLMEngine(Engine):
         processes.kill(cores)
 
     def _still_limit(self) -> int | None:
-        """Looks without a movement that are too many now; None: there is nothing to do."""
+        """Return the number of checks without activity that counts as a hang, or None while vLLM is idle."""
         if not self._ready:
             return stillness.STILL_LOOKS_LOADING
         return stillness.STILL_LOOKS if self._llm.output_processor.has_unfinished_requests() else None
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        if self._ready and index is None:  # vLLM ends one of several sequences only by itself
+        """Abort a request in vLLM. One sequence (`index`) of several cannot be aborted."""
+        if self._ready and index is None:  # vLLM cannot abort one of several sequences
             await self._llm.abort(request_id)
 
     @property
     def ready(self) -> bool:
+        """Return whether the engine accepts requests."""
         return self._ready and self._dead is None and not self._llm.errored
 
     def stats(self) -> EngineStats:
+        """Return the current statistics of all engine cores together."""
         memory = MeasuredMemory(
             weights=self._weights,
             kv_pool=self._kv_pool,
@@ -329,6 +361,11 @@ class VLLMEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
+        """Return the blocks, lengths and measured bytes that the running engine has.
+
+        Raises:
+            QueueFull: the engine has not started yet.
+        """
         if not self._ready:
             raise QueueFull("the engine is not ready")
         config = self._llm.vllm_config
@@ -348,11 +385,13 @@ class VLLMEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
+        """Accept no more requests and wait until none is unfinished, at most `seconds`."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
+        """Stop vLLM's processes and release their files, also while vLLM still loads."""
         self._stopping = self._draining = True
         self._ready = False
         self._sampler.stop()
@@ -364,12 +403,12 @@ class VLLMEngine(Engine):
             await processes.interrupt_loading(self._loading)
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            if self._dead is not None:  # nobody else tells them once the handler is cancelled
-                from vllm.v1.engine.exceptions import EngineDeadError  # vLLM is there once it has started
+            if self._dead is not None:  # waiting requests get no error once the output handler is cancelled
+                from vllm.v1.engine.exceptions import EngineDeadError  # vLLM is imported only by `start`
 
                 llm.output_processor.propagate_error(EngineDeadError())
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # or it reports the end of its engine as a crash
+                llm.output_handler.cancel()  # otherwise vLLM logs the end of its engine as a crash
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._loader, self._end, llm)
             await loop.run_in_executor(self._loader, processes.close_files, llm)
@@ -380,7 +419,7 @@ class VLLMEngine(Engine):
 
 
 def _first_line(error: BaseException) -> str:
-    """What a validation error says; the lines below point into the input."""
+    """Return the first line of a validation error; the lines below it point into the input."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 

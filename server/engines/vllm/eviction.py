@@ -1,11 +1,11 @@
-"""Learned eviction in vLLM's own block pool: `install` puts a `LearnedQueue` in the place of its free queue.
+"""Learned eviction in vLLM's block pool: `install` replaces the pool's free queue by a `LearnedQueue`.
 
-vLLM's manager stays what it is: it asks its pool for blocks, and the pool asks its queue which of the free
-ones to hand out. Blocks without content go first, as in vLLM; then the one that `tonnage.cache.eviction` would
-evict, where vLLM takes the one released longest ago. The queue sees which blocks leave and join it; when
-requests begin and end, and what they hold then, five wrapped methods of vLLM's manager and pool tell it.
+vLLM's manager asks its pool for blocks, and the pool asks its free queue which free block to hand out next.
+Blocks without content still go first. After them goes the block that `tonnage.cache.eviction` would evict,
+where vLLM takes the block released longest ago. The queue sees which blocks leave and join it. Five wrapped
+methods of vLLM's manager and pool report when requests begin and end, and which blocks they hold.
 
-What goes wrong in here never reaches a request: from the first exception on the queue is vLLM's again.
+An exception in this module never reaches a request: after the first one, vLLM's own queue is used again.
 """
 
 from __future__ import annotations
@@ -27,24 +27,30 @@ from tonnage.planner.units import ceil_div
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-# What vLLM 0.30 to 0.33 call of a free queue, and how they call the manager's allocate_slots.
+# Methods that vLLM 0.30 to 0.33 call on a free queue, and the first arguments of the manager's allocate_slots.
 QUEUE = {
     *("popleft", "popleft_n", "remove", "append", "prepend_n", "append_n"),
     *("get_all_free_blocks", "iter_blocks_after"),
 }
 ALLOCATE = ["request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks"]
-# Blocks chosen in one call: a decode asks for one, and a call of compiled code costs more than the choice.
+# Blocks chosen in one call. A decode asks for one block, and calling compiled code costs more than choosing.
 AHEAD = 32
 
 
 class NotUnderstood(Exception):
-    """vLLM's manager is not as this module knows it, or has nothing to learn from."""
+    """An error that says why learned eviction cannot work with this vLLM manager."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionStats:
-    """``learned``: the learned rule is followed now, and not LRU; ``evicted``: blocks with content that it
-    has chosen, the next few to go among them; ``fallbacks``: exceptions of ours so far, 0 or 1."""
+    """Counts of learned eviction for metrics.
+
+    Attributes:
+        learned: whether blocks are evicted by the learned rule now (False: LRU).
+        evicted: blocks with content that the rule has chosen, including the next few that it has already
+            chosen.
+        fallbacks: exceptions in our code so far, 0 or 1.
+    """
 
     learned: bool
     evicted: int
@@ -52,10 +58,11 @@ class EvictionStats:
 
 
 def install(manager: Any) -> LearnedQueue | None:
-    """Learned eviction for vLLM's KVCacheManager ``manager``, which has handed out nothing yet.
+    """Install learned eviction in a vLLM KVCacheManager that has not handed out a block yet.
 
-    None, and a warning in vLLM's log, where it stays as it is: no prefix caching, no full-attention group,
-    another interface than that of vLLM 0.30 to 0.33.
+    Returns:
+        The new queue. None, with a warning in vLLM's log, when vLLM's own eviction stays: without prefix
+        caching, without a full-attention group, or with an interface other than that of vLLM 0.30 to 0.33.
     """
     try:
         queue = LearnedQueue(manager)
@@ -70,7 +77,7 @@ def install(manager: Any) -> LearnedQueue | None:
 
 
 def _wrap(manager: Any, queue: LearnedQueue) -> None:
-    """Tell ``queue`` of what it cannot see."""
+    """Wrap the methods of vLLM's manager and pool that report to `queue` what a free queue cannot see."""
     pool = manager.block_pool
     allocate, free, take_out = manager.allocate_slots, manager.free, manager.pop_blocks_for_free
     reset, evict = pool.reset_prefix_cache, pool.evict_blocks
@@ -117,17 +124,26 @@ def _wrap(manager: Any, queue: LearnedQueue) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A KV cache group, number ``at``; ``scale``: hashes of a request to one of its blocks."""
+    """One KV cache group of vLLM.
+
+    Attributes:
+        at: index of the group.
+        tables: blocks of each request by request id.
+        cached: number of leading blocks of each request that a prefix can hit, by request id.
+        block_size: tokens in one block.
+        scale: hashes of a request per block of this group.
+        full: whether the group has full attention and prefix caching.
+    """
 
     at: int
-    tables: dict[str, Any]  # request id -> its blocks
-    cached: dict[str, int]  # request id -> leading blocks that can be hit
+    tables: dict[str, Any]
+    cached: dict[str, int]
     block_size: int
     scale: int
     full: bool
 
     def hashes(self, request: Any, count: int) -> UInt64Array:
-        """uint64 [blocks]: the first bytes of the hashes of the request's first ``count`` full blocks."""
+        """Return the first 8 bytes of the hashes of the first `count` full blocks (uint64 [blocks])."""
         hashes = request.block_hashes[self.scale - 1 : count * self.scale : self.scale]
         if not hashes:
             return np.zeros(0, np.uint64)
@@ -136,7 +152,11 @@ class _Group:
 
 
 def _read(manager: Any) -> tuple[_Group, list[_Group]]:
-    """(the first full-attention group, the others). Raises NotUnderstood."""
+    """Return the first full-attention group of vLLM's manager, and the other groups.
+
+    Raises:
+        NotUnderstood: the manager's interface is unknown, or it has no prefixes to learn from.
+    """
     pool = manager.block_pool
     methods = {name for name in vars(type(pool.free_block_queue)) if not name.startswith("_")}
     if methods != QUEUE:
@@ -166,7 +186,10 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
 
 
 class LearnedQueue:
-    """vLLM's FreeKVCacheBlockQueue (v1/core/kv_cache_utils.py, 0.30 to 0.33) in our order."""
+    """A replacement for vLLM's FreeKVCacheBlockQueue that hands out blocks in the learned order.
+
+    It has the interface of v1/core/kv_cache_utils.py in vLLM 0.30 to 0.33.
+    """
 
     def __init__(self, manager: Any) -> None:
         self._anchor, self._others = _read(manager)
@@ -180,33 +203,37 @@ class LearnedQueue:
         self._order = EvictionOrder(len(pool.blocks), size, ceil_div(manager.max_model_len, smallest))
         self.num_free_blocks = len(free)
         self.ahead = AHEAD
-        self.live: dict[str, int] = {}  # requests that hold blocks -> turn of their conversation
+        self.live: dict[str, int] = {}  # request that holds blocks -> turn of its conversation
         self._blocks = pool.blocks
-        self._stack: list[Any] = free[::-1]  # blocks without content, the next to be handed out last
-        self._chosen: list[int] = []  # to go next, the first last; vLLM still finds what they hold
-        self._taken: list[int] = []  # blocks that have left, which the order has not been told yet
-        self._starting: tuple[Any, list[int]] | None = None  # a request that gets its first blocks, its hit
-        self._forgotten: set[int] = set()  # blocks in use that have lost their content
-        self._plain: FreeKVCacheBlockQueue | None = None  # vLLM's, once we have failed
+        self._stack: list[Any] = free[::-1]  # blocks without content; the last is handed out first
+        self._chosen: list[int] = []  # blocks to evict next, the last first; a prefix can still hit them
+        self._taken: list[int] = []  # blocks that left the queue and that the order has not heard of yet
+        self._starting: tuple[Any, list[int]] | None = None  # request that gets its first blocks, and its hit
+        self._forgotten: set[int] = set()  # blocks in use whose cached content was dropped
+        self._plain: FreeKVCacheBlockQueue | None = None  # vLLM's queue, after an exception in our code
         for block in free:
             block.prev_free_block = block.next_free_block = None
 
     @property
     def stats(self) -> EvictionStats:
-        """Counts for metrics."""
+        """Return the counts of evictions and fallbacks."""
         failed = self._plain is not None
         return EvictionStats(self._order.learned and not failed, self._order.evicted, int(failed))
 
     # -- vLLM's pool calls these -----------------------------------------------------------------------------
 
     def popleft(self) -> Any:
-        """The next free block. Raises ValueError, as vLLM's, where there is none."""
+        """Remove and return the next free block.
+
+        Raises:
+            ValueError: no block is free (as in vLLM).
+        """
         if self.num_free_blocks == 0:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """The next ``n`` free blocks."""
+        """Remove and return the next `n` free blocks."""
         if n == 0:
             return []
         assert self.num_free_blocks >= n
@@ -233,7 +260,7 @@ class LearnedQueue:
         return list(self._plain.popleft_n(n))
 
     def remove(self, block: Any) -> None:
-        """A free block is used again: somebody has hit it."""
+        """Remove a free block that a prefix hit uses again."""
         self.num_free_blocks -= 1
         if self._plain is not None:
             self._plain.remove(block)
@@ -243,11 +270,11 @@ class LearnedQueue:
             self._taken.append(block.block_id)
 
     def append(self, block: Any) -> None:
-        """As `append_n`."""
+        """Add one block that no request references any more and that keeps its content."""
         self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        """Nobody uses the blocks any more; they keep their content."""
+        """Add blocks that no request references any more and that keep their content."""
         if not blocks:
             return
         self.num_free_blocks += len(blocks)
@@ -256,12 +283,12 @@ class LearnedQueue:
                 self._tell()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
-                self._fail()  # all that nobody references are in vLLM's queue now
+                self._fail()  # puts every unreferenced block into vLLM's queue, these included
         else:
             self._plain.append_n(_outside(blocks))
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Nobody uses the blocks any more, and they have nothing that anybody could hit."""
+        """Add blocks that no request references any more and that have no content a prefix could hit."""
         if not blocks:
             return
         self.num_free_blocks += len(blocks)
@@ -280,7 +307,7 @@ class LearnedQueue:
                 self._fail()
 
     def get_all_free_blocks(self) -> list[Any]:
-        """All free blocks: those without content as they go, then by their release; O(pool)."""
+        """Return all free blocks: blocks without content in order, then the others by release time. O(pool)."""
         if self._plain is None:
             try:
                 self._tell()
@@ -292,7 +319,10 @@ class LearnedQueue:
         return list(self._plain.get_all_free_blocks())
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """The free blocks behind ``cursor`` (None: all), for connectors that copy what goes soon; O(pool)."""
+        """Iterate over the free blocks behind `cursor` (None: all free blocks). O(pool).
+
+        Connectors copy the blocks that will be evicted soon.
+        """
         blocks = self.get_all_free_blocks()
         at = _place(cursor, blocks)
         return iter(blocks if at is None else blocks[at + 1 :])
@@ -300,7 +330,7 @@ class LearnedQueue:
     # -- the wrapped methods call these ----------------------------------------------------------------------
 
     def starting(self, request: Any, hit_tokens: int, computed: Any) -> None:
-        """vLLM is asked for the first blocks of a request, which it may refuse before it changes anything."""
+        """Note that vLLM allocates the first blocks of a request, which may still fail without any change."""
         if self._plain is not None:
             return
         try:
@@ -312,16 +342,16 @@ class LearnedQueue:
             self._fail()
 
     def started(self, granted: bool) -> None:
-        """... and has answered."""
+        """Note whether vLLM allocated the first blocks of the request given to `starting`."""
         if self._plain is None and granted:
             try:
-                self._begin()  # where it has neither taken nor given back a block
+                self._begin()  # no call has done it yet if vLLM neither took nor returned a block
             except Exception:
                 self._fail()
         self._starting = None
 
     def ended(self, request: Any) -> None:
-        """A request gives back its blocks: what they are worth is known now."""
+        """Learn the value of a request's blocks when the request returns them."""
         turn = self.live.pop(request.request_id, None)
         if turn is None or self._plain is not None:
             return
@@ -340,7 +370,7 @@ class LearnedQueue:
             self._fail()
 
     def reset(self) -> None:
-        """vLLM has forgotten everything cached; all blocks are free."""
+        """Treat all blocks as free and without content, after vLLM dropped its prefix cache."""
         if self._plain is not None:
             return
         try:
@@ -352,7 +382,7 @@ class LearnedQueue:
             self._fail()
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """vLLM has forgotten what these blocks hold."""
+        """Treat these blocks as blocks without content, after vLLM dropped what they hold."""
         if self._plain is not None:
             return
         try:
@@ -365,7 +395,7 @@ class LearnedQueue:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """The order hears of what has happened since, in order: a request has begun, its hit has been taken."""
+        """Report the last events to the order: the request that began, then the blocks that it hit."""
         if self._starting is not None:
             self._begin()
         if self._taken:
@@ -376,7 +406,7 @@ class LearnedQueue:
                 self._chosen = [block for block in self._chosen if block not in out]
 
     def _choose(self, count: int) -> None:
-        """At least ``count`` entries of ``_chosen``."""
+        """Choose blocks to evict until `_chosen` has at least `count` entries."""
         short = count - len(self._chosen)
         if short > 0:
             more = self._order.pop(min(max(short, self.ahead), self._order.cached))
@@ -391,7 +421,7 @@ class LearnedQueue:
         self.live[request.request_id] = turn
 
     def _held(self, group: _Group, id: str) -> list[int]:
-        """The request's blocks, of a full group those that have been cached; 0 where there is none any more."""
+        """Return the ids of the request's blocks: in a full group the cached blocks only. A lost block is 0."""
         blocks = group.tables.get(id, ())
         held = [block.block_id for block in (blocks[: group.cached.get(id, 0)] if group.full else blocks)]
         if not self._forgotten:
@@ -399,8 +429,8 @@ class LearnedQueue:
         return [0 if block in self._forgotten else block for block in held]
 
     def _fail(self) -> None:
-        """From now on vLLM's own queue, of all blocks that nobody references."""
-        logger.exception("Tonnage's eviction failed: from now on vLLM evicts what was used longest ago")
+        """Switch to vLLM's own free queue, filled with all unreferenced blocks, after an exception of ours."""
+        logger.exception("Tonnage's learned eviction failed: vLLM evicts by LRU from now on")
         stamp = self._order.core.stamp
         free = [block for block in self._blocks if block.ref_cnt == 0 and not block.is_null]
         free.sort(key=lambda block: -1 if block.block_hash is None else int(stamp[block.block_id]))
@@ -414,18 +444,24 @@ _NO_HASHES = np.zeros(0, np.uint64)
 
 
 def _outside(blocks: list[Any]) -> list[Any]:
-    """Those not in vLLM's queue yet: of two calls in one release the first may have failed, and entered all."""
+    """Return the blocks that vLLM's queue does not hold yet.
+
+    A release makes two calls. If the first one failed, the fallback has already entered all blocks.
+    """
     return [block for block in blocks if block.next_free_block is None]
 
 
 def _place(block: Any, blocks: list[Any]) -> int | None:
-    """Where it is; `list.index` would compare vLLM's blocks field by field."""
+    """Return the index of `block` in `blocks`, or None.
+
+    `list.index` would compare vLLM's blocks field by field.
+    """
     return next((at for at, each in enumerate(blocks) if each is block), None)
 
 
 @cache
 def _warm(block_size: int) -> None:
-    """Compile, or read from disk, what the order runs, before the first request pays for it."""
+    """Compile the functions of the order, or load them from disk, before the first request needs them."""
     order = EvictionOrder(8, block_size, 4)
     hashes = np.arange(1, 4, dtype=np.uint64)
     for turn in range(2):

@@ -1,10 +1,10 @@
-"""What vLLM's workers say of their memory while they start: nobody else measures it, so their log is read.
+"""The memory figures that vLLM's GPU workers log while they start. vLLM reports them nowhere else.
 
-A GPU worker logs at level INFO what its weights took, what it consumed beside them, its activation peak, its
-CUDA graphs and what is left for the pool (v1/worker/gpu_worker.py, 0.30 to 0.33), to a hundredth of a GiB.
-vLLM calls `watch` in each of its processes (entry point group ``vllm.general_plugins``); the figures lie in a
-folder that the first of them makes and takes away again. Workers on other machines, and those that log
-nothing, say nothing.
+A GPU worker logs at level INFO the bytes of its weights, of other memory beside them, of the activation peak,
+of CUDA graphs and of the KV pool (v1/worker/gpu_worker.py, 0.30 to 0.33), rounded to 0.01 GiB. vLLM calls
+`watch` in each of its processes (entry point group `vllm.general_plugins`). The figures are kept in a folder
+that the first process creates and removes at its end. Workers on other machines, and workers that do not log,
+contribute no figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.vllm.log import read_line, settle
 
-# Names the folder to the processes that vLLM starts, which inherit it.
+# Environment variable with the folder's path, inherited by the processes that vLLM starts.
 FOLDER = "TONNAGE_VLLM_FIGURES"
 
 _WORDS = ("GiB", "KV cache size")
@@ -30,7 +30,7 @@ _WORDS = ("GiB", "KV cache size")
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Bytes on one device, the most of any worker that told; None: none did."""
+    """Bytes on one device: the maximum over the workers that logged a figure, None where no worker did."""
 
     weights: int | None = None
     framework: int | None = None
@@ -39,7 +39,7 @@ class WorkerMemory:
 
 
 def watch() -> None:
-    """Listen to vLLM's log in this process. Called once or more in each."""
+    """Install a log handler that collects the figures of this process. Further calls change nothing."""
     if FOLDER not in os.environ:
         folder = tempfile.mkdtemp(prefix="tonnage-vllm-")
         os.environ[FOLDER] = folder
@@ -50,7 +50,7 @@ def watch() -> None:
 
 
 def read() -> WorkerMemory:
-    """What the workers have told so far."""
+    """Return the figures that the workers have logged so far."""
     found: dict[str, float] = {}
     folder = os.environ.get(FOLDER)
     for file in Path(folder).glob("*.json") if folder else ():
@@ -67,12 +67,13 @@ def read() -> WorkerMemory:
 
 
 def _take_away(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # not a child that was forked
+    """Delete the folder, unless this process is a fork of the one that created it."""
+    if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Listener(logging.Handler):
-    """Keeps the figures of one process in a file of its own."""
+    """A log handler that keeps the figures of one process in a JSON file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.INFO)
@@ -80,17 +81,18 @@ class _Listener(logging.Handler):
         self._figures = LogFigures()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Read the figures in one log record and write them to the file when they changed."""
         try:
             text = record.getMessage()
             if not any(word in text for word in _WORDS):
-                return  # a log of every request is no business of ours
+                return  # most lines, such as the log of requests, have no memory figures
             before = dict(self._figures.figures)
             read_line(text, self._figures)
             if self._figures.figures != before:
-                settled = deepcopy(self._figures)  # what follows is taken from what was said, once
+                settled = deepcopy(self._figures)  # `settle` derives figures and may run once on each record
                 settle(settled)
                 beside = self._file.with_suffix(".new")
                 beside.write_text(json.dumps(settled.figures))
-                beside.replace(self._file)  # who reads sees all of it or nothing
-        except Exception:  # a line of a log, or a full disk, is no reason to fail
+                beside.replace(self._file)  # atomic, so that a reader never sees half a file
+        except Exception:  # an unexpected log line or a full disk must not stop vLLM
             self.handleError(record)

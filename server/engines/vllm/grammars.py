@@ -1,8 +1,8 @@
-"""Runs inside vLLM's engine core (``scheduler_cls``): grammars are matched as the hf engine matches them.
+"""Structured output inside vLLM's engine core, with the matchers and limits of the hf engine.
 
-Written against vLLM 0.32. Its own backends compile in the loop of the API process and fill masks without any
-limit. Here llguidance has limits, the masks of a step have a budget, and an answer that needs more ends with
-what is wrong as its ``stop_reason``.
+Written against vLLM 0.32, whose own backends compile grammars in the event loop of the API process and fill
+token masks without a time limit. Here llguidance has limits and the masks of a step have a time budget. A
+sequence that exceeds a limit ends with the error as its `stop_reason`.
 """
 
 from __future__ import annotations
@@ -27,44 +27,48 @@ from tonnage.server.engines.vllm.passed import COMPLETE, Passed
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
 
-# Each answer that ends so would be an error in the log.
+# vLLM would log an error for each sequence that ends because of its grammar.
 logging.getLogger("vllm.v1.core.sched.scheduler").addFilter(
     lambda record: not record.getMessage().startswith("Unexpected: grammar rejected tokens")
 )
 
 
 class Answer:
-    """One answer's grammar, as vLLM's manager wants it (StructuredOutputGrammar in
-    v1/structured_output/backend_types.py); what is called there for drafted tokens alone is not here."""
+    """The grammar state of one request, in the interface of vLLM's StructuredOutputGrammar.
+
+    The interface is in v1/structured_output/backend_types.py. The methods that only draft tokens need are
+    missing.
+    """
 
     def __init__(self, tenant: str, matcher: GrammarMatcher | TagMatcher | None, error: str | None) -> None:
         self.tenant, self.matcher, self.error = tenant, matcher, error
-        self.request: Any = None  # vLLM's, once it is drawn for
-        self.done = False  # its text is complete
+        self.request: Any = None  # vLLM's Request, set before its first mask
+        self.done = False  # whether the text matches the whole grammar
         self._row: npt.NDArray[np.int32] | None = None
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        """Write the mask of allowed next tokens into row `index` of `bitmask` (int32 [sequences, words])."""
         row = bitmask[index]
         row.fill_(-1)
         self._row = None
         if self.error is not None or self.matcher is None:
-            return  # it ends with what is drawn now
+            return  # the sequence ends with the next token, so any token is allowed
         try:
             self._row = self.matcher.row()
-        except Exception as error:  # nothing that a request asks for ends the engine
+        except Exception as error:  # a request's grammar must not stop the engine
             self.error = first_line(str(error))
             return
         row[: len(self._row)] = torch.from_numpy(self._row)[: len(row)]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """False: it ends here, with its ``stop_reason`` saying why."""
+        """Advance the matcher by sampled tokens; return False when the sequence ends, with a `stop_reason`."""
         for token in tokens:
             if self.error is None and not self.done:
                 self._accept(token)
         if self.error is None and self.done:
-            if not self.request.is_finished():  # no stop token can end it
+            if not self.request.is_finished():  # the request has no stop token that could end it
                 self.error = COMPLETE
-            # vLLM lets a grammar's end come too soon rather than leave no token (MinTokensLogitsProcessor).
+            # vLLM allows a stop token before min_tokens if no other token is left (MinTokensLogitsProcessor).
             elif self.request.num_output_tokens <= self.request.sampling_params.min_tokens:
                 self.error = NO_TOKEN
         if self.error is not None:
@@ -78,15 +82,19 @@ class Answer:
         assert self.matcher is not None
         try:
             self.done = self.matcher.accept(token)
-        except Exception as error:  # as above
+        except Exception as error:  # a request's grammar must not stop the engine
             self.error = first_line(str(error))
 
     def is_terminated(self) -> bool:
+        """Return whether the text matches the whole grammar."""
         return self.done
 
 
 class Backend:
-    """As vLLM's manager wants it (StructuredOutputBackend, there). What is wrong is told by the answer."""
+    """A factory of grammar states, in the interface of vLLM's StructuredOutputBackend.
+
+    A grammar that fails to compile yields a state with the error, which the sequence reports when it ends.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         model = vllm_config.model_config
@@ -96,6 +104,7 @@ class Backend:
     def compile_grammar(
         self, request_type: object, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> Answer:
+        """Return the grammar state of a request from the encoded grammar of the API process."""
         passed = Passed.decode(grammar_spec)
         try:
             ends = tuple(stop_token_ids or ())
@@ -105,29 +114,33 @@ class Backend:
         return Answer(passed.tenant, matcher, None)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """Return a mask that allows every token (int32 [sequences, vocab / 32])."""
         return torch.full((max_num_seqs, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
 
-    def destroy(self) -> None: ...
+    def destroy(self) -> None:
+        """Release nothing; vLLM calls this at its end."""
 
 
 class _Threads:
-    """Where grammars are compiled: structural tags, which may take long, hold up each other only."""
+    """An executor that compiles grammars, with a thread of its own for structural tags, which may take long."""
 
     def __init__(self) -> None:
         self._grammars = ThreadPoolExecutor(1, "grammars")
         self._tags = ThreadPoolExecutor(1, "structural tags")
 
     def submit(self, create: Callable[[Any], Answer], request: Any) -> Future[Answer]:
+        """Compile the grammar of a vLLM request in the thread of its kind."""
         tag = request.structured_output_request.params.structural_tag is not None
         return (self._tags if tag else self._grammars).submit(create, request)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Cancel the waiting compilations without waiting for the running ones."""
         for threads in (self._grammars, self._tags):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Bounded(Scheduler):
-    """What is added to vLLM's scheduler, whichever it is."""
+    """A mixin for vLLM's scheduler that bounds the memory and time of grammars."""
 
     def __init__(self, *args: Any, **flags: Any) -> None:
         super().__init__(*args, **flags)
@@ -137,7 +150,7 @@ class Bounded(Scheduler):
         manager.executor = _Threads()
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """Within the step's budget; those whose turn does not come end."""
+        """Return the token masks of a step, and end sequences whose masks do not fit into its time budget."""
         if scheduler_output.has_structured_output_requests:
             drawing = []
             for request_id in scheduler_output.num_scheduled_tokens:

@@ -1,5 +1,7 @@
-"""What vLLM's engine cores tell after each step, as a snapshot: its own statistics, and beside them what our
-scheduler says of its promises (`tonnage.server.engines.vllm.told`)."""
+"""Statistics of vLLM's engine cores, taken from the messages that they send after each step.
+
+A message has vLLM's own statistics, and what our scheduler adds to them (`tonnage.server.engines.vllm.told`).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,13 @@ from tonnage.server.engines.vllm.told import Told, take
 
 
 class Heard:
-    """One engine core. ``num_blocks``: of its pool, the null block included. ``caching``: it looks prompts up
-    in its prefix cache. ``told``: what our scheduler says before the first step; None: it does not run."""
+    """The statistics of one engine core.
+
+    Args:
+        num_blocks: blocks of its pool, with the null block.
+        caching: whether prompts are looked up in the prefix cache.
+        told: the values of our scheduler before the first step, None when vLLM's own scheduler runs.
+    """
 
     def __init__(self, num_blocks: int, *, caching: bool, told: Told | None = None) -> None:
         self.num_blocks, self.told = num_blocks, told
@@ -24,21 +31,26 @@ class Heard:
 
     @property
     def unfinished(self) -> int:
-        """Running and waiting after the last step."""
+        """Return the requests running or waiting after the last step."""
         return self._running + self._waiting
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """``scheduler``: a SchedulerStats or None, ``iteration``: an IterationStats or None."""
+        """Take in one message of the engine core.
+
+        Args:
+            scheduler: vLLM's SchedulerStats or None.
+            iteration: vLLM's IterationStats or None.
+        """
         if scheduler is not None:
             found = take(scheduler.waiting_lora_adapters)
-            # Whether our scheduler runs is known with the first step; later it may fall silent.
+            # The first step shows whether our scheduler runs. It may stop reporting later.
             self.told = found if self._steps == 0 else found or self.told
             self._steps += 1
             self._running = scheduler.num_running_reqs
             self._waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self._usage = scheduler.kv_cache_usage
-            # A preempted request looks its tokens up again; what is not there is computed again, but for the
-            # last one, which was sampled and not computed yet.
+            # A preempted request looks its tokens up again and recomputes the tokens that are not cached,
+            # except the last token, which was sampled and never computed.
             looked = scheduler.prefix_cache_stats
             self._preempted_tokens += looked.preempted_queries - looked.preempted_hits
             self._preempted_tokens -= looked.preempted_requests
@@ -46,14 +58,20 @@ class Heard:
             self._preemptions += iteration.num_preempted_reqs
 
     def stats(self, memory: MeasuredMemory, *, idle: bool = False) -> EngineStats:
-        """The snapshot now. vLLM on its own promises nothing: what is reserved is what is held. ``idle``:
-        nobody is there any more, whatever the last step said."""
+        """Return the statistics after the last step.
+
+        vLLM's own scheduler reserves nothing, so its reserved blocks are its used blocks.
+
+        Args:
+            memory: measured bytes, passed through.
+            idle: no request is left, whatever the last message said.
+        """
         told = self.told or Told("greedy")
         if idle and told.reserved is not None:
             told = replace(told, reserved=0, committed=0, waste=0)
         usable = max(0, self.num_blocks - 1)
         used = 0 if idle else min(usable, round(self._usage * usable))
-        # Looked at once a second, so it may be of a moment when less was used.
+        # The count is up to one second old, when fewer blocks may have been in use.
         cached = None if told.cached is None else min(told.cached, usable - used)
         evicted: tuple[int, ...] = ()
         if told.cached is not None:
@@ -86,12 +104,19 @@ class Heard:
 
 
 class Cores:
-    """All engine cores behind one AsyncLLM; until one is there, the one of the plan. ``mode``: what was asked
-    for."""
+    """The statistics of all engine cores behind one AsyncLLM.
+
+    Until a core joins, the figures of the plan stand for core 0.
+
+    Args:
+        num_blocks: planned blocks.
+        mode: configured admission mode.
+        caching: whether prompts are looked up in the prefix cache.
+    """
 
     def __init__(self, num_blocks: int, mode: str, *, caching: bool) -> None:
-        self.messages = 0  # so far
-        self.queued: dict[str, float | None] = {}  # seconds in the queue, of those that are asked for
+        self.messages = 0  # received so far
+        self.queued: dict[str, float | None] = {}  # seconds in vLLM's queue, for the request ids entered here
         self._mode, self._caching = mode, caching
         self._heard = {0: self._new(num_blocks)}
 
@@ -100,11 +125,11 @@ class Cores:
         return Heard(num_blocks, caching=self._caching, told=nothing)
 
     def join(self, index: int, num_blocks: int) -> None:
-        """One has started."""
+        """Add engine core `index`, which has started with `num_blocks` blocks."""
         self._heard[index] = self._new(num_blocks)
 
     def record(self, index: int, scheduler: Any, iteration: Any) -> None:
-        """As `Heard.record`."""
+        """Take in the SchedulerStats and IterationStats (or None) of one message of engine core `index`."""
         self.messages += 1
         self._heard[index].record(scheduler, iteration)
         for finished in () if iteration is None else iteration.finished_requests:
@@ -112,6 +137,6 @@ class Cores:
                 self.queued[finished.request_id] = finished.queued_time
 
     def stats(self, memory: MeasuredMemory, *, idle: bool) -> EngineStats:
-        """Of all of them together."""
+        """Return the sums over all engine cores, with the measured bytes passed through."""
         parts = [heard.stats(memory, idle=idle) for heard in self._heard.values()]
         return replace(total(parts), memory=memory)

@@ -1,4 +1,4 @@
-"""Who waits in vLLM's line: what can never fit does not, and each has a place by arrival and priority."""
+"""The check of new requests against an empty pool, and their positions in vLLM's queue."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from tonnage.cache.admission.types import AGEING_SECONDS
 from tonnage.server.engines.errors import NeverFits
 from tonnage.server.engines.request import GenerationRequest
 
-# Places are whole numbers, as vLLM's priorities are: milliseconds.
+# vLLM's priorities are integers, so positions are in milliseconds.
 _PLACES_A_SECOND = 1000
 
 
 class Line:
-    """In front of one engine core with ``limits``. ``clock``: seconds.
+    """The admission check in front of vLLM's queue.
 
-    vLLM's n sequences of a request are scheduled in the same step, before the first has cached anything, so
-    each computes the prompt for itself: unlike in ``tonnage.cache.admission`` nothing is shared by forks.
+    vLLM schedules the n sequences of a request in the same step, before the first one has cached a block. Each
+    sequence computes the prompt for itself, so forks share nothing, unlike in `tonnage.cache.admission`.
+
+    Args:
+        limits: limits of one engine core.
+        clock: returns seconds.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,17 +33,18 @@ class Line:
         self._missing: Counter[str] = Counter()  # blocks
 
     def place(self, priority: int) -> int:
-        """vLLM's priority of a request that comes now; lower is first.
+        """Return vLLM's priority for a request that arrives now; the lowest runs first.
 
-        As in ``tonnage.cache.scheduler.queue``: arrival plus priority times AGEING_SECONDS, so that an entry
-        is overtaken only by what arrives within a bounded time after it.
+        The position is the arrival time minus a bonus for priority, as in `tonnage.cache.scheduler.queue`:
+        arrival plus priority times AGEING_SECONDS. A waiting request is overtaken only by requests that arrive
+        within a bounded time after it.
         """
         return round((self._clock() + priority * AGEING_SECONDS) * _PLACES_A_SECOND)
 
     def check(self, request: GenerationRequest, *, embeds: bool) -> None:
-        """Raises NeverFits, with the numbers."""
+        """Raise `NeverFits`, with the numbers, for a request that an empty pool cannot hold."""
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if embeds:  # nothing follows the prompt: its last token stands for the one that is asked for
+        if embeds:  # an embedding has no output: count the last prompt token as the one output token
             prompt, output = max(1, prompt - 1), 1
         never = self.never(AdmissionRequest(prompt, output, request.n))
         if never is not None:
@@ -49,24 +54,24 @@ class Line:
             raise NeverFits(str(never), field="prompt")
 
     def never(self, request: AdmissionRequest) -> Never | None:
-        """Why it does not fit an empty pool; None when it does."""
-        # A prompt of one token has no full block that forks could share: the rest counts for each of them.
+        """Return why an empty pool cannot hold the request, or None when it can."""
+        # Forks cannot share a block of a one-token prompt, so all other tokens count for each fork.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
         answer = refusal(unshared, self.limits)
         return answer and replace(answer, largest_prompt_tokens=self._largest_prompt(request))
 
     @property
     def refused(self) -> tuple[tuple[str, str, int], ...]:
-        """("never", reason, count) of all that were refused."""
+        """Return ("never", reason, requests) for each reason of a rejection."""
         return tuple(("never", reason, count) for reason, count in self._refused.items())
 
     @property
     def refused_blocks(self) -> tuple[tuple[str, str, int], ...]:
-        """("never", reason, blocks that were missing)."""
+        """Return ("never", reason, missing blocks) for each reason of a rejection."""
         return tuple(("never", reason, count) for reason, count in self._missing.items())
 
     def _largest_prompt(self, request: AdmissionRequest) -> int:
-        """As if each of the n sequences had an equal part of the pool to itself."""
+        """Return the largest prompt that fits if each of the n sequences has an equal part of the pool."""
         share = self.limits.usable_blocks // request.n
         if share == 0 or request.n > self.limits.max_num_seqs:
             return 0

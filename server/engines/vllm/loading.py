@@ -1,5 +1,7 @@
-"""An AsyncLLM that tells us what its engine cores say. Written against vLLM 0.32; nothing of it is imported
-before."""
+"""The creation of vLLM's AsyncLLM, with a stat logger that collects the messages of its engine cores.
+
+Written against vLLM 0.32. Nothing of vLLM is imported before `load`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,16 @@ from tonnage.server.engines.vllm.heard import Cores
 
 
 def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) -> Any:
-    """The AsyncLLM of these AsyncEngineArgs. Blocks for half a minute and more. Raises DeploymentError where
-    vLLM is not installed, or it is not ``wanted`` any more once that is imported, and whatever vLLM raises."""
+    """Create the AsyncLLM of these AsyncEngineArgs; blocks for 30 s or more.
+
+    Args:
+        arguments: keywords of AsyncEngineArgs.
+        cores: the collector of the statistics.
+        wanted: returns False once the start was cancelled; it is called after vLLM was imported.
+
+    Raises:
+        DeploymentError: vLLM is not installed, or the start was cancelled.
+    """
     try:
         with no_collections():
             from vllm.config.kv_events import KVEventsConfig
@@ -34,12 +44,14 @@ def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) ->
         raise DeploymentError("was told to stop while vLLM was imported", field="backend")
 
     class Listener(StatLoggerBase):
-        """vLLM's hook for what its scheduler says after each step. It is asked before the loggers of plug-ins,
-        ours among them, which take out what it reads."""
+        """A vLLM stat logger that passes the statistics of each step to `cores`.
+
+        vLLM calls it before the loggers of plug-ins, such as ours, which remove the values that it reads.
+        """
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            # The handshake of an engine core writes the number it allocated into the config of the client,
-            # which adds up those of all (v1/engine/core_client.py, 0.32).
+            # Each engine core's handshake adds its number of blocks to the client's config
+            # (v1/engine/core_client.py, 0.32), so the config has the sum over all cores.
             engines = vllm_config.parallel_config.data_parallel_size
             cores.join(engine_index, vllm_config.cache_config.num_gpu_blocks // engines)
             self._index = engine_index
@@ -51,12 +63,14 @@ def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) ->
             mm_cache_stats: Any = None,
             engine_idx: int = 0,
         ) -> None:
+            """Pass one message to the collector."""
             cores.record(self._index, scheduler_stats, iteration_stats)
 
-        def log_engine_initialized(self) -> None: ...
+        def log_engine_initialized(self) -> None:
+            """Log nothing."""
 
     # vLLM copies its tokenizer for threads that render prompts (120 MiB each with a vocabulary of 262,144).
-    # Here prompts are tokens, and only the event loop asks it.
+    # Here prompts are token ids, and only the event loop uses the tokenizer.
     vars(renderers)["maybe_make_thread_pool"] = lambda tokenizer, copies=1: tokenizer
     if (events := arguments.get("kv_events_config")) is not None:
         arguments = arguments | {"kv_events_config": KVEventsConfig(**asdict(events))}
@@ -65,12 +79,12 @@ def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) ->
         with no_collections():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
     finally:
-        # vLLM prepares its children's environment (LD_PRELOAD, thread counts) in ours.
+        # vLLM sets variables for its children (LD_PRELOAD, thread counts) in the environment of this process.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
     if not collector.is_alive():
-        # pyzmq's thread for what it sends without a copy begins with the first message of 64 KiB: now, so
-        # that no request opens its seven files.
+        # pyzmq starts its thread for zero-copy messages with the first message of 64 KiB. Started here, no
+        # request opens the thread's seven files.
         collector.start()
     return llm

@@ -1,6 +1,6 @@
-"""Our sampling parameters as vLLM's, and its log probabilities as ours. Written against vLLM 0.32.
+"""Conversion of sampling parameters to vLLM's, and of vLLM's log probabilities to ours.
 
-Imports vLLM only inside of functions.
+Written against vLLM 0.32. vLLM is optional, so it is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HONOURED = BASIC_PARAMS | {
 
 
 def sampling_params(request: GenerationRequest, passed: Passed | None) -> Any:
-    """vLLM's SamplingParams for ``request`` and its grammar; a new chunk for each step, token ids only."""
+    """Return vLLM's SamplingParams for a request and its grammar, with one token-id output for each step."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # vLLM is optional
 
     params = request.params
@@ -54,7 +54,7 @@ def sampling_params(request: GenerationRequest, passed: Passed | None) -> Any:
 
 
 def pooling_params(request: GenerationRequest) -> Any:
-    """vLLM's PoolingParams for a request of an embedding."""
+    """Return vLLM's PoolingParams for an embedding request."""
     from vllm.pooling_params import PoolingParams  # vLLM is optional
 
     pooling = request.params.pooling
@@ -74,7 +74,13 @@ def _structured(passed: Passed | None) -> Any:
 def token_logprobs(
     token_ids: Sequence[int], positions: Sequence[Mapping[int, Any]] | None, top: int | None
 ) -> tuple[TokenLogprobs, ...]:
-    """One for each token; a position of vLLM maps token ids to (logprob, rank), the token's own among them."""
+    """Return the log probabilities of each output token with the `top` most likely alternatives.
+
+    Args:
+        token_ids: the output tokens.
+        positions: vLLM's dict of token id to (logprob, rank) for each token, the token's own included.
+        top: number of alternatives, None when log probabilities were not requested.
+    """
     if top is None or not positions:
         return ()
     return tuple(_position(token, position, top) for token, position in zip(token_ids, positions, strict=False))
@@ -83,7 +89,7 @@ def token_logprobs(
 def prompt_logprobs(
     prompt: Sequence[int], positions: Sequence[Mapping[int, Any] | None] | None, top: int | None
 ) -> tuple[TokenLogprobs | None, ...]:
-    """The same for the prompt; None where vLLM has none (the first token)."""
+    """Return the log probabilities of each prompt token, None where vLLM has none (the first token)."""
     if top is None or not positions:
         return ()
     return tuple(

@@ -1,4 +1,4 @@
-"""vLLM's processes: which they are, when they hang, and how they are ended. Written against vLLM 0.32."""
+"""Detection of hangs in vLLM's processes, and their end. Written against vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ from typing import Any
 from tonnage.server.engines import stillness
 from tonnage.server.engines.process_memory import process_tree
 
-# Clock ticks a second that a vLLM process may use while it waits. A worker's main thread looks at its queue
-# every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): measured 1 tick in 36 s, with its engine
-# core stopped. (Its gloo threads turn all the time: 2.2 a second.) One at work has 4 and more (stillness.py).
+# Upper bound of the clock ticks per second of a waiting vLLM process. A worker's main thread checks its queue
+# every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): 1 tick in 36 s was measured with its
+# engine core stopped. Its gloo threads always use 2.2 ticks per second. A busy process uses 4 or more
+# (stillness.py).
 PARKED_TICKS = 0.2
-# Until an engine core that is asked to end while it loads is ended: vLLM's own grace (v1/utils.py, 0.32).
+# Seconds that an engine core has to end by itself while it loads: vLLM's own limit (v1/utils.py, 0.32).
 _GRACE_SECONDS = 5.0
-# vLLM's thread that waits for the end of its cores (v1/engine/core_client.py, 0.32).
+# Name of vLLM's thread that waits for the end of its engine cores (v1/engine/core_client.py, 0.32).
 _MONITOR = "MPClientEngineMonitor"
 
 
 async def hang(heard: Callable[[], int], limit: Callable[[], int | None]) -> tuple[list[int], float]:
-    """Returns once there are engine cores and they have been still for ``limit()`` looks: their process ids and
-    the seconds that was. Arguments as ``tonnage.server.engines.stillness.still``'s."""
-    while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM tells nobody
+    """Wait until the engine cores have been inactive for `limit()` checks; return their pids and the seconds.
+
+    The arguments are passed to `tonnage.server.engines.stillness.still`.
+    """
+    while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM has no event for it
         await asyncio.sleep(stillness.LOOK_SECONDS)
     watched = stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS)
     return cores, await stillness.still(watched, heard, limit)
 
 
 async def interrupt_loading(loading: Future[Any]) -> None:
-    """A thread cannot be cancelled, but it gives up as soon as the child it waits for is gone."""
+    """End the engine cores of an AsyncLLM that still loads, and wait for the loading thread to give up.
+
+    A thread cannot be cancelled, but it fails as soon as the child process that it waits for has ended.
+    """
     asked = time.monotonic()
     while not loading.done():
-        if time.monotonic() - asked > _GRACE_SECONDS:  # it hangs
+        if time.monotonic() - asked > _GRACE_SECONDS:  # the core hangs
             kill(_engine_cores())
         for child in _engine_cores():
             with contextlib.suppress(ProcessLookupError):
@@ -49,51 +55,57 @@ async def interrupt_loading(loading: Future[Any]) -> None:
 
 
 def shut_down(llm: Any, *, at_once: bool) -> None:
-    """End the processes of an AsyncLLM; ``at_once`` where there is no device to leave in order. For a thread.
+    """End the processes of an AsyncLLM; blocks, so call it in a thread.
 
-    vLLM 0.32 gives them 5 s and then kills them; on a CPU that is what it comes to, because a worker takes as
-    long to take its heap apart (2 s of processor time, on two quiet cores).
+    vLLM 0.32 kills its processes after 5 s. On a CPU this limit is always reached, because a worker needs that
+    long to free its heap (2 s of processor time, on two idle cores).
+
+    Args:
+        llm: the AsyncLLM.
+        at_once: kill without the wait, where no device has to be released in order.
     """
     import psutil  # vLLM's
 
     logger = logging.getLogger("vllm")
     level = logger.level
     if at_once:
-        logger.setLevel(logging.ERROR)  # it warns of the force that it is asked for
+        logger.setLevel(logging.ERROR)  # vLLM would warn that it kills its processes, as requested here
     try:
         llm.shutdown(timeout=0 if at_once else None)
-    except psutil.NoSuchProcess:  # it asks whom it kills for a name, and that one has just ended
-        kill(_engine_cores())  # what it did not come to
+    except psutil.NoSuchProcess:  # vLLM reads the name of a process that has just ended
+        kill(_engine_cores())  # the cores that vLLM did not reach
     finally:
         logger.setLevel(level)
 
 
 def close_files(llm: Any) -> None:
-    """Of an AsyncLLM that is shut down, in a later turn of its loop (in which it closes its sockets): its ZMQ
-    context, and what its ended processes leave here, a zombie and two pipes each. vLLM 0.32 leaves them to the
-    garbage collector (v1/engine/core_client.py: BackgroundResources).
+    """Close the ZMQ context of an AsyncLLM that is shut down, and release its ended processes.
+
+    Each ended process leaves a zombie and two pipes, which vLLM 0.32 leaves to the garbage collector
+    (v1/engine/core_client.py: BackgroundResources). Call it in a later iteration of the event loop than
+    `shut_down`: vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    with contextlib.suppress(AttributeError):  # what the first time has deleted
-        held()  # once more: an error on its way, here or in vLLM's own thread, leaves the sockets open
+    with contextlib.suppress(AttributeError):  # the first call has deleted its attributes
+        held()  # a second call: an exception in the first, also in vLLM's own thread, leaves sockets open
     held.ctx.destroy(linger=0)
     for thread in threading.enumerate():
-        if thread.name == _MONITOR:  # it looks at the processes
+        if thread.name == _MONITOR:  # the thread still uses the processes
             thread.join(_GRACE_SECONDS)
     for process in held.engine_manager.processes:
         process.join(_GRACE_SECONDS)
-        with contextlib.suppress(ValueError):  # not ended even so: left to the garbage collection
+        with contextlib.suppress(ValueError):  # a process that still runs is left to the garbage collector
             process.close()
 
 
 def kill(pids: list[int]) -> None:
-    """With their descendants: a stopped one cannot notice that its parent is gone."""
+    """Kill processes and their descendants; a stopped descendant would not notice the end of its parent."""
     for member in [member for pid in pids for member in process_tree(pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
 
 
 def _engine_cores() -> list[int]:
-    """Process ids of vLLM's engine cores, children of this process."""
+    """Return the process ids of vLLM's engine cores, which are children of this process."""
     children = multiprocessing.active_children()
     return [child.pid for child in children if child.pid and child.name.startswith("EngineCore")]

@@ -1,9 +1,10 @@
-"""What can never fit is the client's to change: he is told 400 with the numbers, where vLLM alone says 500.
+"""HTTP status 400 for requests that our scheduler rejects inside a plain `vllm serve`.
 
-A scheduler can end a request with an error and a reason, and vLLM's HTTP layer says of every error "Internal
-server error". Between the two, in the API process, a request's outputs wait in a collector that also takes an
-exception and raises it where they are awaited (v1/engine/output_processor.py); one of a client's fault passes
-`AsyncLLM.generate` as it is and becomes 400, or the last event of a stream. The same in 0.30 to 0.33.
+vLLM alone returns 500. A scheduler can end a request with an error and a reason, but vLLM's HTTP layer answers
+every error with "Internal server error". Between them, in the API process, a collector holds the outputs of a
+request (v1/engine/output_processor.py). The collector also takes an exception and raises it where the outputs
+are awaited. A client error passes `AsyncLLM.generate` unchanged and becomes status 400, or the last event of a
+stream. The same holds in vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
 def tell_clients() -> None:
-    """From now on the clients of this process are told why our scheduler refuses; once or more often."""
+    """Make vLLM's collectors in this process raise our scheduler's rejections; further calls change nothing."""
     put = RequestOutputCollector.put
     if getattr(put, "tells", False):
         return
@@ -30,7 +31,10 @@ def tell_clients() -> None:
 
 
 def _refusal(output: Any) -> str | None:
-    """Why our scheduler has ended it; None: it has not. vLLM gives an error no reason of its own."""
+    """Return the reason why our scheduler ended a request, or None for any other output.
+
+    vLLM's own errors have no `stop_reason`.
+    """
     if isinstance(output, RequestOutput):
         for sequence in output.outputs:
             if sequence.finish_reason == "error" and isinstance(sequence.stop_reason, str):

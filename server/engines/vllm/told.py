@@ -1,11 +1,10 @@
-"""What our scheduler, inside vLLM's engine core, tells our stat logger in the API process.
+"""Transport of our scheduler's values from vLLM's engine core to our stat logger in the API process.
 
-It travels in the SchedulerStats of each step. vLLM decodes those as its own dataclass (msgspec,
-v1/serial_utils.py, 0.32), so a field of ours would be dropped there, and ``kv_connector_stats``, the one free
-dictionary, is asserted to belong to a connector (distributed/kv_transfer/kv_connector/v1/metrics.py). What
-passes unread is ``waiting_lora_adapters``, a dict of names to counts that only metrics of LoRA look at. Our
-keys begin with ``PREFIX``; the logger, which is asked before vLLM's own, takes them out again. The same in
-0.30 and 0.31.
+The values travel in the SchedulerStats of each step. vLLM decodes SchedulerStats as its own dataclass (msgspec,
+v1/serial_utils.py, 0.32), so a new field would be dropped. The free dictionary `kv_connector_stats` is asserted
+to belong to a connector (distributed/kv_transfer/kv_connector/v1/metrics.py). The dict `waiting_lora_adapters`
+(names to counts) passes unchanged, because only LoRA metrics read it. Our keys begin with `PREFIX`, and our
+logger, which vLLM calls before its own, removes them. The same holds in vLLM 0.30 and 0.31.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import AutoStats
 
 PREFIX = "tonnage "
-# How the stop_reason of a request begins that our scheduler has ended because it can never fit.
+# Beginning of the stop_reason of a request that our scheduler ended because it can never fit.
 NEVER = "the request needs "
 
 Reasons = dict[tuple[str, str], int]
@@ -25,17 +24,27 @@ Reasons = dict[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Counts since the start, and blocks of all groups now.
+    """Counts of our scheduler since its start, and its blocks of all KV cache groups now.
 
-    ``received``: requests that came, ``unfinished`` of them still there. ``decisions`` and ``missing_blocks``
-    by (outcome, reason), as `tonnage.server.engines.stats.EngineStats`. ``reserved``: by the running
-    requests; ``committed``: what counts as taken for a newcomer; ``asked``: by all unfinished ones;
-    ``waste``: token slots. ``cached``: blocks that a prefix can hit and nobody references; ``evictions`` of
-    such by cause. ``broken``: laws of the account that did not hold when somebody looked. ``failures``:
-    exceptions of ours, after the first of which vLLM schedules on its own.
-
-    The rest is `AutoStats` as integers, in the mode ``auto`` alone: costs in nanoseconds (``context_cost`` in
-    picoseconds), ``share`` and ``gain`` in thousandths, ``fresh`` 0 or 1.
+    Attributes:
+        mode: the admission mode.
+        received: requests received.
+        unfinished: received requests that have not ended.
+        failures: exceptions in our code. After the first one vLLM schedules on its own.
+        reserved: blocks reserved by running requests.
+        committed: blocks that count as taken when a new request is decided on.
+        asked: upper bound of the blocks of all unfinished requests.
+        waste: token slots of used blocks that hold no token.
+        broken: violated invariants of the account, over all checks.
+        cached: unreferenced blocks that a prefix can hit.
+        fixed_cost: `AutoStats` in nanoseconds, as are prefill_cost and sequence_cost. The costs and the
+            following fields are None outside of the mode `auto`.
+        context_cost: `AutoStats` in picoseconds.
+        share: thousandths, as is gain.
+        fresh: 0 or 1.
+        decisions: requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
+        missing_blocks: blocks by (outcome, reason).
+        evictions: evicted cached blocks by ("blocks", cause).
     """
 
     mode: str
@@ -58,11 +67,11 @@ class Told:
     fallbacks: int | None = None
     decisions: Reasons = field(default_factory=dict)
     missing_blocks: Reasons = field(default_factory=dict)
-    evictions: Reasons = field(default_factory=dict)  # ("blocks", cause)
+    evictions: Reasons = field(default_factory=dict)
 
     @property
     def auto(self) -> AutoStats | None:
-        """What `auto_numbers` wrote; None in other modes."""
+        """Return the values that `auto_numbers` wrote, or None in other modes."""
         if self.fallbacks is None:
             return None
         cost = None
@@ -73,7 +82,7 @@ class Told:
 
 
 def auto_numbers(auto: AutoStats | None) -> dict[str, Any]:
-    """Return the fields of `Told` that say ``auto``, all of them integers."""
+    """Return `auto` as integer fields of this module's record."""
     if auto is None:
         return {}
     numbers = {"fresh": int(auto.fresh), "fallbacks": auto.fallbacks}
@@ -101,7 +110,7 @@ _TABLES = ("decisions", "missing_blocks", "evictions")
 
 
 def put(told: Told, into: dict[str, int]) -> None:
-    """Write ``told`` into a dict of vLLM's."""
+    """Write the record into a dict of vLLM's SchedulerStats."""
     into[f"{PREFIX}mode {told.mode}"] = 1
     for name in _NUMBERS:
         value = getattr(told, name)
@@ -113,7 +122,7 @@ def put(told: Told, into: dict[str, int]) -> None:
 
 
 def take(found: dict[str, int]) -> Told | None:
-    """Take it out again; None: nothing of ours is in it."""
+    """Remove the record from a dict of vLLM's SchedulerStats and return it, or None when the dict has none."""
     ours = {name.removeprefix(PREFIX): found.pop(name) for name in [*found] if name.startswith(PREFIX)}
     mode = next((name.partition(" ")[2] for name in ours if name.startswith("mode ")), None)
     if mode is None:

@@ -1,7 +1,7 @@
-"""How a family of models writes tool calls: vLLM's parsers (0.32), for whichever engine generates the text.
+"""Tool calls in a model's text, read by vLLM's tool parsers (0.32) for any engine.
 
-Nothing of vLLM is imported before ``load_tool_parser``: it brings torch into the API process (nine seconds
-and about 470 MiB on the machine of benchmarks/README.md), so only with --enable-auto-tool-choice.
+vLLM is imported only by `load_tool_parser`, with --enable-auto-tool-choice: it brings torch into the API
+process (9 s and about 470 MiB on the machine of benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_cal
 
 
 class ToolsRefused(TonnageError):
-    """vLLM's parser says no to the tools of a request."""
+    """An error for tools that vLLM's parser rejects."""
 
     code = "invalid_value"
 
 
 def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
-    """vLLM's parser ``name`` on the tokenizer in ``folder``.
+    """Return vLLM's tool parser `name` on the tokenizer in `folder`.
 
-    Raises DeploymentError without vLLM, for a name it does not know and for a tokenizer the parser cannot use.
+    Raises:
+        DeploymentError: vLLM is not installed, has no such parser, or the parser cannot use the tokenizer.
     """
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -41,7 +42,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
             field="tool_call_parser",
             hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
         ) from None
-    finally:  # vLLM sets variables for its own children; the engine's process is none of them
+    finally:  # vLLM sets variables for its own children, which the engine process must not inherit
         for variable in os.environ.keys() - before.keys():
             del os.environ[variable]
         os.environ.update(before)
@@ -55,7 +56,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
         parser = ParserManager.get_parser(
             tool_parser_name=name, enable_auto_tools=True, model_name=str(folder), tokenizer=tokenizer
         )
-    except Exception as error:  # a parser may raise anything about a tokenizer without its tokens
+    except Exception as error:  # parsers raise many types for a tokenizer that lacks their tokens
         raise DeploymentError(
             f"{name} does not suit this model: {str(error)[:300]}", field="tool_call_parser"
         ) from None
@@ -63,7 +64,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
 
 
 class VLLMToolParser:
-    """``parser``: vLLM's composed Parser class; one object of it reads one answer."""
+    """A reader of one model's tool calls; a new object of vLLM's composed Parser class reads each output."""
 
     def __init__(self, parser: Any, tokenizer: Any) -> None:
         self._parser = parser
@@ -72,12 +73,18 @@ class VLLMToolParser:
     def use(
         self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool
     ) -> ToolUse:
-        """The request as this parser wants it: special tokens in the text, and for strict functions (or one
-        call at most) the model's own form of a call as a grammar."""
+        """Return how a request with these tools is generated and read.
+
+        Strict functions, and requests for at most one call, constrain the output by the model's own call
+        syntax. Special tokens stay in the text where the parser needs them.
+
+        Raises:
+            ToolsRefused: the parser rejects the tools.
+        """
         try:
             request = self._request(tools, messages, parallel)
             adjusted = self._parser(self._tokenizer, request.tools).adjust_request(request)
-        except (ValueError, TypeError, RuntimeError) as error:  # pydantic's and xgrammar's
+        except (ValueError, TypeError, RuntimeError) as error:  # pydantic and xgrammar raise these
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ToolsRefused(f"the tool parser does not take them: {lines[0][:200]}", field="tools") from None
         outputs = adjusted.structured_outputs
@@ -90,13 +97,13 @@ class VLLMToolParser:
         )
 
     def _request(self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], parallel: bool) -> Any:
-        # vLLM is there once a parser is
+        # Imported here because vLLM is optional; a parser exists only where it is installed.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         return ChatCompletionRequest.model_validate(
             {
                 "model": "",
-                # Some parsers number calls through the conversation: they count the calls before.
+                # Some parsers number calls through the whole conversation, so they need the earlier calls.
                 "messages": [
                     {"role": "user", "content": ""},
                     *(dict(message) for message in messages if message.get("tool_calls")),
@@ -124,7 +131,7 @@ class _Reader:
         return content or "", found if self._parallel else found[:1]
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
-        # The empty prompt: no reasoning parser is there that would look at it.
+        # The prompt is empty because only a reasoning parser would read it, and none is configured.
         message = self._parser.parse_delta(text, list(token_ids), self._request, [], finished=finished)
         if message is None:
             return "", ()
@@ -135,7 +142,7 @@ class _Reader:
         ]
 
     def _delta(self, call: Any) -> CallDelta | None:
-        """vLLM's delta; its parsers repeat names and ids at will, OpenAI's stream tells them once."""
+        """Return vLLM's delta of one call, with name and id in its first delta only, as in OpenAI's API."""
         function = call.function
         name = (function.name if function else None) or None
         if name is not None and call.index not in self._named:

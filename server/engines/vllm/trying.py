@@ -1,4 +1,4 @@
-"""The API process's side of grammars with vLLM: none comes to its engine core that has not passed its trial."""
+"""Grammar checks before vLLM: a grammar reaches the engine core only after a successful trial."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tonnage.server.text.grammar import Grammar
 
 
 class Trying:
-    """Trials, waited for in the event loop that runs. ``folder`` has the model's tokenizer.json."""
+    """Grammar trials in a child process, awaited in the running event loop.
+
+    Args:
+        folder: folder with the model's tokenizer.json.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.get_running_loop()
@@ -23,11 +27,15 @@ class Trying:
 
     @property
     def pid(self) -> int:
-        """Of the process that tries grammars."""
+        """Return the process id of the trial process."""
         return self._trials.pid
 
     async def passed(self, request: GenerationRequest) -> Passed | None:
-        """None: it has no grammar. Raises TonnageError."""
+        """Return the checked grammar of a request, or None when it has no grammar.
+
+        Raises:
+            TonnageError: the grammar failed its trial.
+        """
         grammar = request.params.grammar
         if grammar is None:
             return None
@@ -49,7 +57,7 @@ class Trying:
         return Passed(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
 
     def close(self) -> None:
-        """Whoever waits is told."""
+        """End the trials; requests that wait for one fail."""
         self._closed = True
         self._trials.close()
         for future in self._asking.values():
@@ -57,7 +65,7 @@ class Trying:
                 future.set_result(None)
 
     def _told(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
-        """In the thread of the trials."""
+        """Set the outcome of a trial. This runs in the thread of the trials."""
 
         def tell() -> None:
             if (future := self._asking.get(request_id)) is not None and not future.done():

@@ -1,5 +1,7 @@
-"""Runs inside vLLM's worker processes. vLLM mixes the class into its worker (``worker_extension_cls``) and
-the API process calls its methods through ``collective_rpc``."""
+"""A class that vLLM mixes into its workers (`worker_extension_cls`), in their processes.
+
+The API process calls its methods through `collective_rpc`.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,34 @@ from tonnage.server.engines.niceness import stand_back
 
 
 class WorkerExtension:
-    """These methods become methods of the worker."""
+    """Methods that every vLLM worker gets."""
 
     model_runner: Any
 
     def tonnage_on_cpu(self) -> None:
-        """What computes gives way to the API process, and log probabilities need no compiler.
+        """Lower the worker's priority below the API process, and compute log probabilities without a compiler.
 
-        vLLM 0.32 counts what is likelier than a token by a function for which the first request that wants log
-        probabilities waits for torch.compile: nobody got a token for 3 s (benchmarks/abuse.py, deaf).
+        vLLM 0.32 ranks a token with a function that torch.compile compiles in the first request with log
+        probabilities. All requests stall for 3 s meanwhile (benchmarks/abuse.py, deaf).
         """
-        from vllm.v1.sample import sampler  # vLLM's, which the API process need not have
+        from vllm.v1.sample import sampler  # vLLM is optional in the API process
 
         stand_back()
         compiled = vars(sampler)["batched_count_greater_than"]
         vars(sampler)["batched_count_greater_than"] = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
     def tonnage_die_with(self, api_process: int, at_once: bool) -> None:
-        """End vLLM's engine core when ``api_process`` ends without saying so (kill -9, out of memory).
+        """End vLLM's engine core when process `api_process` ends without a shutdown (kill -9, out of memory).
 
-        vLLM 0.32 ends workers with their engine core, but leaves the core and its memory behind. ``at_once``:
-        there is no device to leave in order. Both are killed; they would take their heaps apart for seconds.
+        vLLM 0.32 ends workers with their engine core, but keeps the core and its memory.
+
+        Args:
+            api_process: process id.
+            at_once: kill core and worker, where no device has to be released in order; freeing their heaps
+                would take seconds.
         """
-        # The worker is a child of the core, or (one GPU) lives in the core, which is a child of the API.
+        # With one GPU the worker runs in the engine core, a child of the API process. Otherwise the worker is
+        # the core's child.
         core = os.getpid() if os.getppid() == api_process else os.getppid()
         handle = os.pidfd_open(api_process)
 
@@ -48,16 +55,19 @@ class WorkerExtension:
         threading.Thread(target=watch, name="tonnage-watch", daemon=True).start()
 
     def tonnage_import_masks(self) -> None:
-        """What lays the masks of grammars over logits; vLLM 0.32 imports it in the step of the first."""
+        """Import xgrammar, which applies grammar masks to logits.
+
+        vLLM 0.32 would import it during the first step with a mask.
+        """
         import xgrammar  # noqa: F401 -- vLLM's
 
     def tonnage_memory(self) -> tuple[int | None, int]:
-        """Bytes of (weights and buffers, KV pool), each storage counted once.
+        """Return the bytes of (weights and buffers, KV pool), each storage counted once.
 
-        The first is None where linear layers keep their weights in a packed form outside of torch only, as vLLM
-        0.32 does on a CPU with 16-bit ones (dispatch_cpu_unquantized_gemm in model_executor/layers/utils.py,
-        ``remove_weight``): oneDNN does not say how large its copy is. The output head keeps its weight beside
-        the copy, which then counts as framework.
+        The first is None when linear layers keep their weights only in a packed form outside of torch. vLLM
+        0.32 does so on a CPU with 16-bit weights (dispatch_cpu_unquantized_gemm in
+        model_executor/layers/utils.py, `remove_weight`), and oneDNN does not report the size of its copy. The
+        output head keeps its weight beside the copy, which then counts as framework.
         """
         model = self.model_runner.model
         packed = any(hasattr(module, "cpu_linear") and not module.weight.numel() for module in model.modules())
@@ -65,7 +75,7 @@ class WorkerExtension:
         return weights, _storages(self.model_runner.kv_caches)
 
     def tonnage_lora_memory(self) -> int:
-        """Bytes of the LoRA slots: those of each layer (lora/layers/base_linear.py, 0.32)."""
+        """Return the bytes of the LoRA slots of all layers (lora/layers/base_linear.py, 0.32)."""
         slots: list[Any] = []
         for module in self.model_runner.model.modules():
             for name in ("lora_a_stacked", "lora_b_stacked"):

@@ -1,17 +1,19 @@
-"""/metrics: one page over snapshots (plan, engine stats, counts of the API), one Metrics for each app.
+"""The /metrics page of one app, written from its plan, its engine's statistics and the API's counts.
 
-Everything is built at the scrape from values that are there already, so a scrape never waits for the engine.
-Clean snake case, base units, every label value present from the start; what is not measured is absent, not
-zero. There are no ``_created`` series.
+A scrape reads only values that exist already, so it never waits for the engine. Names are in snake case with
+base units. Every label value is present from the start. A value that is not measured is absent, not zero. There
+are no ``_created`` series.
 
 ============== ===============================================================================
+``families``   the writer of the Prometheus text format
 ``memory``     planned and measured bytes by component and device
-``config``     which plan, and the settings as numbers
+``config``     the plan, and the settings as numbers
 ``pool``       KV blocks by state, evictions, preemptions, prefix hits
-``headroom``   what still fits, time to full, time to drain
+``headroom``   requests and tokens that still fit, time to full, time to drain
 ``requests``   admission, outcomes, latencies, tenants
+``usage``      average size of requests, use by tenant
 ``auto``       step costs and the rule of the admission mode ``auto``
-``vllm_names`` vLLM's names for all this (``--metrics-compat vllm``)
+``vllm_names`` vLLM's names for these metrics (``--metrics-compat vllm``)
 ============== ===============================================================================
 """
 
@@ -51,7 +53,7 @@ __all__ = ["ADMISSIONS", "Metrics"]
 
 
 class Metrics:
-    """The page of one app; listens to its accounts from the start."""
+    """The metrics page of one app, which counts the app's requests from the start."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -62,7 +64,7 @@ class Metrics:
         self._vllm = Page(model_name=state.model_name, engine="0")
 
     def room(self) -> Room:
-        """How much more fits now."""
+        """Return the requests and tokens that still fit, and the times to full and to drain."""
         stats, counts = self._state.engine.stats(), self._state.accounts
         found = self._headroom(stats)
         self._trend.observe(time.monotonic(), stats.pool.usable - found.blocks)
@@ -79,7 +81,7 @@ class Metrics:
         return headroom(stats.pool, stats.running, self._usage.mix, self._limits, tokens)
 
     def render(self) -> bytes:
-        """Prometheus text format 0.0.4."""
+        """Return the page in the Prometheus text format 0.0.4."""
         state, page = self._state, self._page
         stats = state.engine.stats()
         plan, settings, counts = state.plan, state.settings, state.accounts

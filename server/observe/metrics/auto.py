@@ -1,4 +1,4 @@
-"""What steps cost, and what the admission mode ``auto`` makes of it."""
+"""Metrics of the admission mode `auto`: step costs and the rule in force."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def auto_families(page: Page, auto: AutoStats | None) -> None:
     if auto.share is not None:
         page.gauge(
             "tonnage_admission_share_ratio",
-            "Share of the longer outputs that still run where a running request is forecast to end; a lower "
-            "one holds back more. Absent while vLLM's rule holds.",
+            "Share of longer outputs still running at the length where a running request is forecast to end. A "
+            "lower share holds back more requests. Absent while vLLM's rule holds.",
             auto.share,
         )
     if auto.gain is not None:
         page.gauge(
             "tonnage_admission_rehearsed_gain_ratio",
-            "Tokens per second of the rule that holds over those of vLLM's rule, both rehearsed.",
+            "Tokens per second of the rule in force over tokens per second of vLLM's rule, both rehearsed.",
             auto.gain,
         )
     page.counter(

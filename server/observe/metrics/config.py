@@ -1,4 +1,4 @@
-"""What the server runs with: which plan, and its settings as numbers PromQL can compute with."""
+"""Metrics of the configuration: the plan, and settings as numbers for PromQL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from tonnage.server.observe.metrics.families import Page
 
 
 def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | None) -> None:
-    """``plans``: revision 0, and 1 once there is one."""
+    """Write the plan and the settings.
+
+    Args:
+        page: the page to write to.
+        plans: the plan of revision 0, and of revision 1 once the engine has started.
+        max_num_queued_reqs: the limit of unfinished sequences, None without one.
+    """
     page.info(
         "tonnage_plan_info",
         "The plan the pool is sized by; always 1. Revision 0 was forecast before the load, revision 1 is what "
@@ -24,6 +30,7 @@ def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | 
 
 
 def engine_families(page: Page, stats: EngineStats, mode: str, *, ready: bool) -> None:
+    """Write the admission mode and the state of the engine."""
     page.info(
         "tonnage_admission_info",
         "How requests are admitted; always 1. guaranteed: what was admitted is never preempted.",
@@ -39,7 +46,7 @@ def engine_families(page: Page, stats: EngineStats, mode: str, *, ready: bool) -
     if stats.invariant_violations is not None:
         page.counter(
             "tonnage_invariant_violations",
-            "Broken laws of the block accounts (blocks lost or counted twice); anything but 0 is a bug.",
+            "Violated invariants of the block accounts (blocks lost or counted twice); more than 0 is a bug.",
             stats.invariant_violations,
         )
 
@@ -70,7 +77,7 @@ def _numbers(plan: Plan, max_num_queued_reqs: int | None) -> dict[str, tuple[str
         "max_num_seqs": ("Sequences in one batch.", deployment.max_num_seqs),
         "max_num_batched_tokens": ("Token budget of one step.", deployment.max_num_batched_tokens),
         "max_num_queued_reqs": (
-            "Unfinished sequences, waiting and running, before requests are turned away.",
+            "Upper bound of unfinished sequences, waiting and running; further requests are rejected.",
             max_num_queued_reqs,
         ),
     }

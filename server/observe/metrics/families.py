@@ -1,8 +1,8 @@
-"""Writes families in Prometheus' text format 0.0.4; every series carries the labels of its page.
+"""A writer of metric families in the Prometheus text format 0.0.4.
 
-Written here and not by prometheus_client: a page of 630 series takes 0.35 ms of CPU time instead of 3.5
-(benchmarks/metrics_scrape.py), because the texts of names and labels are made once and kept. The tests read
-every page with prometheus_client's parser and promtool.
+A page of 630 series takes 0.35 ms of CPU time, with prometheus_client 3.5 ms (benchmarks/metrics_scrape.py).
+The text of a name with its labels is built once and kept. The tests parse every page with prometheus_client and
+promtool.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TypeVar
 from tonnage.server.requests.histogram import Histogram
 
 Labels = tuple[str, ...]
-Key = TypeVar("Key", bound=Labels)  # a Mapping of pairs is none of tuples of any length
+Key = TypeVar("Key", bound=Labels)  # Mapping is invariant in its key type, so tuples of two need a variable
 
 
 class Page:
-    """The families of one server, in the order they are written. ``labels``: on every series.
+    """The metrics page of one server, in the order in which its families are written.
 
-    Label values come from bounded sets, so that what is kept is bounded too. ``write`` order within a scrape
-    is the caller's; ``take`` returns the text and starts the next page.
+    Every series has the labels given to the constructor. Label values come from bounded sets, so the kept texts
+    are bounded, too. `take` returns the text and starts the next page.
     """
 
     def __init__(self, **labels: str) -> None:
@@ -31,24 +31,27 @@ class Page:
         self._out: list[str] = []
 
     def gauge(self, name: str, text: str, value: float) -> None:
+        """Write a gauge without labels."""
         self.gauges(name, text, (), {(): value})
 
     def counter(self, name: str, text: str, value: float) -> None:
+        """Write a counter without labels."""
         self.counters(name, text, (), {(): value})
 
     def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
-        """One series for each key of ``values``, a tuple of label values in the order of ``labels``."""
+        """Write a gauge with one series for each key of `values`: label values in the order of `labels`."""
         self._family(name, "gauge", text, labels, values)
 
     def counters(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
-        """``name`` without ``_total``."""
+        """Write a counter with one series for each key of `values`; `name` has no `_total`."""
         self._family(f"{name}_total", "counter", text, labels, values)
 
     def info(self, name: str, text: str, labels: Labels, values: Iterable[Labels]) -> None:
-        """A gauge that is always 1 and says things in its labels."""
+        """Write a gauge that is always 1 and has its information in labels."""
         self.gauges(name, text, labels, dict.fromkeys(values, 1.0))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        """Write a histogram."""
         out = self._out
         out.append(self._heading(name, "histogram", text))
         count = 0
@@ -60,7 +63,7 @@ class Page:
         out.append(f"{self._sample(f'{name}_sum', (), ())}{float(histogram.total)!r}\n")
 
     def take(self) -> str:
-        """What was written since the last call."""
+        """Return the text written since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text

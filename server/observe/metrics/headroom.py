@@ -1,4 +1,4 @@
-"""How much more fits, in requests and tokens, and for how long."""
+"""Metrics of headroom: requests and tokens that still fit, and the times to a full and to a drained pool."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import RequestMix
 from tonnage.server.requests.counts import RequestCounts
 
-# What "no end in sight" is told as: PromQL can plot and compare a number, not an infinity.
+# Upper bound of all reported times. It also stands for "never", because PromQL cannot plot an infinity.
 FOREVER_SECONDS = 86_400.0
 
-# The trend looks back two minutes: eight scrapes at Prometheus' usual 15 s.
+# The trend covers two minutes: eight scrapes at Prometheus' usual interval of 15 s.
 _WINDOW_SECONDS = 120.0
-_SPACING_SECONDS = 1.0  # several scrapers in the same second add nothing
+_SPACING_SECONDS = 1.0  # at most one point per second, however many scrapers there are
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """``blocks`` that can still be reserved, ``requests`` of the present mix that fit in them (and in the
-    batch), ``prompt_tokens`` of the largest prompt that would be admitted now with the default max_tokens."""
+    """The capacity that is left now.
+
+    Attributes:
+        blocks: KV blocks that can still be reserved.
+        requests: requests of the average size that fit into these blocks and into the batch.
+        prompt_tokens: largest prompt that would be admitted now with the default max_tokens.
+    """
 
     blocks: int
     requests: int
@@ -33,7 +38,15 @@ class Headroom:
 def headroom(
     pool: PoolStats, sequences: int, mix: RequestMix, limits: Limits, default_max_tokens: int
 ) -> Headroom:
-    """``sequences``: those that run. Before the first request the mix is one sequence of max_model_len."""
+    """Return the capacity that is left now.
+
+    Args:
+        pool: statistics of the pool.
+        sequences: running sequences.
+        mix: average size of a request. Before the first request, one sequence of max_model_len is used.
+        limits: limits of the engine.
+        default_max_tokens: max_tokens of a request that does not set it.
+    """
     blocks = pool.headroom
     seats = max(0, limits.max_num_seqs - sequences)
     if not limits.layout.groups:  # an encoder stores nothing
@@ -50,21 +63,23 @@ def headroom(
 
 
 class Trend:
-    """How fast reserved blocks grow, from the snapshots of the last two minutes."""
+    """The growth of reserved blocks over the last two minutes."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
 
     def observe(self, now: float, taken: int) -> None:
-        """``now`` in seconds of a monotonic clock."""
+        """Add a point: `taken` blocks at `now`, seconds of a monotonic clock."""
         if not self._points or now - self._points[-1][0] >= _SPACING_SECONDS:
             self._points.append((now, taken))
         while now - self._points[0][0] > _WINDOW_SECONDS:
             self._points.popleft()
 
     def seconds_to(self, blocks_left: int) -> float:
-        """Seconds until ``blocks_left`` more are taken, on the least-squares line; at most FOREVER_SECONDS,
-        which also stands for a level or falling line and for fewer than two points."""
+        """Return the seconds until `blocks_left` more blocks are taken, extrapolated by least squares.
+
+        At most FOREVER_SECONDS, which also stands for no growth and for fewer than two points.
+        """
         if blocks_left <= 0:
             return 0.0
         count = len(self._points)
@@ -82,6 +97,7 @@ class Trend:
 def headroom_families(
     page: Page, room: Headroom, usable_blocks: int, bytes_per_block: int, trend: Trend, counts: RequestCounts
 ) -> None:
+    """Write the capacity that is left, the time to full and the time to drain."""
     trend.observe(time.monotonic(), usable_blocks - room.blocks)
     drain = drain_seconds(counts)
     page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)
@@ -92,7 +108,7 @@ def headroom_families(
     )
     page.gauge(
         "tonnage_headroom_requests",
-        "More requests of the present mix (running mean of what was asked for) that fit now.",
+        "More requests of the present mix (running mean of the requested blocks) that fit now.",
         room.requests,
     )
     page.gauge(
@@ -108,14 +124,17 @@ def headroom_families(
     )
     page.gauge(
         "tonnage_drain_seconds",
-        "Seconds until the requests in flight are through at the rate of the last completions; "
+        "Seconds until the requests in flight complete at the rate of the last completions; "
         f"{FOREVER_SECONDS:.0f}: not within a day, or no rate known.",
         FOREVER_SECONDS if drain is None else min(FOREVER_SECONDS, drain),
     )
 
 
 def drain_seconds(counts: RequestCounts) -> float | None:
-    """Until the requests in flight are through at the rate of the last completions; None: no rate is known."""
+    """Return the seconds until the requests in flight complete, or None when no completion rate is known.
+
+    The rate is the rate of the last completions.
+    """
     if not counts.in_flight:
         return 0.0
     rate = counts.completion_rate()

@@ -1,4 +1,4 @@
-"""Plan against reality in bytes: what was forecast before the load, what is held, and their ratio."""
+"""Metrics of memory: bytes planned before the load, bytes measured, and their ratio."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tonnage.server.observe.report import measured_components, rank_components
 
 
 def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
+    """Write the planned and measured bytes by device and component."""
     planned = {
         (device_name(plan, number), component): size
         for number, rank in enumerate(plan.ranks)
@@ -20,12 +21,12 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
         ("device", "component"),
         planned,
     )
-    # What an engine measures is the sum over its processes, told for the rank that decides.
+    # An engine measures the sum over its processes, which is reported for the plan's worst rank.
     device = device_name(plan, plan.worst_rank)
     measured = {(device, name): size for name, size in measured_components(plan, memory).items()}
     page.gauges(
         "tonnage_memory_measured_bytes",
-        "Bytes the server really holds, by component; absent where not measured.",
+        "Bytes that the server holds, by component; absent where not measured.",
         ("device", "component"),
         measured,
     )
@@ -36,8 +37,8 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
         ratios[device, "process"] = memory.process_peak / plan.rank.used_bytes
     page.gauges(
         "tonnage_memory_measured_to_planned_ratio",
-        "Measured bytes over planned bytes; 1 is a plan that came true. process: the peak of all processes "
-        "over the sum of the plan.",
+        "Measured bytes over planned bytes; 1 means that the plan was exact. process: the peak of all "
+        "processes over the sum of the plan.",
         ("device", "component"),
         ratios,
     )
@@ -62,5 +63,5 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
 
 
 def device_name(plan: Plan, rank: int) -> str:
-    """``cpu`` (one host, however many ranks), or ``cuda:N`` for rank N."""
+    """Return `cpu` for one host with any number of ranks, or `cuda:N` for rank N."""
     return f"{plan.deployment.device}:{rank}" if plan.deployment.device != "cpu" or rank else "cpu"

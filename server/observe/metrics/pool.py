@@ -1,4 +1,4 @@
-"""The KV pool by state, and what its blocks went through."""
+"""Metrics of the KV pool: blocks by state, evictions, preemptions and prefix hits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,34 @@ from tonnage.server.observe.report import reserved_unused
 
 
 def difference_families(page: Page, plan: Plan, num_blocks: int) -> None:
-    """``num_blocks``: those the engine has, the null block included."""
+    """Write the difference between the engine's blocks and the planned blocks.
+
+    Args:
+        page: the page to write to.
+        plan: the plan.
+        num_blocks: blocks that the engine has, with the null block.
+    """
     difference = num_blocks - plan.kv_cache.num_blocks
     page.gauge(
         "tonnage_pool_difference_blocks",
-        "KV blocks that the engine has beyond those planned; negative: it has fewer.",
+        "KV blocks that the engine has minus planned KV blocks.",
         difference,
     )
     page.gauge(
         "tonnage_pool_difference_bytes",
-        "Bytes of the KV blocks that the engine has beyond those planned; negative: it has fewer.",
+        "Bytes of the KV blocks that the engine has minus planned bytes.",
         difference * plan.kv_cache.layout.bytes_per_block,
     )
 
 
 def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> None:
-    """``layout`` None: nobody knows what a block is worth, so they are told in blocks only."""
+    """Write the state of the pool.
+
+    Args:
+        page: the page to write to.
+        layout: layout of the KV cache. None when there is no plan; only counts of blocks are written then.
+        stats: statistics of the engine.
+    """
     pool = stats.pool
     states = {
         ("used",): pool.used,
@@ -49,7 +61,7 @@ def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> No
     page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", pool.usable)
     page.gauge(
         "tonnage_pool_usage_ratio",
-        "Used blocks over usable blocks; cached ones are not used.",
+        "Used blocks over usable blocks; cached blocks do not count as used.",
         pool.used / pool.usable if pool.usable else 0.0,
     )
     unused = reserved_unused(pool)
@@ -79,8 +91,8 @@ def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> No
     if pool.evictions_by_cause:
         page.counters(
             "tonnage_evictions",
-            "Cached KV blocks given up, by what for: K/V of prompts (prefill), of answers (decode), a copy "
-            "of a block that sequences had shared (copy_on_write), or because the whole cache was reset.",
+            "Cached KV blocks evicted, by cause: K/V of prompts (prefill), of outputs (decode), a copy of a "
+            "block that sequences had shared (copy_on_write), or a reset of the whole cache.",
             ("cause",),
             {(name,): count for name, count in zip(EVICTION_CAUSES, pool.evictions_by_cause, strict=True)},
         )
@@ -88,7 +100,7 @@ def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> No
     if stats.preempted_tokens is not None:
         page.counter(
             "tonnage_preempted_tokens",
-            "Computed tokens that preemptions threw away and that are computed again.",
+            "Computed tokens that preemptions discarded and that are computed again.",
             stats.preempted_tokens,
         )
     page.counter(
@@ -98,8 +110,8 @@ def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> No
     )
     page.counters(
         "tonnage_prefix_hit_tokens",
-        "Prompt tokens whose K/V was cached, by whose block it was in: one that only requests with the same "
-        "salt may read (salt), or one for everybody (shared); unknown where the engine does not say.",
+        "Prompt tokens whose K/V was cached, by the block's visibility: only requests with the same salt "
+        "(salt), or all requests (shared); unknown where the engine does not report it.",
         ("source",),
         {("unknown",): stats.prefix_hit_tokens}
         if stats.shared_hit_tokens is None

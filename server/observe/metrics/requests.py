@@ -1,4 +1,4 @@
-"""Requests: admitted or not and why, their outcomes, their times, and who sent them."""
+"""Metrics of requests: admission decisions, outcomes, latencies and tenants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
-# Decisions that can occur; (wait, max_num_queued_reqs) and (never, max_num_queued_reqs) are made at the door.
+# Possible decisions. The API decides on max_num_queued_reqs, before the engine gets the request.
 ADMISSIONS: tuple[tuple[str, str], ...] = (
     ("admit", "fits"),
     ("admit", "resumed"),
@@ -22,6 +22,7 @@ ADMISSIONS: tuple[tuple[str, str], ...] = (
 
 
 def engine_request_families(page: Page, stats: EngineStats) -> None:
+    """Write the requests in the engine and its token counts."""
     page.gauges(
         "tonnage_engine_requests",
         "Requests in the engine by state.",
@@ -33,7 +34,13 @@ def engine_request_families(page: Page, stats: EngineStats) -> None:
 
 
 def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[str, str], int]) -> None:
-    """``refused``: by (outcome, reason), before the engine saw them."""
+    """Write the admission decisions and the blocks that were missing.
+
+    Args:
+        page: the page to write to.
+        stats: statistics of the engine, with its decisions.
+        refused: requests that the API rejected before the engine got them, by (outcome, reason).
+    """
     decisions = dict.fromkeys(ADMISSIONS, 0)
     for outcome, reason, count in stats.admissions:
         key = (outcome, str(reason))
@@ -43,8 +50,7 @@ def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[st
     page.counters(
         "tonnage_admission_decisions",
         "Admission decisions; a request that waits is counted as wait once and as admit when it runs, a "
-        "preempted one "
-        "as resumed when it runs again.",
+        "preempted request as resumed when it runs again.",
         ("outcome", "reason"),
         decisions,
     )
@@ -61,11 +67,18 @@ def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[st
 
 
 def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outcome] = OUTCOMES) -> None:
-    """``outcomes``: those that are known; with all of them it is known how many came, too."""
+    """Write the requests by outcome.
+
+    Args:
+        page: the page to write to.
+        counts: counts of requests.
+        outcomes: the outcomes that are known. The received requests are written only when all are known.
+    """
     if len(outcomes) == len(OUTCOMES):
         page.counter(
             "tonnage_requests_received",
-            "Requests to generating endpoints; equals the sum of tonnage_requests_total plus those in flight.",
+            "Requests to generating endpoints; equals the sum of tonnage_requests_total and "
+            "tonnage_requests_in_flight.",
             counts.received,
         )
     page.gauge("tonnage_requests_in_flight", "Requests received that have no outcome yet.", counts.in_flight)
@@ -78,6 +91,7 @@ def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outco
 
 
 def latency_families(page: Page, counts: RequestCounts) -> None:
+    """Write the histograms of latencies."""
     for name, text, histogram in (
         ("queue_wait", "Seconds from the arrival in the engine's queue to admission.", counts.queue_wait),
         (
@@ -101,7 +115,14 @@ def tenant_families(
     bytes_per_block: int | None,
     outcomes: Sequence[Outcome] = OUTCOMES,
 ) -> None:
-    """``bytes_per_block`` None: nobody knows what they ask for. ``outcomes``: those that are known."""
+    """Write the counts of each tenant.
+
+    Args:
+        page: the page to write to.
+        tenants: usage by name of the tenant.
+        bytes_per_block: bytes of a block, None when the requested bytes are unknown.
+        outcomes: the outcomes that are known.
+    """
     page.counters(
         "tonnage_tenant_requests",
         "Requests by tenant and outcome; tenants beyond the first 64 are one, other.",

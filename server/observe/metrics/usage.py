@@ -1,4 +1,4 @@
-"""What requests ask for and tenants use: the mix headroom is told in, and counts of bounded cardinality."""
+"""The average size of requests, which headroom is measured in, and the use of each tenant."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from dataclasses import dataclass, field
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
 from tonnage.server.requests.accounts import Accounts, Ticket
 
-# Prometheus keeps every series it ever saw, so names that callers choose must not become labels without end.
+# Prometheus keeps every series that it has seen, so the number of tenant labels must be bounded.
 MAX_TENANTS = 64
 OTHER_TENANTS = "other"
 NO_TENANT = "none"
 
-# Weight of the newest request in the running mean: half of the mean is from the last 44 requests
-# (0.5 = (1 - 1/64)^44).
+# Weight of the newest request in the running mean. The last 44 requests make half of it: 0.5 = (1 - 1/64)^44.
 _NEWEST = 1 / 64
 
 
 @dataclass(slots=True)
 class RequestMix:
-    """Running means over the requests that were asked for; zeros before the first one.
+    """Running means over the requests received; zeros before the first one.
 
-    ``blocks``: the most KV blocks a request can hold, as admission counts them.
+    Attributes:
+        requests: requests received.
+        blocks: mean of the upper bound of the KV blocks of a request, as admission counts them.
+        sequences: mean of the sequences of a request.
     """
 
     requests: int = 0
@@ -30,6 +32,7 @@ class RequestMix:
     sequences: float = 0.0
 
     def observe(self, blocks: int, sequences: int) -> None:
+        """Add a request that needs at most `blocks` blocks for its `sequences` sequences."""
         self.requests += 1
         weight = max(_NEWEST, 1 / self.requests)  # a plain mean until there are enough
         self.blocks += weight * (blocks - self.blocks)
@@ -38,7 +41,7 @@ class RequestMix:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """Counts of one tenant. ``asked_blocks``: the most KV blocks its unfinished requests may come to hold."""
+    """Counts of one tenant; `asked_blocks` is the upper bound of the KV blocks of its unfinished requests."""
 
     in_flight: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -48,22 +51,22 @@ class TenantUsage:
 
 
 class Usage:
-    """Listens to the accounts of one app.
+    """The request mix and the usage of each tenant of one app, updated by its accounts.
 
-    The first MAX_TENANTS labels each have their own TenantUsage, all others share one. Requests that are
-    refused before they go to the engine count for their tenant as outcomes only.
+    The first MAX_TENANTS labels each have their own TenantUsage, and all others share one. A request that is
+    rejected before it reaches the engine counts as an outcome only.
     """
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}  # there at zero from the start
+        self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}  # with zeros from the start
         self._limits = limits
-        self._asked: dict[int, int] = {}  # id of a ticket on its way -> blocks
+        self._asked: dict[int, int] = {}  # id() of an unfinished ticket -> blocks
         accounts.on_submit.append(self._submitted)
         accounts.on_finish.append(self._finished)
 
     def tenant(self, name: str) -> TenantUsage:
-        """The usage ``name`` is counted under."""
+        """Return the usage that requests of tenant `name` are counted in."""
         label = name or NO_TENANT
         known = self.tenants.get(label)
         if known is None:
@@ -91,7 +94,7 @@ class Usage:
         assert ticket.outcome is not None
         usage.outcomes[ticket.outcome] += 1
         asked = self._asked.pop(id(ticket), None)
-        if asked is None:  # refused before it went to the engine
+        if asked is None:  # rejected before it reached the engine
             return
         usage.in_flight -= 1
         usage.asked_blocks -= asked

@@ -1,7 +1,7 @@
-"""``--metrics-compat vllm``: the names that gateways, autoscalers and dashboards for vLLM read.
+"""`--metrics-compat vllm`: metrics under the names that gateways, autoscalers and dashboards for vLLM read.
 
-Names, types, labels and meanings of vLLM 0.32.0 (vllm/v1/metrics/loggers.py), for every backend. Off by
-default: colons are for recording rules, and promtool refuses them in exported names.
+Names, types, labels and meanings come from vLLM 0.32.0 (vllm/v1/metrics/loggers.py), for every backend. The
+option is off by default: colons are reserved for recording rules, and promtool rejects them in metric names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tonnage.server.state import ServerState
 
 
 def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
-    """``page`` carries vLLM's labels model_name and engine."""
+    """Write vLLM's metrics to a page with vLLM's labels model_name and engine."""
     pool, accounts = stats.pool, state.accounts
     page.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", stats.running)
     page.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.waiting)
@@ -42,7 +42,7 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         ("generation_tokens", "Generation tokens processed.", stats.generation_tokens),
     ):
         page.counter(f"vllm:{name}", text, value)
-    # What never reached the engine is no success or failure there.
+    # Requests that never reached the engine are left out, as in vLLM.
     outcomes = accounts.outcomes
     page.counters(
         "vllm:request_success",
@@ -65,7 +65,7 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
 
 
 def _cache_config(state: ServerState) -> dict[str, object]:
-    """The labels that readers use (of vLLM's 34); booleans are written as Python writes them."""
+    """Return the labels of `vllm:cache_config_info` that readers use (of vLLM's 34), with Python's booleans."""
     deployment, cache = state.plan.deployment, state.plan.kv_cache
     return {
         "block_size": cache.layout.block_size,

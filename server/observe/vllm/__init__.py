@@ -1,8 +1,8 @@
-"""The families of /metrics on a plain ``vllm serve``: a stat logger that vLLM finds by its entry point.
+"""Tonnage's metrics on the /metrics page of a plain `vllm serve`, through a stat logger that vLLM loads.
 
 ========== ==========================================================================
-``logger`` what vLLM calls; nothing that goes wrong in here reaches it
-``seen``   what vLLM has told of one engine
+``logger`` the stat logger; its exceptions never reach vLLM
+``seen``   statistics of one engine, summed up from vLLM's messages
 ``page``   the families as prometheus_client collects them
 ========== ==========================================================================
 """

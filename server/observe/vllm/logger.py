@@ -1,9 +1,9 @@
-"""TonnageStatLogger: our families on the ``/metrics`` of a plain ``vllm serve``.
+"""The stat logger that adds Tonnage's metrics to the `/metrics` page of a plain `vllm serve`.
 
-vLLM finds it by its entry point (group ``vllm.stat_logger_plugins``, name ``tonnage``) wherever tonnage is
-installed beside it; ``VLLM_PLUGINS`` without that name leaves it out. It runs in vLLM's API process. The plan
-is made from vLLM's own config; a model that the planner refuses is shown without one. What goes wrong in here
-is counted, logged once and reaches nothing of vLLM. Written against vLLM 0.30 to 0.33.
+vLLM loads it by its entry point (group `vllm.stat_logger_plugins`, name `tonnage`) when tonnage is installed in
+its environment, unless `VLLM_PLUGINS` leaves that name out. It runs in vLLM's API process. The plan is made
+from vLLM's own config, and without a plan when the planner rejects the model. An exception in here is counted,
+logged once, and never reaches vLLM. Written against vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from tonnage.server.observe.vllm.seen import Seen
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-# max_tokens of a /v1/completions request that names none (vLLM's SamplingParams and OpenAI's API).
+# Default max_tokens of a /v1/completions request (vLLM's SamplingParams and OpenAI's API).
 _DEFAULT_MAX_TOKENS = 16
-# Seconds between two looks at the memory of vLLM's processes: we are guests here.
+# Seconds between two memory samples of vLLM's processes, long enough to cost vLLM nothing noticeable.
 _SAMPLE_SECONDS = 0.25
 
 
 class TonnageStatLogger(AggregateStatLoggerBase, Collector):
-    """One for all engines of an API process; the collector of its page."""
+    """A stat logger for all engines of one API process, and prometheus_client's collector of their metrics."""
 
-    _shown: TonnageStatLogger | None = None  # vLLM makes new ones when it scales
+    _shown: TonnageStatLogger | None = None  # the registered logger; vLLM creates a new one when it scales
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         self._engines: dict[int, Engine] = {}
@@ -67,13 +67,13 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         self._workers = figures.WorkerMemory()
         parallel = vllm_config.parallel_config
         if parallel.worker_extension_cls.startswith("tonnage."):
-            return  # `tonnage serve --backend vllm` shows all this on its own page
+            return  # `tonnage serve --backend vllm` has these metrics on its own page
         with self._ours("at start"):
-            tell_clients()  # nothing else of ours runs in a plain vLLM's API process
+            tell_clients()  # this logger is the only code of ours in a plain vLLM's API process
         if getattr(parallel, "_api_process_count", 1) > 1:
             logger.warning(
-                "Tonnage: with several API servers vLLM puts its page together from files of its own; for ours "
-                "start it with --api-server-count 1"
+                "Tonnage shows no metrics: with several API servers vLLM builds its page from files of its "
+                "own. Start vLLM with --api-server-count 1."
             )
             return
         plan = None
@@ -82,11 +82,11 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         with self._ours("at start"):
             self._name = served_name(vllm_config)
             self._show()
-            self._workers = figures.read()  # they have started
+            self._workers = figures.read()  # the workers have started
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
                 self._sampler.start()
-            # vLLM's client adds up the blocks of its engines.
+            # The config has the sum of the blocks of all engines.
             blocks = (vllm_config.cache_config.num_gpu_blocks or 0) // max(1, len(engine_indexes))
             queued = getattr(vllm_config.scheduler_config, "max_num_queued_reqs", None)
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -95,7 +95,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             if plan is not None:
                 _compare(plan, blocks)
 
-    # -- vLLM calls these ------------------------------------------------------------------------------------
+    # -- methods that vLLM calls -----------------------------------------------------------------------------
 
     def record(
         self,
@@ -104,26 +104,31 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
+        """Take in the statistics of one step of an engine."""
         engine = self._engines.get(engine_idx)
         with self._ours("after a step"):
             if engine is not None:
                 engine.seen.record(scheduler_stats, iteration_stats)
             elif scheduler_stats is not None:
-                take(scheduler_stats.waiting_lora_adapters)  # it is not for vLLM's own page
+                take(scheduler_stats.waiting_lora_adapters)  # keep our values off vLLM's own page
 
     def record_admission_rejection(self, reason: str) -> None:
+        """Count a request that vLLM's front end rejected."""
         with self._ours("at a rejection"):
-            for engine in [*self._engines.values()][:1]:  # it went to none of them
+            for engine in [*self._engines.values()][:1]:  # it reached no engine, so the first one counts it
                 engine.seen.rejected(reason)
 
-    def log_engine_initialized(self) -> None: ...
+    def log_engine_initialized(self) -> None:
+        """Log nothing."""
 
-    # -- prometheus_client calls these -----------------------------------------------------------------------
+    # -- methods that prometheus_client calls ----------------------------------------------------------------
 
     def describe(self) -> Iterable[Metric]:
+        """Return no metrics: prometheus_client calls this at registration, before any statistics exist."""
         return ()  # asked when it is registered: nothing has been seen yet
 
     def collect(self) -> Iterable[Metric]:
+        """Return the current metrics of all engines."""
         families: dict[str, Metric] = {}
         with self._ours("in a scrape"):
             memory = self._memory()
@@ -148,7 +153,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
-        if sampler is None:  # what a GPU holds is not among the memory of processes
+        if sampler is None:  # GPU memory is not part of the processes' memory
             return MeasuredMemory(
                 weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,
                 cuda_graphs=workers.cuda_graphs,
@@ -166,7 +171,14 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
 
 class Engine:
-    """What is shown of one engine. ``num_blocks``: those vLLM has, the null block included."""
+    """The metrics of one engine.
+
+    Args:
+        plan: the plan, or None when the planner rejected the model.
+        num_blocks: blocks that vLLM has, with the null block.
+        max_num_queued_reqs: vLLM's limit of queued requests, None without one.
+        caching: whether prompts are looked up in the prefix cache.
+    """
 
     def __init__(self, plan: Plan | None, num_blocks: int, max_num_queued_reqs: int | None, *, caching: bool):
         self._plan, self._queued = plan, max_num_queued_reqs
@@ -177,6 +189,7 @@ class Engine:
         self._trend = Trend()
 
     def write(self, page: CollectedPage, memory: MeasuredMemory) -> None:
+        """Write the engine's metrics to a page."""
         plan, seen = self._plan, self.seen
         if plan is not None:
             pool = seen.num_blocks * plan.kv_cache.layout.bytes_per_block
@@ -208,7 +221,7 @@ class Engine:
 
 
 def _plan(config: Any) -> Plan | None:
-    """The plan of what vLLM has loaded; None, and one line in the log: the planner refuses it."""
+    """Return the plan of the model that vLLM loaded, or None, with a warning, when the planner rejects it."""
     try:
         asked = asked_of(config)
         return make_plan(asked.model, asked.deployment)
@@ -227,7 +240,7 @@ def _compare(plan: Plan, num_blocks: int) -> None:
 
 
 def _loaded(plan: Plan, stats: EngineStats) -> Plan:
-    """Revision 1: the same with the pool that vLLM has."""
+    """Return the plan as revision 1, with the pool that vLLM has."""
     pool = stats.pool
     cache = replace(plan.kv_cache, num_blocks=pool.num_blocks, usable_blocks=pool.usable)
     return replace(plan, revision=1, kv_cache=cache)

@@ -1,4 +1,4 @@
-"""The families of `tonnage.server.observe.metrics` for the registry whose page vLLM serves."""
+"""A metrics page that collects prometheus_client metrics instead of writing text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tonnage.server.requests.histogram import Histogram
 
 
 class CollectedPage(Page):
-    """Adds what is written to ``families`` (by name), so that the pages of several engines make one."""
+    """A page that adds its metrics to `families` (by name), so that several engines share one page."""
 
     def __init__(self, families: dict[str, Metric], **labels: str) -> None:
         super().__init__(**labels)
         self._families = families
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        """Add a histogram."""
         family = self._metric(name, "histogram", text)
         count = 0
         for border, count in zip(

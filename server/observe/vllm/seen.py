@@ -1,8 +1,8 @@
-"""What vLLM has told of one engine, step by step, as the snapshots the families are made of.
+"""Statistics of one vLLM engine, summed up from the messages that vLLM sends to a stat logger after each step.
 
-vLLM tells a stat logger, after each step, how many run and wait, the share of blocks in use, and what became of
-the tokens and requests of the step. It does not tell who came and who hung up, what was promised, and which of
-the free blocks are cached: those families are absent, but for what our scheduler, where it runs, tells beside.
+A message has the running and waiting requests, the share of used blocks, and the tokens and finished requests
+of the step. It does not have received and aborted requests, reservations and cached blocks. These metrics are
+absent unless our scheduler runs and adds them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from tonnage.server.engines.vllm.told import Told
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
-# FinishReason (v1/engine/__init__.py, 0.32) -> our outcome; vLLM ends what repeats itself as a stop.
+# FinishReason (v1/engine/__init__.py, 0.32) -> our outcome. A repetition counts as a stop.
 _OUTCOMES: dict[str, Outcome] = {
     "stop": "stop", "length": "length", "abort": "aborted", "error": "error", "repetition": "stop",
 }  # fmt: skip
-# What a stat logger hears of.
+# The outcomes that vLLM reports to a stat logger.
 _HEARD: tuple[Outcome, ...] = ("stop", "length", "error")
 
 
 class Seen:
-    """One engine. ``num_blocks``: of its pool, the null block included. ``limits`` None: there is no plan, so
-    nobody knows what a request asks for. ``caching``: vLLM looks prompts up in its prefix cache."""
+    """The statistics of one engine.
+
+    Args:
+        num_blocks: blocks of its pool, with the null block.
+        limits: limits of the plan. None without a plan; the blocks of a request are then unknown.
+        caching: whether prompts are looked up in the prefix cache.
+    """
 
     def __init__(self, num_blocks: int, limits: Limits | None, *, caching: bool) -> None:
         self.num_blocks = num_blocks
@@ -40,16 +45,21 @@ class Seen:
 
     @property
     def told(self) -> Told | None:
-        """None: our scheduler does not run."""
+        """Return the values of our scheduler, or None when it does not run."""
         return self._heard.told
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Those that are known."""
+        """Return the outcomes that are known."""
         return _HEARD if self.told is None else OUTCOMES
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """``scheduler``: a SchedulerStats or None, ``iteration``: an IterationStats or None."""
+        """Take in one message of the engine.
+
+        Args:
+            scheduler: vLLM's SchedulerStats or None.
+            iteration: vLLM's IterationStats or None.
+        """
         self._heard.record(scheduler, iteration)
         if iteration is not None:
             self._of_iteration(iteration)
@@ -60,8 +70,11 @@ class Seen:
         self.tenant.in_flight = self.counts.in_flight
 
     def _settle(self, told: Told) -> None:
-        """received = outcomes + in flight. Who left without an outcome hung up; vLLM's front end ends a request
-        at a stop string a step before the scheduler hears of it, so no count may go back."""
+        """Derive aborted requests and requests in flight from our scheduler's counts.
+
+        received = outcomes + in flight, so a request that left without an outcome was aborted. At a stop string
+        vLLM's front end ends a request one step before the scheduler knows it, so no count may decrease.
+        """
         counts = self.counts
         ended = sum(counts.outcomes[outcome] for outcome in _HEARD)
         aborted = max(counts.outcomes["aborted"], told.received - told.unfinished - ended)
@@ -71,7 +84,7 @@ class Seen:
         self.tenant.asked_blocks = told.asked or 0
 
     def rejected(self, reason: str) -> None:
-        """vLLM's front end has turned a request away (0.32: ``max_num_queued_reqs`` or ``_tokens``)."""
+        """Count a request that vLLM's front end rejected (0.32: `max_num_queued_reqs` or `_tokens`)."""
         self.counts.refused["wait", reason] += 1
         self.counts.outcomes["rejected"] += 1
         self.tenant.outcomes["rejected"] += 1
@@ -104,7 +117,7 @@ class Seen:
             self.mix.observe(reserved_blocks(asked, self._limits), 1)
 
     def stats(self, memory: MeasuredMemory) -> EngineStats:
-        """The snapshot now."""
+        """Return the statistics after the last step."""
         return replace(
             self._heard.stats(memory),
             prompt_tokens=self._prompt_tokens,

@@ -1,7 +1,7 @@
-"""The servers that can be watched: how each is recognised, what it tells, how a page of it is read.
+"""The servers that can be watched: how each is recognised, and how its facts and state are read.
 
-Each file holds one ``Server``; ``servers`` has the order in which they are tried. A Tonnage server may
-also speak vLLM's names (``--metrics-compat vllm``), so it comes first.
+Each file has one `Server`, and `servers` has the order in which they are tried. A Tonnage server may also use
+vLLM's metric names (`--metrics-compat vllm`), so it comes first.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ from tonnage.server.watch.servers.vllm import VLLMServer
 
 
 class Server(Protocol):
-    """Every method may raise WatchError."""
+    """A kind of server. Every method may raise WatchError."""
 
     title: str
 
     def answers(self, client: Client, samples: Samples) -> bool:
-        """Whether the page of metrics is of such a server."""
+        """Return whether the metrics page belongs to this kind of server."""
 
     def silent(self, client: Client) -> str | None:
-        """What to do, where such a server answers but shows no metrics."""
+        """Return how to turn the metrics on, if this kind of server answers without metrics."""
 
-    def tell(self, client: Client, samples: Samples) -> Told: ...
+    def tell(self, client: Client, samples: Samples) -> Told:
+        """Return the facts about the server."""
 
-    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading: ...
+    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        """Return the state of the server now."""
 
     def planned(self, client: Client, samples: Samples) -> Planned | None:
-        """The server's own plan, where it has one."""
+        """Return the server's own plan, or None."""
 
 
 def servers(kv_unified: bool | None) -> tuple[Server, ...]:
-    """``kv_unified``: whether llama.cpp's slots share one cache; None: nobody says."""
+    """Return all kinds of servers; `kv_unified` says whether llama.cpp's slots share one cache."""
     return (TonnageServer(), VLLMServer(), SGLangServer(), LlamaCppServer(kv_unified))
 
 
 def recognise(client: Client, samples: Samples, known: tuple[Server, ...]) -> Server:
-    """Which server the page is of. Raises WatchError for none of them, or one whose metrics are off."""
+    """Return the kind of server that the metrics page belongs to.
+
+    Raises:
+        WatchError: the server is of no known kind, or its metrics are off.
+    """
     for server in known:
         if server.answers(client, samples):
             return server

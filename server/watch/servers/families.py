@@ -1,4 +1,4 @@
-"""Our own families on a page: of a Tonnage server, or of a vLLM with our plug-in (docs/vllm.md)."""
+"""Tonnage's own metrics on the page of a Tonnage server, or of a vLLM with our plug-in (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INFO = ("plan_id", "architecture", "engine", "quantization")
 
 
 def headroom_told(samples: Samples) -> Headroom | None:
-    """Over all engines of the page; the largest prompt is that of the emptiest."""
+    """Return the headroom over all engines of the page; the largest prompt is the emptiest engine's."""
     blocks = samples.count("tonnage_headroom_blocks")
     requests = samples.count("tonnage_headroom_requests")
     prompts = [round(value) for _, value in samples.of("tonnage_headroom_prompt_tokens")]
@@ -24,7 +24,7 @@ def headroom_told(samples: Samples) -> Headroom | None:
 
 
 def auto_told(samples: Samples) -> AutoStats | None:
-    """Return what the admission mode ``auto`` does, over all engines of the page; None in other modes."""
+    """Return the state of the admission mode `auto` over all engines of the page, or None in other modes."""
     engines = samples.values_of("engine_index", "tonnage_admission_fallbacks_total")
     parts = [samples.where(engine_index=engine) for engine in engines] or [samples]
     found = [_auto(part) for part in parts]
@@ -49,7 +49,7 @@ def _auto(samples: Samples) -> AutoStats | None:
 
 
 def planned_told(samples: Samples, model: str | None) -> Planned | None:
-    """The plan of one engine, of the rank whose bytes are measured; None where the page has none."""
+    """Return the plan of one engine, for the rank with measured bytes, or None without a plan."""
     engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples
     info = next((labels for labels, _ in one.of("tonnage_plan_info") if labels.get("revision") == "0"), {})
@@ -78,7 +78,7 @@ def planned_told(samples: Samples, model: str | None) -> Planned | None:
 
 
 def measured_told(samples: Samples) -> dict[str, int]:
-    """Bytes by component of one engine."""
+    """Return the measured bytes by component of one engine."""
     engines = samples.values_of("engine_index", "tonnage_memory_measured_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples
     series = one.of("tonnage_memory_measured_bytes")

@@ -1,7 +1,7 @@
-"""llama.cpp's llama-server: tools/server/server-context.cpp of the sources in llama-cpp-python 0.3.36.
+"""llama.cpp's llama-server, as in tools/server/server-context.cpp of llama-cpp-python 0.3.36's sources.
 
-``/metrics`` counts, ``/slots`` says what each slot holds, ``/props`` and ``/v1/models`` what was loaded. If
-the slots share one cache (``-kvu``, and without ``-np`` the default) or have one each, it does not tell.
+``/metrics`` has counters, ``/slots`` the tokens of each slot, ``/props`` and ``/v1/models`` the model. The
+server does not report whether the slots share one KV cache (``-kvu``, and the default without ``-np``).
 """
 
 from __future__ import annotations
@@ -15,28 +15,34 @@ from tonnage.server.watch.servers.told import cards, mapping, number, objects, t
 
 
 class LlamaCppServer:
+    """A llama-server; `kv_unified` says whether its slots share one KV cache (None: unknown)."""
+
     title = "llama.cpp"
 
     def __init__(self, kv_unified: bool | None) -> None:
         self._unified = kv_unified
 
     def answers(self, client: Client, samples: Samples) -> bool:
+        """Return whether the metrics page belongs to llama-server."""
         return samples.speaks("llamacpp:")
 
     def silent(self, client: Client) -> str | None:
+        """Return how to turn on the metrics of a llama-server without metrics."""
         props = mapping(client.get("/props").json())
         return "start it with --metrics" if "total_slots" in props else None
 
     def planned(self, client: Client, samples: Samples) -> Planned | None:
+        """Return None: llama-server has no plan."""
         return None
 
     def tell(self, client: Client, samples: Samples) -> Told:
+        """Return the facts about the server."""
         props = mapping(client.get("/props").json())
         card = next(iter(cards(client.get("/v1/models").json())), {})
         slots, context = number(props.get("total_slots")) or 1, _context(props)
         unified = self._shares(slots)
         flags: dict[str, Any] = {} if context is None else {"max_model_len": context}
-        # a context that all share is planned as that of one sequence
+        # a context that all slots share is planned like the context of one sequence
         flags["max_num_seqs"] = 1 if unified else slots
         size = number(mapping(card.get("meta")).get("size"))
         notes = []
@@ -57,6 +63,7 @@ class LlamaCppServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        """Return the state of the server now."""
         slots = objects(client.get("/slots").json())  # 501 with --no-slots: then only the counters
         replicas, typical = self._slots(samples, slots)
         return Reading(
@@ -78,11 +85,11 @@ class LlamaCppServer:
     def _slots(
         self, samples: Samples, slots: list[Any]
     ) -> tuple[tuple[Replica, ...], tuple[float, float] | None]:
-        """The pools: one of all slots, or one each. And what a slot in use holds on average."""
+        """Return the replicas (one of all slots or one each), and the average tokens of a slot in use."""
         running, waiting = (
             samples.count("llamacpp:requests_processing"), samples.count("llamacpp:requests_deferred")
         )  # fmt: skip
-        held = [number(slot.get("n_prompt_tokens")) or 0 for slot in slots]  # prompt and answer so far
+        held = [number(slot.get("n_prompt_tokens")) or 0 for slot in slots]  # prompt and output so far
         busy = [slot.get("is_processing") is True for slot in slots]
         used = [tokens for tokens in held if tokens]
         typical = (sum(used) / len(used), 1.0) if used else None
@@ -92,7 +99,7 @@ class LlamaCppServer:
         pairs = list(zip(held, busy, strict=True))
         if unified:
             return (Replica(running, waiting, _pool(context, pairs), len(slots)),), typical
-        # a request that waits waits for any slot: told once
+        # a waiting request may get any slot, so all are counted with the first replica
         parts = [Replica(int(one[1]), 0, _pool(context, [one]), 1) for one in pairs]
         parts[0] = Replica(parts[0].running, waiting, parts[0].pool, 1)
         return tuple(parts), typical
@@ -105,7 +112,7 @@ def _pool(cells: int, slots: list[tuple[int, bool]]) -> Pool:
 
 
 def _context(props: Any) -> int | None:
-    """Tokens of one slot."""
+    """Return the token slots of one slot of the server."""
     return number(mapping(props.get("default_generation_settings")).get("n_ctx"))
 
 

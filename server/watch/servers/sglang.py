@@ -1,8 +1,8 @@
-"""SGLang: families of its documentation (docs/references/production_metrics.md) and of its scheduler and
-tokenizer metrics, 0.4 to 0.5; ``/server_info`` (older: ``/get_server_info``) repeats all of its arguments.
+"""SGLang 0.4 to 0.5, with the metrics of docs/references/production_metrics.md and its scheduler and tokenizer.
 
-Ranks of one replica (tp_rank, pp_rank, moe_ep_rank) repeat each other's figures: the largest counts. Replicas
-(dp_rank) add up. With priorities on, the series without one is the sum of the others.
+``/server_info`` (older: ``/get_server_info``) has all arguments of the server. Ranks of one replica (tp_rank,
+pp_rank, moe_ep_rank) repeat each other's figures, so the largest counts. Replicas (dp_rank) add up. With
+priorities on, the series without a priority is the sum of the others.
 """
 
 from __future__ import annotations
@@ -39,18 +39,24 @@ _ARGUMENTS = {
 
 
 class SGLangServer:
+    """An SGLang server."""
+
     title = "SGLang"
 
     def answers(self, client: Client, samples: Samples) -> bool:
+        """Return whether the metrics page belongs to SGLang."""
         return samples.speaks("sglang:")
 
     def silent(self, client: Client) -> str | None:
+        """Return how to turn on the metrics of an SGLang server without metrics."""
         return "start it with --enable-metrics" if _info(client) else None
 
     def planned(self, client: Client, samples: Samples) -> Planned | None:
+        """Return None: SGLang has no plan."""
         return None
 
     def tell(self, client: Client, samples: Samples) -> Told:
+        """Return the facts about the server."""
         info = _info(client)
         state = next(iter(objects(info.get("internal_states"))), {})
         arguments = {**info, **{key: value for key, value in state.items() if value is not None}}
@@ -71,6 +77,7 @@ class SGLangServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        """Return the state of the server now."""
         names = samples.values_of("dp_rank", "sglang:num_running_reqs") or [""]
         parts = [samples.where(dp_rank=name) if name else samples for name in names]
         started = samples.total("process_start_time_seconds")
@@ -83,7 +90,7 @@ class SGLangServer:
 
 
 def _info(client: Client) -> Mapping[str, Any]:
-    """Its arguments; empty where this is no SGLang (vLLM's /server_info has no model_path)."""
+    """Return SGLang's arguments; empty for another server (vLLM's /server_info has no model_path)."""
     for path in _INFO_PATHS:
         found = mapping(client.get(path).json())
         if "model_path" in found and "mem_fraction_static" in found:
@@ -105,7 +112,7 @@ def _flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
-    """GiB with two decimals, which SGLang calls GB."""
+    """Return the measured bytes by component from SGLang's GiB with two decimals, which it calls GB."""
     found = {}
     for key, name in {"weight": "weights", "graph": "cuda_graphs"}.items():
         if isinstance(value := memory.get(key), (int, float)) and value > 0:
@@ -114,7 +121,7 @@ def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _value(samples: Samples, *names: str) -> float | None:
-    """Of one replica, or the sum of all."""
+    """Return a metric's value for one replica, or its sum over all replicas, or None when it is absent."""
     found = samples.first(names)
     if found is None:
         return None
@@ -141,7 +148,7 @@ def _replica(samples: Samples, told: Told) -> Replica:
 
 
 def _pool(samples: Samples, told: Told) -> Pool | None:
-    """Used tokens are those of running requests: what the radix cache could give up is not among them."""
+    """Return the pool of one replica; evictable tokens of the radix cache do not count as used."""
     tokens = _count(samples, "sglang:max_total_num_tokens") or told.pool_tokens
     if not tokens:
         return None
@@ -165,7 +172,7 @@ def _counters(samples: Samples) -> Counters:
         generation_tokens=generated,
         prefix_query_tokens=prompt,
         prefix_hit_tokens=_count(samples, "sglang:cached_tokens_total"),
-        # tokens are counted when a request is done (tokenizer_manager.py)
+        # SGLang counts tokens when a request ends (tokenizer_manager.py)
         finished=_count(samples, "sglang:num_requests_total"),
         finished_prompt=prompt,
         finished_generation=generated,

@@ -1,4 +1,4 @@
-"""A Tonnage server: /memory has its plan and what is measured, /metrics the rest under the names used here."""
+"""A Tonnage server: /memory has its plan and measured bytes, /metrics all other values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ _MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
 
 
 class TonnageServer:
+    """A Tonnage server."""
+
     title = "Tonnage"
 
     def answers(self, client: Client, samples: Samples) -> bool:
-        """``tonnage watch --port``, or a plug-in in another server, writes these families without a /memory."""
+        """Return whether the page has Tonnage's metrics and the server has a /memory.
+
+        `tonnage watch --port` and the plug-in in vLLM write the same metrics without a /memory.
+        """
         return samples.speaks("tonnage_") and client.get("/memory").status == 200
 
     def silent(self, client: Client) -> str | None:
+        """Return None: a Tonnage server always has metrics."""
         return None
 
     def tell(self, client: Client, samples: Samples) -> Told:
+        """Return the facts about the server."""
         return Told(self.title, None, text(_memory(client).get("model")), model=None)
 
     def planned(self, client: Client, samples: Samples) -> Planned | None:
+        """Return the server's own plan."""
         try:
             return _planned(mapping(_memory(client)["plan"]))
         except (KeyError, TypeError, IndexError) as error:
@@ -38,6 +46,7 @@ class TonnageServer:
             ) from None
 
     def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        """Return the state of the server now."""
         memory = _memory(client)
         measured = mapping(memory.get("measured"))
         state = {labels["state"]: round(value) for labels, value in samples.of("tonnage_engine_requests")}

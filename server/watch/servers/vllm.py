@@ -1,7 +1,7 @@
-"""vLLM: families and labels of vllm/v1/metrics/loggers.py, 0.32.0; names of older releases beside them.
+"""vLLM, with the metrics and labels of vllm/v1/metrics/loggers.py, 0.32.0, and names of older releases.
 
-What it does not tell on its own (batch, parallel sizes, device) stands in ``/server_info``, which it has only
-with VLLM_SERVER_DEV_MODE=1.
+The metrics page lacks the batch, the parallel sizes and the device. They are in ``/server_info``, which exists
+only with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CACHE = {
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
     "num_gpu_blocks_override": "num_gpu_blocks_override",
 }
-# /server_info: part of vllm_config -> its fields -> those of the Deployment
+# /server_info: part of vllm_config -> its field -> field of the Deployment
 _CONFIG = {
     "model_config": {"enforce_eager": "enforce_eager", "quantization": "quantization"},
     "parallel_config": {
@@ -48,21 +48,26 @@ _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "e
 
 
 class VLLMServer:
+    """A vLLM server."""
+
     title = "vLLM"
 
     def answers(self, client: Client, samples: Samples) -> bool:
+        """Return whether the metrics page belongs to vLLM."""
         return samples.speaks("vllm:")
 
     def silent(self, client: Client) -> str | None:
+        """Return how to turn on the metrics of a vLLM without metrics."""
         models = client.get("/v1/models").json()
         owners = {card.get("owned_by") for card in cards(models)}
         return "start it without --disable-log-stats" if "vllm" in owners else None
 
     def planned(self, client: Client, samples: Samples) -> Planned | None:
-        """That of our plug-in, made from vLLM's own config."""
+        """Return the plan of our plug-in, made from vLLM's own config, or None without the plug-in."""
         return planned_told(samples, _served(samples))
 
     def tell(self, client: Client, samples: Samples) -> Told:
+        """Return the facts about the server."""
         version = mapping(client.get("/version").json()).get("version")
         own = next((card for card in cards(client.get("/v1/models").json()) if not card.get("parent")), {})
         flags = _from_labels(samples)
@@ -74,7 +79,7 @@ class VLLMServer:
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
-        told = "tonnage_memory_planned_bytes" in samples  # by our plug-in: nothing is assumed
+        told = "tonnage_memory_planned_bytes" in samples  # our plug-in has the plan, so nothing is assumed
         if not told and config.get("speculative_config"):
             notes.append("it drafts: --speculative-model says what, which is not planned otherwise")
         return Told(
@@ -88,6 +93,7 @@ class VLLMServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        """Return the state of the server now."""
         engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
         parts = [samples.where(engine=name) if name else samples for name in engines]
         started = samples.total("process_start_time_seconds")
@@ -124,11 +130,14 @@ def _replica(samples: Samples) -> Replica:
 
 
 def _pool(samples: Samples) -> Pool | None:
-    """Usage is of all blocks but the null block (v1/core/block_pool.py get_usage); what is cached counts as
-    free there and is not told apart."""
+    """Return the pool of one engine, whose cached blocks are unknown.
+
+    vLLM's usage covers all blocks but the null block (v1/core/block_pool.py, get_usage) and counts cached
+    blocks as free.
+    """
     labels = next((labels for labels, _ in samples.of(_INFO)), {})
     blocks, size = _number(labels.get("num_gpu_blocks")), _number(labels.get("block_size"))
-    if not blocks or not size:  # an encoder has none
+    if not blocks or not size:  # an encoder has no KV blocks
         return None
     usable = blocks - 1
     usage = samples.total(*_USAGE)
@@ -166,7 +175,7 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(label: str | None) -> Any:
-    """Labels are written by Python's str()."""
+    """Return the value of a label that Python's str() wrote."""
     try:
         return None if label is None else ast.literal_eval(label)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

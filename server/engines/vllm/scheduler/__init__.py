@@ -1,17 +1,20 @@
 """Tonnage's admission inside vLLM.
 
-``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``
+Start it with ``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``.
 
 =============== ==================================================================================
-``scheduler``   `TonnageScheduler`: takes out who may not take part in a step, asks vLLM, puts back
-``admission``   who may start, who sits a step out: `tonnage.cache.admission` asked with vLLM's figures
-``account``     what the running requests hold and may still ask for, beside vLLM's books
-``groups``      vLLM's KV cache groups as admission counts them
+``scheduler``   `TonnageScheduler`: hides requests that may not take part in a step from vLLM
+``admission``   which requests start and which skip a step: `tonnage.cache.admission` with vLLM's figures
+``account``     the blocks that running requests hold and may still need
+``groups``      vLLM's KV cache groups in the terms of admission
 ``options``     ``--additional-config '{"tonnage": {...}}'`` and ``TONNAGE_*``
-``versions``    what vLLM calls by another name in 0.30 to 0.33
-``own``         vLLM's own scheduler, where its version is another one
-``ours``        the same behind ``tonnage serve --backend vllm``, with bounded grammars
-``sharing``     system prompts whose blocks every cache salt shares
+``versions``    names that differ between vLLM 0.30 and 0.33
+``own``         vLLM's own scheduler, for an unknown version of vLLM
+``ours``        the scheduler of ``tonnage serve --backend vllm``, with bounded grammars
+``sharing``     system prompts whose blocks are shared between cache salts
+``report``      counts and blocks for our metrics
+``pool``        vLLM's cached blocks and their evictions
+``step_times``  the duration of each step
 =============== ==================================================================================
 """
 
@@ -20,7 +23,7 @@ import vllm
 from tonnage.server.engines.vllm.scheduler.own import OwnScheduler
 from tonnage.server.engines.vllm.scheduler.versions import rules_of
 
-if rules_of(vllm.__version__) is None:  # it may lack names that we import
+if rules_of(vllm.__version__) is None:  # an unknown vLLM may lack names that `scheduler` imports
     TonnageScheduler: type = OwnScheduler
 else:
     from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler

@@ -1,13 +1,13 @@
-"""What the running requests hold and may still ask for, kept beside vLLM's own books; a few array operations
-a step.
+"""Reservations and blocks of the running requests, kept beside vLLM's own books.
 
-Kept for each running request when it starts: its reservation, its prompt, what it found in the prefix cache.
-Read from vLLM each time: how far each request is computed, the length of its block table, and the pool's free
-blocks. The blocks in a table are read only for a prefix that a newcomer finds.
+An entry is made when a request starts. It has the reservation, the prompt length and the prefix hit. Read from
+vLLM each time are the computed tokens of each request, the length of its block table, and the pool's free
+blocks. The blocks of a table are read only when a new request finds a prefix. A step costs a few array
+operations.
 
-**Sharing.** A block that two requests reference does not come back when one of them leaves. A newcomer that
-finds a block in use makes it nobody's own for as long as anybody holds it: ``private`` is exact or too low,
-and too low is safe (`tonnage.cache.admission.snapshot`).
+A block that two requests reference does not return to the pool when one of them ends. When a new request finds
+a block in use, the block counts as shared as long as any request holds it. So the `private` blocks of a request
+are exact or too low, and too low is safe (`tonnage.cache.admission.snapshot`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ from tonnage.cache.admission.snapshot import COLUMNS, HELD, RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-# What is kept for a request in its slot, as `tonnage.cache.admission.loops.summarize` reads it, and the blocks
-# that are set aside whole; the others count full groups only.
+# Columns of an entry. `tonnage.cache.admission.loops.summarize` reads the first five, in blocks of full groups.
+# WINDOWED has the blocks of all other groups, which are reserved at once.
 PROMPT, MAX_TOKENS, RESERVED, SHARED, PREFILL_END, WINDOWED = range(6)
 _COMPUTED = attrgetter("num_computed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a waiting request would find: ``used`` blocks that running requests hold and ``cached`` ones that
-    nobody does (of one full group), ``tokens``; ``blocks`` of the first full group."""
+    """The prefix that a waiting request would find in the cache.
+
+    Attributes:
+        blocks: vLLM's blocks of the first full group.
+        tokens: tokens that need not be computed.
+        used: blocks of one full group that running requests hold.
+        cached: blocks of one full group that no request references.
+    """
 
     blocks: Sequence[Any] = ()
     tokens: int = 0
@@ -44,14 +50,16 @@ class Hit:
 
 
 class Account:
-    """One entry for each request in ``scheduler.running``: `leave` when it ends or is preempted, `sync`
-    before and after a step."""
+    """Entries of the requests in `scheduler.running`.
+
+    Call `leave` when a request ends or is preempted, and `sync` before and after a step.
+    """
 
     def __init__(self, scheduler: Any, groups: Groups) -> None:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
         self.reserved = 0  # blocks of all groups, all entries
-        # How often room was made: entries that left, and steps before which blocks came back without one.
+        # Events that freed blocks: entries that left, and steps before which blocks returned without one.
         self.departed = 0
         self._free = self.pool.get_num_free_blocks()  # at the last `sync`
         self._departed_then = 0  # at the last `sync`
@@ -59,14 +67,14 @@ class Account:
         self.found: dict[str, int] = {}
         self.recomputed = 0  # tokens that preempted requests had to compute again so far
         self._slots: dict[str, int] = {}
-        self._hits: dict[str, int] = {}  # tokens found in the prefix cache; for groups set aside whole
+        self._hits: dict[str, int] = {}  # tokens found in the prefix cache, kept for groups that are not full
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
         self._kept = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
-        # Slots in order of entry, which is that of ``scheduler.running``: the first of an array that has room.
+        # Rows of the entries in the order of ``scheduler.running``: a prefix of a preallocated array.
         self._entries = np.zeros(groups.limits.max_num_seqs, np.int32)
         self._order = self._entries[:0]
-        # Blocks of the first full group: whose prompt's each is (he may have left), and which are nobody's own,
-        # by what they hold: a block that was given back and is taken for other tokens is somebody's own again.
+        # Blocks of the first full group. ``_owner``: the request whose prompt filled the block, which may have
+        # ended. ``_shared``: the content hash of each shared block; with other content it is no longer shared.
         self._owner: dict[int, str] = {}
         self._shared: dict[int, Any] = {}
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -76,7 +84,12 @@ class Account:
         return len(self._slots)
 
     def sync(self, scheduled: dict[str, int] | None = None) -> None:
-        """Take out who has left; with the tokens ``scheduled`` for each in this step, enter who has come."""
+        """Remove the entries of requests that no longer run, and add entries for requests that started.
+
+        Args:
+            scheduled: tokens of each request in the step just scheduled. None before a step, when no entry is
+                added.
+        """
         running = self.scheduler.running
         if len(self._slots) > len(running):
             here = {request.request_id for request in running}
@@ -85,19 +98,19 @@ class Account:
         if scheduled is not None and len(self._slots) < len(running):
             known = self._slots
             fresh = list(takewhile(lambda request: request.request_id not in known, reversed(running)))
-            for request in reversed(fresh):  # in order: one may share blocks of the one before
+            for request in reversed(fresh):  # in order, since a request may share blocks of the one before it
                 self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
         self._notice_freed(in_step=scheduled is not None)
 
     def _notice_freed(self, *, in_step: bool) -> None:
-        """Count blocks that came back between two steps though no request left, as a connector's do."""
+        """Count blocks that returned between two steps though no request ended, as a connector's blocks do."""
         free = self.pool.get_num_free_blocks()
         if free > self._free and not in_step and self.departed == self._departed_then:
             self.departed += 1
         self._free, self._departed_then = free, self.departed
 
     def leave(self, id: str) -> None:
-        """Take its entry out; nothing without one."""
+        """Remove the entry of a request, if it has one."""
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._hits.pop(id, None)
@@ -110,14 +123,18 @@ class Account:
             self.departed += 1
 
     def reservation(self, request: Any) -> tuple[int, int]:
-        """Most blocks the request ever holds: (in full groups, in those set aside whole)."""
+        """Return the upper bounds of the blocks the request ever holds, in full groups and in all others."""
         encoder = 0
         if self.scheduler.is_encoder_decoder:
             encoder = sum(request.get_num_encoder_embeds(at) for at in range(request.num_encoder_inputs))
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
     def snapshot(self, rows: Int32Array | None = None) -> RunningSnapshot:
-        """The running requests, in vLLM's order, in ``rows`` where there are some; O(running)."""
+        """Return the state of the running requests in vLLM's order; O(running).
+
+        Args:
+            rows: int32 [requests or more, COLUMNS], the array to fill. None allocates one.
+        """
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
         find = self._tables.get
@@ -131,20 +148,29 @@ class Account:
         return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
 
     def outsiders(self) -> bool:
-        """Return whether a request that does not run may hold blocks: a streaming session that waits for
-        input, or one whose blocks a connector still loads or sends."""
+        """Return whether a request that does not run may hold blocks.
+
+        Such a request is a streaming session that waits for input, or its blocks are still loaded or sent by a
+        connector.
+        """
         scheduler = self.scheduler
         return bool(getattr(scheduler, scheduler._rules.holders)) or scheduler.connector is not None
 
     def waste(self) -> int:
-        """Token slots of full groups' blocks that hold no token; a shared block counts for each. O(running)."""
+        """Return the token slots of full groups' blocks that hold no token; O(running).
+
+        A shared block counts for each request that holds it.
+        """
         computed = sum(int(request.num_computed_tokens) for request in self.scheduler.running)
         held = int(self.snapshot().held.sum())
         return max(0, held * self.groups.limits.layout.block_size - computed * self.groups.count)
 
     def broken(self) -> int:
-        """How many laws do not hold: the sum of the reservations, and of each running request that it holds no
-        more than is reserved for it. O(running)."""
+        """Return the number of violated invariants; O(running).
+
+        The sum of the reservations must be `reserved`, and each running request must hold at most its reserved
+        blocks.
+        """
         broken = reserved = 0
         for request in self.scheduler.running:
             row = self._kept[self._slots[request.request_id]]
@@ -154,8 +180,14 @@ class Account:
         return int(broken) + (reserved != self.reserved)
 
     def leaving(self, snapshot: RunningSnapshot, fresh: Sequence[Hit]) -> Leaving:
-        """In which order those of ``snapshot`` can finish, and what each gives back; walks all tables.
-        ``fresh``: what the last of them, still waiting, would find."""
+        """Return the order in which requests can finish, and the blocks that each returns.
+
+        This reads all block tables.
+
+        Args:
+            snapshot: the running requests, followed by the new ones.
+            fresh: the prefix hits of the new requests.
+        """
         tables = [self._tables.get(request.request_id, ()) for request in self.scheduler.running]
         tables += [hit.blocks for hit in fresh]
         blocks = np.array([block.block_id for table in tables for block in table], np.int32)
@@ -165,7 +197,7 @@ class Account:
         return Leaving(found.order, found.returns * self.groups.count, used)
 
     def find(self, request: Any) -> Hit:
-        """What the request would find in the prefix cache now; changes nothing, not even vLLM's statistics."""
+        """Return what the request would find in the prefix cache now, without changing vLLM's statistics."""
         manager, full = self.scheduler.kv_cache_manager, self.groups.full
         if full is None or request.num_computed_tokens or not manager.enable_caching:
             return Hit()
@@ -179,8 +211,14 @@ class Account:
         return Hit(blocks, tokens, used, len(blocks) - used)
 
     def lost(self, hit: Hit) -> Int32Array | None:
-        """int32 [running]: blocks that are each one's own and would be shared with a request that finds
-        ``hit``; None: none are."""
+        """Return the blocks of each running request that a new request would share (int32 [running]).
+
+        Args:
+            hit: the prefix that the new request finds.
+
+        Returns:
+            The blocks that stop being private to each request, or None when there are none.
+        """
         if not hit.used:
             return None
         running = self.scheduler.running
@@ -193,11 +231,11 @@ class Account:
         return lost
 
     def _owner_of(self, index: int, block: Any, newcomer: str = "") -> str | None:
-        """Whose own a block at place ``index`` of a prefix is; None: nobody's, or no running request's."""
+        """Return the running request that alone holds the block at index `index` of a prefix, or None."""
         if self._shared.get(block.block_id) == block.block_hash:
             return None
         known = self._owner.get(block.block_id)
-        for id in [known, *self._slots] if known in self._slots else self._slots:  # the known one nearly always
+        for id in [known, *self._slots] if known in self._slots else self._slots:  # nearly always the first
             table = self._tables.get(id, ())
             if id != newcomer and index < len(table) and table[index] is block:
                 return id
@@ -221,8 +259,7 @@ class Account:
         self.reserved += full + windowed
 
     def _share(self, id: str, found: int) -> int:
-        """How many of the first ``found`` blocks of a newcomer others hold too; all its blocks are
-        registered."""
+        """Register the blocks of a new request; return how many of its first `found` blocks are shared."""
         table, shared = self._tables.get(id, ()), 0
         own = [block.block_id for block in table[found:]]
         for index, block in enumerate(table[:found]):
@@ -240,10 +277,11 @@ class Account:
         return shared
 
     def _forget(self, id: str) -> None:
-        """Remove the blocks that leave with a request from ``_shared``.
+        """Remove the blocks that leave with a request from `_shared`.
 
-        The same block may be taken for the same tokens again, and is then one request's own. A connector may
-        keep blocks longer than their request, so there all are removed: ``private`` is too low, which is safe.
+        A block may be allocated again for the same tokens and then belongs to one request. A connector may keep
+        blocks longer than their request, so with one all blocks are removed: `private` is then too low, which
+        is safe.
         """
         connected = self.scheduler.connector is not None
         for block in self._tables.get(id, ()) if self._shared else ():
@@ -251,7 +289,7 @@ class Account:
                 self._shared.pop(block.block_id, None)
 
     def _used(self) -> int:
-        """Blocks of full groups that somebody references, or more."""
+        """Return the referenced blocks of full groups, or an upper bound of them."""
         used = self.groups.limits.usable_blocks - int(self.pool.get_num_free_blocks())
         for other in self.groups.others:
             for request in self.scheduler.running:

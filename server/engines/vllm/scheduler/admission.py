@@ -1,7 +1,6 @@
 """Admission of one step inside vLLM: which waiting requests start, and which running ones skip the step.
 
-The decisions are those of `tonnage.cache.admission.decide`; this module fills their `State` with vLLM's
-figures.
+`tonnage.cache.admission.decide` makes the decisions. This module fills its `State` with vLLM's figures.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-# Most that may start in one step: a wave is spread over a few.
+# Upper bound of the requests that start in one step. A burst is spread over several steps.
 _WAVE = 32
 
 
 class SteadyForecast(LengthForecast):
-    """A forecast whose curve is renewed every ``every`` steps only.
+    """A length forecast whose survival curve is renewed only every `every` steps.
 
-    Within a block's worth of steps the curve changes by less than admission can see. ``step`` is the present
-    one.
+    Within a block's worth of steps the curve changes too little to affect admission. The caller sets `step` to
+    the current step.
     """
 
     def __init__(self, policy: Policy, every: int) -> None:
@@ -48,32 +47,32 @@ class SteadyForecast(LengthForecast):
 
 
 class VllmAdmission:
-    """``policy`` applied to the requests of ``account``. Greedy mode is vLLM's own rule and does not ask it."""
+    """An admission policy applied to the requests of an account. Greedy mode, vLLM's own rule, skips it."""
 
     def __init__(self, policy: Policy, account: Account) -> None:
         self.policy, self.account = policy, account
         self.groups: Groups = account.groups
         self.limits = account.groups.limits
-        # Without a full group nothing grows block by block: there is nothing to forecast.
+        # Without a full group no request grows block by block, so there is nothing to forecast.
         self.auto = auto_of(policy, self.limits) if self.groups.count else None
         holds = policy.under(VLLM) if policy.mode is AdmissionMode.AUTO else policy
         self.forecast = SteadyForecast(holds, self.limits.layout.block_size)
         self.rules = Rules(holds, self.limits, self.forecast)
         compile_loops()  # before a request pays for it
-        # After a refusal, as many requests are decided on as leave. Once one has left and a quarter of a
-        # block's worth of steps is over, all are again: the blocks of one may be enough for two.
-        self._refused = ("", -self.limits.layout.block_size)  # the request refused last, and in which step
-        self._head = ""  # the first of the queue behind those that were decided on
-        self._short = 0  # blocks it was short of
-        self._departed = 0  # requests that had left then, and that were decided on since
-        self._departed_then = 0
-        self._fresh: list[Hit] = []  # what the newcomers of this step would find
-        # Guaranteed: blocks that may still be taken before a running request has to skip a step.
+        # After a refusal, one request is decided on for each that leaves. Once one has left and a quarter of a
+        # block's worth of steps is over, all are decided on again: the blocks of one may be enough for two.
+        self._refused = ("", -self.limits.layout.block_size)  # the request refused last, and its step
+        self._head = ""  # the first request of the queue that was not admitted
+        self._short = 0  # blocks that the refused request lacked
+        self._departed = 0  # departures at the last refusal plus requests decided on since
+        self._departed_then = 0  # departures at the last refusal
+        self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
+        # Guaranteed mode: blocks that steps may still take before a running request has to skip one.
         self._slack = 0
 
     @property
     def mode(self) -> AdmissionMode:
-        """The mode that holds now: in ``auto`` one of two others."""
+        """Return the mode in force; with `auto` this is one of two others."""
         return self.rules.policy.mode
 
     def choose(self) -> None:
@@ -84,18 +83,18 @@ class VllmAdmission:
             self.rules.follow(self.policy.under(rule), rule.fresh)
 
     def ended(self, request: Any) -> None:
-        """Learn from a request that ended by itself, before the account forgets it."""
+        """Learn from a request that ended by itself. The account must still have its entry."""
         self.forecast.ended(request.num_output_tokens)
         if self.auto is not None:
             found = self.account.found.get(request.request_id, 0)
             self.auto.ended(request.num_prompt_tokens - found, request.num_output_tokens, request.max_tokens)
 
-    # -- what never fits -------------------------------------------------------------------------------------
+    # -- requests that can never fit -------------------------------------------------------------------------
 
     def never(self, request: Any) -> str | None:
-        """Return why the request does not fit an empty pool, with the numbers, or None when it fits.
+        """Return why an empty pool cannot hold the request, with the numbers, or None when it can.
 
-        Guaranteed and no_evict count prompt and max_tokens, the other modes the tokens that are there.
+        The modes guaranteed and no_evict count prompt and max_tokens, the other modes the existing tokens.
         """
         needed, what = self._needed(request)
         usable = self.limits.usable_blocks
@@ -107,31 +106,31 @@ class VllmAdmission:
         )
 
     def _needed(self, request: Any) -> tuple[int, str]:
-        """Return the blocks that the request needs of an empty pool, and what they are for."""
+        """Return the blocks that the request needs in an empty pool, and a phrase with the counted tokens."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
-        # One token beyond what it has: its next one is sampled without a slot.
+        # `most_blocks` leaves out the last token, which needs no slot; all existing tokens need one.
         return sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
 
-    # -- what is shown ---------------------------------------------------------------------------------------
+    # -- figures for metrics ---------------------------------------------------------------------------------
 
     def missing(self, request: Any) -> int:
         """Return the blocks that an empty pool lacks for the request."""
         return max(0, self._needed(request)[0] - self.limits.usable_blocks)
 
     def short_of(self, id: str) -> int:
-        """Return the blocks that were missing for the request when it was refused last, else 0."""
+        """Return the blocks that the request lacked if it was the last one refused, else 0."""
         return self._short if self._refused[0] == id else 0
 
     def committed(self) -> int:
-        """Return the usable blocks that count as taken for a newcomer, with the margin that it must leave.
+        """Return the usable blocks that count as taken when a new request is decided on; O(running).
 
-        O(running).
+        They include the margin that admission keeps free.
         """
         return decisions.committed(self._state(0), self.rules)
 
     def _state(self, most: int) -> State:
-        """The running requests, with room for ``most`` newcomers."""
+        """Return the state of the running requests, with rows for `most` new ones."""
         rows = np.empty((len(self.account) + most, COLUMNS), np.int32)
         snapshot = self.account.snapshot(rows)
         return State(
@@ -148,8 +147,8 @@ class VllmAdmission:
         """Return the waiting requests that may start in this step, and the running ones that skip it.
 
         Args:
-            waiting: the queue in order. Those that may start are the first of it, as in vLLM none passes
-            another. room: most requests that may start.
+            waiting: the queue in order. As in vLLM, no request passes another, so its first ones may start.
+            room: upper bound of the requests that may start.
             step: number of the step.
         """
         self.forecast.step = step
@@ -166,11 +165,10 @@ class VllmAdmission:
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return how many requests are decided on at most.
+        """Return the upper bound of the requests to decide on in this step.
 
-        Within a block's worth of steps only requests that leave change a forecast. A new head was never
-        decided on:
-        the one before was aborted, or the new one has a higher priority.
+        Within a block's worth of steps a forecast changes only when a request leaves. A new head of the queue
+        was never decided on: the request before it was aborted, or the new one has a higher priority.
         """
         if head.request_id != self._head:
             return _WAVE
@@ -184,6 +182,7 @@ class VllmAdmission:
         self._slack -= blocks
 
     def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
+        """Return the first requests of the queue that admission accepts, and add them to `state`."""
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens
         for request in waiting:
@@ -205,6 +204,7 @@ class VllmAdmission:
         return allowed
 
     def _newcomer(self, request: Any, hit: Hit) -> Newcomer:
+        """Return the figures of a waiting request that admission decides on."""
         groups = self.groups
         full, windowed = self.account.reservation(request)
         output = request.num_tokens - request.num_prompt_tokens
@@ -220,16 +220,16 @@ class VllmAdmission:
     # -- skipped steps ---------------------------------------------------------------------------------------
 
     def _may_stall(self, state: State | None = None) -> bool:
-        """Return whether a running request could be short of blocks in the next step.
+        """Return whether a running request could lack blocks in the next step.
 
-        None is where all reservations fit together, or while the step takes less than is free.
+        None does when all reservations fit together, or while the step takes fewer blocks than are free.
         """
-        if not self.policy.forecasts or not self.groups.count:  # auto leaves it to vLLM, too
+        if not self.policy.forecasts or not self.groups.count:  # auto mode leaves this to vLLM, too
             return False
         reserved = self.account.reserved if state is None else state.reserved
         outsiders = self.account.outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
-            self._slack = 0  # not counted meanwhile
+            self._slack = 0  # stale, since `took` was not counted from a computed value
             return False
         if outsiders or self.groups.others:
             return True
@@ -252,10 +252,10 @@ class VllmAdmission:
         return (count * each + ceil_div(prompts, size)) * self.groups.count
 
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
-        """Return the requests of ``allowed`` whose first chunk has its blocks, and the running ones to skip.
+        """Return the requests of `allowed` whose first chunk has its blocks, and the running ones to skip.
 
-        No running request is skipped where that cannot prevent a preemption, or where none would be left:
-        vLLM's own rule holds then. ``allowed`` are the last of ``state``.
+        No running request is skipped where that cannot prevent a preemption, or where none would be left to
+        run: vLLM's own rule holds then. The last rows of `state` are the requests in `allowed`.
         """
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:
@@ -277,7 +277,7 @@ class VllmAdmission:
         if granted is None:
             return allowed, []
         if self.policy.mode is not AdmissionMode.GUARANTEED:
-            granted[len(running) :] = wanted[len(running) :]  # vLLM starts none without room
+            granted[len(running) :] = wanted[len(running) :]  # vLLM starts no request without free blocks
         short = np.flatnonzero(granted < wanted).tolist()
         stalled = [running[at] for at in short if at < len(running)]
         started = next((at - len(running) for at in short if at >= len(running)), len(allowed))
@@ -286,12 +286,12 @@ class VllmAdmission:
         return allowed[:started], stalled
 
     def _wanted(self, state: State) -> Int64Array:
-        """Return int64 [requests]: the most blocks of full groups that each takes in the next step."""
+        """Return the upper bound of full groups' blocks that each request takes next (int64 [requests])."""
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``prompt`` and ``output`` say how far a decode will be after this step, with its lookahead; a prefill
-        # is at its end less ``left``.
+        # A decode is at ``prompt + output`` after this step, its lookahead included. A prefill is ``left``
+        # tokens before that.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)

@@ -1,10 +1,9 @@
-"""vLLM's KV cache groups as admission counts them: which keep every token, and the most blocks a request can
-hold.
+"""vLLM's KV cache groups in the terms of admission: full groups, and upper bounds for all others.
 
-Groups that keep every token in blocks of one size are *full*: their growth is forecast block by block. All
-others (windows, recurrent states, encoder tokens, other block sizes) are set aside whole for each request, at
-the most they can ever hold, as `tonnage.cache.admission.reservation` does. vLLM 0.30 to
-0.33: v1/core/single_type_kv_cache_manager.py.
+A *full* group keeps every token, in blocks of the one size that all full groups have. Its growth is forecast
+block by block. In every other group (sliding windows, recurrent states, encoder tokens, other block sizes) a
+request reserves at once the most blocks it can ever hold, as in `tonnage.cache.admission.reservation`. Source:
+v1/core/single_type_kv_cache_manager.py of vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -31,25 +30,35 @@ _KEEP_ALL = (FullAttentionManager, SinkFullAttentionManager)
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A group that is set aside whole: ``most`` blocks a request at any time, None: no bound but its tokens.
-    ``extra``: blocks beside those of its tokens (Mamba's, for speculation and checkpoints)."""
+    """A KV cache group that is not full, so its blocks are reserved at once.
+
+    Attributes:
+        manager: vLLM's manager of the group.
+        most: upper bound of a request's blocks, None when only its tokens bound them.
+        extra: blocks beside the tokens' blocks (Mamba's, for speculation and checkpoints).
+    """
 
     manager: Any
     most: int | None
     extra: int
 
     def most_blocks(self, slots: int, encoder_slots: int) -> int:
-        """Most blocks held at any time by a request of ``slots`` token slots."""
+        """Return the upper bound of the blocks of a request with `slots` token slots."""
         tokens = encoder_slots if isinstance(self.manager, CrossAttentionManager) else slots
         blocks = ceil_div(tokens, self.manager.block_size) + self.extra
         return blocks if self.most is None else min(blocks, self.most)
 
     def own_blocks(self, id: str, processed: int, hit: int) -> int:
-        """Blocks that the request holds and has not found in the prefix cache, or fewer. ``processed``: tokens
-        whose step has come back; ``hit``: tokens that it found."""
+        """Return a lower bound of the blocks that the request holds and did not find in the prefix cache.
+
+        Args:
+            id: request id.
+            processed: tokens whose step has come back.
+            hit: tokens found in the prefix cache.
+        """
         held = len(self.manager.req_to_blocks.get(id, ()))
         if isinstance(self.manager, MambaManager):
-            return min(held, 1)  # of the others some may be null: only the last one is sure
+            return min(held, 1)  # other blocks may be null blocks; only the last one is certain
         size = self.manager.block_size
         gone = self.manager.get_num_skipped_tokens(processed) // size if self._slides else 0
         return max(0, held - max(gone, ceil_div(hit, size)))
@@ -63,9 +72,13 @@ class Other:
 class Groups:
     """The KV cache groups of one scheduler.
 
-    ``full``: index of the first full group in vLLM's list, None without one. ``lookahead``: slots that a step
-    takes beyond its last token (draft tokens and what their proposer writes ahead). ``in_flight``: draft tokens
-    of the step before, which async scheduling counts as computed until that step has come back.
+    Attributes:
+        full: index of the first full group in vLLM's list, None without one.
+        others: the groups that are not full.
+        limits: blocks and lengths for admission.
+        lookahead: slots that a step takes beyond its last token (draft tokens and their proposer's slots).
+        in_flight: draft tokens of the step before, which async scheduling counts as computed until it comes
+            back.
     """
 
     full: int | None
@@ -76,13 +89,17 @@ class Groups:
 
     @property
     def count(self) -> int:
-        """Full groups."""
+        """Return the number of full groups."""
         return len(self.limits.layout.groups)
 
     def most_blocks(self, tokens: int, encoder_tokens: int) -> tuple[int, int]:
-        """Most blocks a request of ``tokens`` tokens ever holds: (in full groups, in those set aside whole).
+        """Return the upper bounds of a request's blocks, in full groups and in all other groups.
 
-        The last token is sampled and never computed, so it needs no slot; a draft beyond it may.
+        The last token is sampled and never computed, so it needs no slot; a draft token beyond it may.
+
+        Args:
+            tokens: prompt and output tokens.
+            encoder_tokens: tokens of its encoder inputs.
         """
         slots = min(tokens - 1 + self.lookahead + self.in_flight, self.limits.max_model_len)
         full = self.count * ceil_div(slots, self.limits.layout.block_size)
@@ -90,7 +107,7 @@ class Groups:
 
 
 def read_groups(scheduler: Any, rules: Rules) -> Groups:
-    """The groups of a vLLM scheduler that has just been made."""
+    """Return the KV cache groups of a newly created vLLM scheduler."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     config = scheduler.vllm_config
     keep_all = [
@@ -102,7 +119,7 @@ def read_groups(scheduler: Any, rules: Rules) -> Groups:
     full = [at for at, block_size in keep_all if block_size == size]
     layout = KVLayout(
         tuple(KVGroup("full", (at,)) for at in full), size, 1, 1, 1, str(config.model_config.dtype), 1
-    )  # only its groups and its block size are asked for
+    )  # admission reads only the groups and the block size of this layout
     return Groups(
         full=full[0] if full else None,
         others=tuple(
@@ -119,7 +136,7 @@ def read_groups(scheduler: Any, rules: Rules) -> Groups:
         ),
         lookahead=scheduler.num_spec_tokens + scheduler.num_lookahead_tokens,
         # vLLM 0.30 to 0.33 (v1/core/sched/async_scheduler.py) counts drafts as computed until a step returns.
-        # schedule() adds another step meanwhile, unless max_tokens is reached without these drafts.
+        # schedule() adds another step meanwhile, unless max_tokens is reached without the drafts.
         in_flight=scheduler.num_spec_tokens if config.scheduler_config.async_scheduling else 0,
     )
 
@@ -130,6 +147,6 @@ def _other(manager: Any, most: int | None, config: Any) -> Other:
         return Other(manager, most, 0)
     if getattr(spec, "mamba_cache_mode", "none") != "align":
         return Other(manager, most, spec.num_speculative_blocks)
-    # A step of align mode holds the state it reads, the one it writes and a checkpoint; a hit is copied first.
+    # In align mode a step holds the state it reads, the state it writes and a checkpoint; a hit is copied.
     bound = spec.max_memory_usage_bytes(config) // spec.page_size_bytes + 1
     return Other(manager, bound, bound)

@@ -1,6 +1,6 @@
-"""What the user says of the scheduler: ``--additional-config '{"tonnage": {...}}'`` or ``TONNAGE_*`` variables.
+"""Options of the scheduler: ``--additional-config '{"tonnage": {...}}'`` or ``TONNAGE_*`` variables.
 
-The names are those of ``tonnage serve``. A key of the config wins over the environment.
+The names are the same as in ``tonnage serve``. A key of the config overrides the environment.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.errors import DeploymentError, did_you_mean, nearest
 from tonnage.planner.units import parse_seconds
 
-# vLLM's own rule until a rehearsal shows that another serves the load better (benchmarks/vllm_admission.py
-# --matrix).
+# vLLM's own rule until a rehearsal shows that another mode serves the load better
+# (benchmarks/vllm_admission.py --matrix).
 DEFAULT = AdmissionMode.AUTO
 KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction")
-EVICTION = ("lru", "learned")  # vLLM's own, the first; `tonnage.server.engines.vllm.eviction`
+EVICTION = ("lru", "learned")  # vLLM's own; `tonnage.server.engines.vllm.eviction`
 
 
 class BadOption(ValueError):
-    """A key or a value of ``tonnage`` in the additional config (or a variable) that is not understood."""
+    """An error for an unknown key or invalid value of `tonnage` in the additional config or the environment."""
 
 
 def read_policy(additional: object, environment: Mapping[str, str] = os.environ) -> Policy:
-    """The policy that ``vllm_config.additional_config`` and the environment ask for. Raises BadOption, naming
-    the key."""
+    """Return the admission policy that `vllm_config.additional_config` and the environment configure.
+
+    Raises:
+        BadOption: a key or value is invalid; the message names it.
+    """
     values, given = _read(additional, environment)
     try:
-        # What tunes predictive mode, which was the default before, still asks for it.
+        # Predictive mode was the default once, so its tuning options without a mode still select it.
         tuned = "length_quantile" in values or "watermark" in values
         return Policy(
             _mode(values.get("admission_mode", AdmissionMode.PREDICTIVE if tuned else DEFAULT)),
@@ -43,7 +46,11 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
 
 
 def read_eviction(additional: object, environment: Mapping[str, str] = os.environ) -> str:
-    """One of EVICTION, as the same two ask for it. Raises BadOption."""
+    """Return the configured eviction, one of EVICTION.
+
+    Raises:
+        BadOption: a key or value is invalid.
+    """
     values, given = _read(additional, environment)
     wanted = values.get("eviction", EVICTION[0])
     if wanted not in EVICTION:
@@ -52,7 +59,7 @@ def read_eviction(additional: object, environment: Mapping[str, str] = os.enviro
 
 
 def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[Any, Any]]:
-    """(what is asked for by key, the part of it that the config says)."""
+    """Return all configured values by key, and the mapping of the additional config alone."""
     given: object = additional.get("tonnage", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
         raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
@@ -72,7 +79,7 @@ def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str,
 
 
 def _check_names(environment: Mapping[str, str]) -> None:
-    """A variable that is nearly one of ours is one that somebody meant. Others may be for ``tonnage serve``."""
+    """Raise BadOption for a variable that is a misspelling of ours. Other names may be for `tonnage serve`."""
     for variable in environment:
         name = variable.removeprefix("TONNAGE_").lower()
         if variable.startswith("TONNAGE_") and name not in KEYS and (close := nearest(name, KEYS)):
@@ -98,7 +105,7 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
 
 
 def _seconds(values: Mapping[str, Any], key: str) -> float | None:
-    """Return seconds from a number of them or a time with its unit ("100ms")."""
+    """Return seconds from a number or from a time with a unit ("100ms")."""
     value = values.get(key)
     if not isinstance(value, str):
         return _number(values, key)

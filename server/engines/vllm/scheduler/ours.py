@@ -1,5 +1,7 @@
-"""The scheduler of ``tonnage serve --backend vllm``: that of a plain ``vllm serve``, and what the API process
-in front of it relies on. Runs inside vLLM's engine core."""
+"""The scheduler of `tonnage serve --backend vllm`, which runs inside vLLM's engine core.
+
+It adds bounded grammars and shared prefixes to the scheduler of a plain `vllm serve`.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,28 @@ from tonnage.server.engines.vllm.scheduler.versions import rules_of
 
 
 class BackendScheduler(AsyncScheduler):
-    """For ``scheduler_cls``: makes one of the parts that the additional config asks for."""
+    """A factory for vLLM's `scheduler_cls` that combines the features that the additional config selects."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
+        """Create a scheduler with admission, and with the features that `additional_config` selects."""
         config = config_of(args, named)
         parts = _admission(asynchronous=config.scheduler_config.async_scheduling)
         wanted = config.additional_config[BACKEND]
         if wanted["prefixes"]:
             parts = (Sharing, *parts)
         if wanted["grammars"]:
-            from tonnage.server.engines.vllm.grammars import Bounded  # llguidance, which is optional
+            from tonnage.server.engines.vllm.grammars import Bounded  # needs llguidance, which is optional
 
             parts = (Bounded, *parts)
         return type(cls.__name__, parts, {"__module__": __name__})(*args, **named)
 
 
 def _admission(*, asynchronous: bool) -> tuple[type, ...]:
-    """The scheduler that admits; of a vLLM that nobody knows its own."""
+    """Return the scheduler class with admission, or vLLM's own class when vLLM's version is unknown."""
     if rules_of(vllm.__version__) is None:
         warn()
         return (AsyncScheduler if asynchronous else Scheduler,)
-    # Imports names that an unknown vLLM may lack.
+    # Imported here because an unknown vLLM may lack names that this module imports.
     from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler, TonnageSyncScheduler
 
     return (TonnageScheduler if asynchronous else TonnageSyncScheduler,)

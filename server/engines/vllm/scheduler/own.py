@@ -1,4 +1,4 @@
-"""vLLM's own scheduling where this version of vLLM is not known; imports no more of it than it must."""
+"""vLLM's own scheduler for an unknown version of vLLM. This module imports as little of vLLM as possible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 
 def config_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The VllmConfig among what vLLM makes a scheduler of."""
+    """Return the VllmConfig among the arguments of a vLLM scheduler."""
     return named["vllm_config"] if "vllm_config" in named else args[0]
 
 
 def warn() -> None:
-    """That vLLM's own rules hold."""
+    """Log a warning that vLLM schedules and evicts on its own."""
     logger.warning(
         "Tonnage knows vLLM %s, this is %s: vLLM schedules and evicts on its own, there is no admission",
         ", ".join(KNOWN_VERSIONS),
@@ -30,9 +30,10 @@ def warn() -> None:
 
 
 class OwnScheduler(AsyncScheduler):
-    """Makes vLLM's own scheduler, with a warning. Options are refused as ever."""
+    """A factory that creates vLLM's own scheduler with a warning. Invalid options still raise an error."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
+        """Check the options and create vLLM's own scheduler."""
         config = config_of(args, named)
         read_policy(config.additional_config)
         read_eviction(config.additional_config)

@@ -1,4 +1,4 @@
-"""Cached blocks in vLLM's block pool: how many are reclaimable, and what others were given up for."""
+"""Cached blocks in vLLM's block pool: how many can be reclaimed, and why others were evicted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _DEPTH = 10
 
 
 def cached_blocks(manager: Any) -> int:
-    """Blocks of vLLM's KVCacheManager that nobody references and a prefix can hit; O(requests with blocks).
+    """Return the blocks of vLLM's KVCacheManager that a prefix can hit and no request references.
 
-    Those with content less those in use with content. Two blocks of the same content, computed side by side,
-    are one entry of vLLM's cache: then it is too low by one.
+    O(requests with blocks). The count is the blocks with content minus the blocks in use with content. Two
+    blocks with equal content, computed in parallel, are one entry of vLLM's cache: the count is then too low by
+    one.
     """
     pool = manager.block_pool
     in_use = int(pool.num_gpu_blocks) - 1 - int(pool.get_num_free_blocks())
@@ -30,17 +31,17 @@ def cached_blocks(manager: Any) -> int:
 
 
 class Evictions:
-    """Counts cached blocks that the pool gives up, by what for: ``prefill``, ``decode``, ``reset``.
+    """A counter of evicted cached blocks by cause: `prefill`, `decode`, `reset`.
 
-    In a full pool nearly every new block is one, and to look at who asks (`_cause`) costs microseconds. So
-    `stepping` says when a step begins in which those that run only decode, and the first look for a prefix in
-    it that vLLM has come to those that wait.
+    In a full pool nearly every allocation evicts, and finding the cause (`_cause`) costs microseconds. In a
+    step whose running requests all decode, set by `stepping`, the cause is `decode` until vLLM looks up the
+    first prefix of a waiting request, and `prefill` after that.
     """
 
     def __init__(self, manager: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self._known = ""  # what all blocks are taken for now
-        self._failed = False  # an exception of ours: nothing is counted any more
+        self._known = ""  # the cause of all evictions now, if it is known
+        self._failed = False  # an exception of ours stopped the counting
         pool = manager.block_pool
         evict, reset = pool._maybe_evict_cached_block, pool.reset_prefix_cache
         match = manager.get_computed_blocks
@@ -73,7 +74,7 @@ class Evictions:
         manager.get_computed_blocks = matched
 
     def _cached(self, pool: Any) -> int:
-        """Return the blocks of ``pool`` that a prefix can hit; 0 where that fails."""
+        """Return the blocks of `pool` that a prefix can hit, or 0 when reading them fails."""
         try:
             return len(pool.cached_block_hash_to_block)
         except Exception:
@@ -82,16 +83,22 @@ class Evictions:
 
     def _fail(self) -> None:
         self._failed = True
-        logger.exception("Tonnage failed to count evicted blocks: it counts no more of them")
+        logger.exception("Tonnage failed to count evicted blocks and stops counting them")
 
     def stepping(self, decodes: bool) -> None:
-        """A step begins: all that run decode, and who waits has his prefix looked for. False: that is not
-        sure, or it is over."""
+        """Set whether a step begins whose running requests all decode.
+
+        In such a step vLLM looks up the prefix of every request that starts. False also ends a step, and stands
+        for steps where this is not certain.
+        """
         self._known = "decode" if decodes else ""
 
 
 def _cause() -> str:
-    """The request that vLLM allocates for is a local of one of the callers; without one, nobody asked."""
+    """Return why vLLM allocates a block: `reset` without a request, else `prefill` or `decode`.
+
+    The request is a local variable of a caller on the stack.
+    """
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame.f_code.co_name == "allocate_slots":

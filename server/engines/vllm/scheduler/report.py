@@ -1,4 +1,4 @@
-"""What the scheduler knows and vLLM's statistics do not say, counted as it happens (`Told`)."""
+"""Counts and blocks that vLLM's statistics do not have, collected for our metrics."""
 
 from __future__ import annotations
 
@@ -12,51 +12,55 @@ from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.pool import Evictions, cached_blocks
 from tonnage.server.engines.vllm.told import Told, auto_numbers
 
-# Seconds between two looks at every running request. Nobody scrapes more often.
+# Seconds between two O(running) updates. Prometheus scrapes less often than that.
 _LOOK_SECONDS = 1.0
 
 
 class Report:
-    """Of one scheduler; its hooks cost a few dictionary entries a step."""
+    """The collector of one scheduler's statistics; its hooks cost a few dictionary updates a step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._received = 0
-        self._asked: dict[str, int] = {}  # unfinished requests -> most blocks each ever holds
+        self._asked: dict[str, int] = {}  # unfinished request -> upper bound of its blocks
         self._asked_blocks = 0  # their sum
         self._decisions: Counter[tuple[str, str]] = Counter()
         self._missing: Counter[tuple[str, str]] = Counter()
         self._waited: set[str] = set()  # unfinished requests that had to wait
-        self._looked = float("-inf")
-        self._reserved_then = 0  # at the last look
+        self._looked = float("-inf")  # time of the last O(running) update
+        self._reserved_then = 0  # reserved blocks at the last update
         self._committed = self._waste = self._broken = self._cached = 0
         self._evictions = Evictions(scheduler.kv_cache_manager)
 
     def added(self, id: str, blocks: int) -> None:
-        """A request has come that may hold so many blocks."""
-        if id not in self._asked:  # a streaming session adds to itself
+        """Count a new request that holds at most `blocks` blocks."""
+        if id not in self._asked:  # a streaming session adds its request again
             self._received += 1
             self._asked[id] = blocks
             self._asked_blocks += blocks
 
     def left(self, id: str) -> None:
-        """A request is finished, however that came."""
+        """Remove a request that has ended for any reason."""
         self._asked_blocks -= self._asked.pop(id, 0)
         self._waited.discard(id)
 
     def never(self, missing: int) -> None:
-        """A request can never fit: so many blocks are missing."""
+        """Count a rejected request that an empty pool lacks `missing` blocks for."""
         self._decisions["never", "blocks"] += 1
         self._missing["never", "blocks"] += missing
 
     def stepping(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         scheduler = self._scheduler
         holding = getattr(scheduler, scheduler._rules.holders)
         self._evictions.stepping(not (scheduler._inflight_prefills or holding or scheduler.connector))
 
     def stepped(self, output: Any, admission: VllmAdmission | None) -> None:
-        """A step is scheduled. Who is the first to wait is counted once; those behind him are not asked."""
+        """Count the decisions of a scheduled step.
+
+        A waiting request counts once, when it is first at the head of the queue. The requests behind it were
+        not decided on.
+        """
         self._evictions.stepping(False)
         started, resumed = len(output.scheduled_new_reqs), len(output.scheduled_cached_reqs.resumed_req_ids)
         if started:
@@ -77,12 +81,18 @@ class Report:
         elif short or output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens:
             self._decisions["wait", "blocks"] += 1
             self._missing["wait", "blocks"] += short
-        else:  # it waits for the token budget of one step: that is no decision
+        else:  # waiting for the token budget of one step is not an admission decision
             return
         self._waited.add(head)
 
     def told(self, admission: VllmAdmission | None, mode: str, failures: int) -> Told:
-        """``admission`` None: vLLM schedules on its own, nothing is reserved."""
+        """Return the statistics of the scheduler now.
+
+        Args:
+            admission: the admission, or None when vLLM schedules on its own and reserves nothing.
+            mode: the admission mode.
+            failures: exceptions in our code so far.
+        """
         now = time.monotonic()
         look = now - self._looked >= _LOOK_SECONDS or not self._scheduler.running
         if look:
@@ -95,12 +105,12 @@ class Report:
         )  # fmt: skip
         if admission is None:
             return told
-        admission.account.sync()  # who has finished in this step holds nothing
+        admission.account.sync()  # requests that finished in this step hold nothing
         if look:
             self._reserved_then = admission.account.reserved
             self._committed, self._waste = admission.committed(), admission.account.waste()
             self._broken += admission.account.broken()
-        # Who came and left since the last look counts with all that is reserved for him.
+        # A request that started or ended since the last update counts with its whole reservation.
         reserved = admission.account.reserved
         committed = self._committed + reserved - self._reserved_then
         committed = max(0, min(committed, admission.limits.usable_blocks))

@@ -1,10 +1,11 @@
 """vLLM's scheduler with Tonnage's admission in front of it.
 
-vLLM decides what a step computes; before each step those who may not start yet, and those who have to sit it
-out, are taken from its lists, and put back after it. Its blocks, prefix cache, chunks, priorities, LoRA and
-encoder limits stay its own, and so does who already holds blocks while he waits (remote KV, streaming input).
+vLLM decides what a step computes. Before each step, requests that may not start yet and running requests that
+skip the step are taken from its lists, and put back after the step. Blocks, prefix cache, chunks, priorities,
+LoRA and encoder limits stay vLLM's own. So do waiting requests that already hold blocks (remote KV, streaming
+input).
 
-What goes wrong in here never reaches a request: from the first exception on vLLM's own rule holds.
+An exception in Tonnage's code never reaches a request: after the first one, vLLM's own rule holds.
 """
 
 from __future__ import annotations
@@ -39,31 +40,31 @@ from tonnage.server.engines.vllm.told import Told, put
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-_STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # the others wait for something but room
+_STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # other statuses wait for more than free blocks
 
 
 class Admitting(Scheduler):
-    """What `TonnageScheduler` adds to vLLM's scheduler, whichever it is."""
+    """A mixin with admission for vLLM's synchronous and asynchronous scheduler."""
 
     admission: VllmAdmission | None = None
-    _left_out = (0, 0)  # running and waiting requests that vLLM does not see while it schedules a step
-    _held: Any = ()  # the waiting ones behind the last that may start
+    _left_out = (0, 0)  # running and waiting requests hidden from vLLM while it schedules a step
+    _held: Any = ()  # waiting requests behind the last that may start
     _prefill_bound = False
-    _plain: VllmAdmission | None = None  # says what never fits after a fallback, where no mode promises more
+    _plain: VllmAdmission | None = None  # finds requests that never fit after a fallback, by the greedy rule
     fallbacks = 0  # exceptions of ours so far: 0 or 1
     _report: Report | None = None
-    # Seconds from any origin. A simulation sets its own on the object (benchmarks/admission_matrix.py).
+    # Seconds from any origin. A simulation sets its own clock on the object (benchmarks/admission_matrix.py).
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        policy = read_policy(self.vllm_config.additional_config)  # refuses what it does not know
-        self.eviction: LearnedQueue | None = None  # vLLM's own
+        policy = read_policy(self.vllm_config.additional_config)
+        self.eviction: LearnedQueue | None = None  # None is vLLM's own eviction
         if read_eviction(self.vllm_config.additional_config) == "learned":
             self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
         rules = rules_of(vllm.__version__)
-        assert rules is not None  # `tonnage.server.engines.vllm.scheduler` has looked
+        assert rules is not None  # checked by `tonnage.server.engines.vllm.scheduler`
         self._rules = rules
         with self._ours("at start"):
             self._account = Account(self, read_groups(self, rules))
@@ -81,10 +82,10 @@ class Admitting(Scheduler):
             with self._telling():
                 self._report = Report(self)
 
-    # -- vLLM calls these ------------------------------------------------------------------------------------
+    # -- methods that vLLM calls -----------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's; what can never fit is answered after the next step (`update_from_output`)."""
+        """Add a request as vLLM does. A request that can never fit is ended after the next step."""
         super().add_request(request)
         if request.request_id not in self.requests:
             return
@@ -98,7 +99,7 @@ class Admitting(Scheduler):
                 self._report.added(request.request_id, blocks)
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
-        """One step of vLLM's over those who may take part in it."""
+        """Schedule a step of vLLM with only the requests that may take part in it."""
         self._refuse_head()
         if self.admission is None:
             return super().schedule(*args, **named)
@@ -130,7 +131,7 @@ class Admitting(Scheduler):
         return output
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's, with an answer to those that never fit."""
+        """Return vLLM's outputs of a step, and an error output for each request that can never fit."""
         ended: list[tuple[int, EngineCoreOutput]] = []
         if self._refused:
             with self._ours("when it refused a request"):
@@ -162,9 +163,9 @@ class Admitting(Scheduler):
         super()._preempt_request(request, *args, **named)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return vLLM's counts of running and waiting requests, with the requests left out of this step.
+        """Return vLLM's counts of running and waiting requests, with the requests hidden from this step.
 
-        vLLM 0.31 to 0.33 reads from them whether prefills fell behind (`prefill_capacity_bound`), and in
+        vLLM 0.31 to 0.33 derives from them whether prefills fell behind (`prefill_capacity_bound`), and in
         `schedule` whether a request is alone.
         """
         running, waiting = super().get_request_counts()
@@ -172,7 +173,7 @@ class Admitting(Scheduler):
 
     @property
     def prefill_capacity_bound(self) -> bool:
-        """Whether requests were still waiting after the last step that could start prefills."""
+        """Return whether requests still waited after the last step that could start prefills."""
         return self._prefill_bound
 
     @prefill_capacity_bound.setter
@@ -182,7 +183,10 @@ class Admitting(Scheduler):
         self._prefill_bound = bound
 
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
-        """As vLLM's, with what our stat logger takes out again (`tonnage.server.engines.vllm.told`)."""
+        """Return vLLM's statistics with our values added.
+
+        Our stat logger takes the values out again (`tonnage.server.engines.vllm.told`).
+        """
         stats = super().make_stats(*args, **named)
         if stats is not None and self._report is not None:
             with self._telling():
@@ -199,7 +203,7 @@ class Admitting(Scheduler):
     # -- one step --------------------------------------------------------------------------------------------
 
     def _plan(self) -> tuple[list[Request], list[Request]]:
-        """(those who may start, running ones that sit the step out)."""
+        """Return the waiting requests that may start in this step, and the running ones that skip it."""
         assert self.admission is not None
         if self._rules.mixed:
             self._sort_out()
@@ -208,25 +212,31 @@ class Admitting(Scheduler):
         return self.admission.plan(self._candidates(), room, self.current_step)
 
     def _candidates(self) -> Iterator[Request]:
-        """Who waits for room, in order; the others wait for something else and hold up nobody."""
+        """Yield the requests that wait only for free blocks, in order; the others delay no request."""
         for request in self.waiting:
             if request.request_id in self._refused or not self._grammar_ready(request):
                 continue
             if request.num_preemptions:
                 if request.num_stale_output_tokens and not request.drop_stale_output:
-                    continue  # tokens of before are still to come, as vLLM's scan asks
+                    continue  # output tokens from before its preemption are still to come; vLLM skips it too
                 if self._refuse_never(request):
                     continue
             yield request
 
     def _grammar_ready(self, request: Request) -> bool:
-        """vLLM, which is asked here, answers those whose grammar has failed after the step."""
+        """Return whether the request has its grammar, if it needs one.
+
+        vLLM is asked, and ends a request whose grammar failed after the step.
+        """
         if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         return bool(getattr(self, self._rules.ready)(request))
 
     def _sort_out(self) -> None:
-        """Who was passed over and holds no blocks waits for room again, before all others as in vLLM 0.30."""
+        """Move requests that a step passed over and that hold no blocks to the head of the queue.
+
+        vLLM 0.30 does the same.
+        """
         passed_over = getattr(self, self._rules.holders)
         out = [request for request in passed_over if not _holds_blocks(request)]
         if out:
@@ -234,10 +244,13 @@ class Admitting(Scheduler):
         for request in reversed(out):
             self.waiting.prepend_request(request)
 
-    # -- what never fits -------------------------------------------------------------------------------------
+    # -- requests that can never fit -------------------------------------------------------------------------
 
     def _refuse_never(self, request: Request) -> bool:
-        """Whether it can never fit; it is answered after the next step, with what it has if it has anything."""
+        """Return whether the request can never fit; if so, mark it to be ended after the next step.
+
+        A request with output ends with the reason "length", any other with an error.
+        """
         rule = self.admission or self._plain
         why = None if rule is None else rule.never(request)
         if rule is None or why is None:
@@ -252,9 +265,10 @@ class Admitting(Scheduler):
         return True
 
     def _refuse_head(self) -> None:
-        """Refuse the first waiting request if it does not fit an empty pool, lest it block those behind it.
+        """Refuse the first waiting request if an empty pool cannot hold it: it would block the whole queue.
 
-        In modes with a plan only a preempted request is checked, as it has grown since it was added.
+        With a mode other than greedy only a preempted request is checked, since it has grown since it was
+        added.
         """
         if self._plain is None or not self.waiting:
             return
@@ -266,9 +280,9 @@ class Admitting(Scheduler):
                 self._refuse_never(head)
 
     def _end_refused(self) -> list[tuple[int, EngineCoreOutput]]:
-        """Finish the refused requests that have not been aborted meanwhile; return (client, answer) of each.
+        """Finish the refused requests that were not aborted meanwhile; return (client, output) of each.
 
-        A request leaves ``_refused`` with its answer, so that an exception loses none.
+        A request leaves `_refused` together with its output, so that an exception loses none.
         """
         ended: list[tuple[int, EngineCoreOutput]] = []
         for id, (status, why) in list(self._refused.items()):
@@ -290,11 +304,14 @@ class Admitting(Scheduler):
                 answer.events, answer.trace_headers = request.take_events(), request.trace_headers
         return ended
 
-    # -- taking out and putting back -------------------------------------------------------------------------
+    # -- hiding requests from vLLM ---------------------------------------------------------------------------
 
     @contextmanager
     def _only(self, allowed: list[Request] | None, stalled: list[Request]) -> Iterator[None]:
-        """Only ``allowed`` wait (None: all), ``stalled`` do not run; afterwards all are back in place."""
+        """Hide all waiting requests but `allowed` (None: hide none) and the running `stalled` ones from vLLM.
+
+        All of them are back in their places afterwards.
+        """
         if allowed is None:
             yield
             return
@@ -336,7 +353,7 @@ class Admitting(Scheduler):
                 self._gather()
 
     def _take(self, everybody: Any, allowed: set[Request]) -> list[Request]:
-        """Move ``allowed`` into the empty ``self.waiting``; all that were taken out of ``everybody`` for it."""
+        """Move `allowed` into the empty `self.waiting`; return all requests that had to be popped for it."""
         passed: list[Request] = []
         left = len(allowed)
         while left:
@@ -348,8 +365,11 @@ class Admitting(Scheduler):
         return passed
 
     def _put_back(self, everybody: Any, passed: list[Request], allowed: list[Request]) -> None:
-        """``everybody`` waits again: first whom vLLM has preempted, then who of ``passed`` did not start, in
-        order."""
+        """Restore the queue that `_take` emptied, with all requests that still wait at its head.
+
+        First come requests that vLLM preempted in the step, then the requests of `passed` that did not start,
+        in order.
+        """
         waits, was = dict.fromkeys(self.waiting), set(passed)
         held = was.difference(allowed)
         first = [request for request in waits if request not in was]
@@ -358,10 +378,10 @@ class Admitting(Scheduler):
         for request in reversed(first):
             everybody.prepend_request(request)
 
-    # -- when it goes wrong ----------------------------------------------------------------------------------
+    # -- exceptions in our code ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Whom our failure has left in none of vLLM's lists is put back into his."""
+        """Put requests that an exception of ours left in no list of vLLM back into one."""
         listed = {*self.running, *self.waiting, *getattr(self, self._rules.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():
@@ -373,7 +393,7 @@ class Admitting(Scheduler):
 
     @contextmanager
     def _ours(self, when: str) -> Iterator[None]:
-        """Leave scheduling to vLLM from the first exception on; from a second one on, refuse nothing either."""
+        """Leave scheduling to vLLM after the first exception; after a second one, refuse no request either."""
         try:
             yield
         except Exception:
@@ -387,16 +407,16 @@ class Admitting(Scheduler):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """From the first exception in here on, nothing is told of the scheduler; admission goes on."""
+        """Stop reporting statistics from the first exception on; admission continues."""
         try:
             yield
         except Exception:
             self._report = None
-            logger.exception("Tonnage failed to tell of its scheduler: it tells no more")
+            logger.exception("Tonnage failed to report its scheduler's statistics and stops reporting them")
 
 
 def _holds_blocks(request: Request) -> bool:
-    """As Scheduler._holds_kv_blocks of vLLM 0.31."""
+    """Return whether a waiting request holds blocks, as Scheduler._holds_kv_blocks of vLLM 0.31 does."""
     return request.num_computed_tokens > 0 or request.status in (
         RequestStatus.WAITING_FOR_REMOTE_KVS,
         RequestStatus.WAITING_FOR_STREAMING_REQ,
@@ -404,16 +424,20 @@ def _holds_blocks(request: Request) -> bool:
 
 
 def _is_heard(config: Any) -> bool:
-    """Whether somebody takes the report out of vLLM's statistics again: `tonnage serve --backend vllm`, or our
-    stat logger where vLLM is not told to leave it out."""
+    """Return whether a reader removes our values from vLLM's statistics.
+
+    The reader is `tonnage serve --backend vllm`, or our stat logger unless VLLM_PLUGINS leaves it out.
+    """
     if config.parallel_config.worker_extension_cls.startswith("tonnage."):
         return True
     return "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(",")
 
 
 def _by_itself(request: Request) -> bool:
-    """Whether its length says something of outputs: it was not cancelled. What ends at a stop string is
-    aborted by vLLM's front end, which alone sees text."""
+    """Return whether the request's length is a valid sample of output lengths: it ended by itself.
+
+    vLLM's front end, which alone sees text, aborts a request that reached a stop string.
+    """
     sampling = request.sampling_params
     if sampling is None or not request.num_output_tokens:
         return False
@@ -423,17 +447,18 @@ def _by_itself(request: Request) -> bool:
 
 
 class TonnageSyncScheduler(Admitting):
-    """With ``--no-async-scheduling``, or where vLLM switches it off."""
+    """The scheduler for `--no-async-scheduling`, and for setups where vLLM switches async scheduling off."""
 
 
 class TonnageScheduler(Admitting, AsyncScheduler):
-    """``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``.
+    """The scheduler for `--scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler`.
 
-    vLLM keeps async scheduling on only for subclasses of its AsyncScheduler; where it is off all the same, the
-    object made is a `TonnageSyncScheduler`.
+    vLLM keeps async scheduling on only for subclasses of its AsyncScheduler. Where it is off, the object
+    created is a `TonnageSyncScheduler`.
     """
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
+        """Create the scheduler that fits vLLM's async scheduling setting."""
         if cls is TonnageScheduler and not config_of(args, named).scheduler_config.async_scheduling:
             return TonnageSyncScheduler(*args, **named)
         return super().__new__(cls)

@@ -1,9 +1,9 @@
-"""``--shared-system-prompt`` inside vLLM: the blocks of some prefixes are the same under every cache salt.
+"""`--shared-system-prompt` inside vLLM: blocks of shared prefixes are the same under every cache salt.
 
-vLLM puts a request's salt into the hash of its first block, and the chain carries it on. Here a prompt that
-begins with a shared prefix gets its salt right behind the prefix's whole blocks, as in
-`tonnage.cache.prefix.index`. vLLM 0.30 to 0.33: v1/core/kv_cache_utils.py (get_request_block_hasher),
-v1/request.py.
+vLLM puts a request's salt into the hash of its first block, and all later hashes depend on it. Here a prompt
+that begins with a shared prefix gets its salt right behind the prefix's whole blocks, as in
+`tonnage.cache.prefix.index`. Source: v1/core/kv_cache_utils.py (get_request_block_hasher) and v1/request.py of
+vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tonnage.server.engines.vllm.arguments import BACKEND
 
 
 class Sharing(Scheduler):
-    """What is added to vLLM's scheduler, whichever it is."""
+    """A mixin for vLLM's scheduler that shares the configured prefixes between cache salts."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -27,7 +27,7 @@ class Sharing(Scheduler):
         self._prefixes: Sequence[Sequence[int]] = asked[BACKEND]["prefixes"]
 
     def add_request(self, request: Any) -> None:
-        """As vLLM's; nobody has looked at the request's hashes yet."""
+        """Add a request as vLLM does, after moving its salt behind a shared prefix."""
         if request.cache_salt and request._block_hasher is not None:
             shared = whole_blocks(request.prompt_token_ids or (), self._prefixes, self.hash_block_size)
             if shared:
@@ -36,7 +36,7 @@ class Sharing(Scheduler):
 
 
 def salt_behind(request: Any, shared: int) -> None:
-    """Hash the first ``shared`` blocks without the request's salt, and what follows them with it."""
+    """Hash the first `shared` blocks without the request's salt, and all later blocks with it."""
     plain, salt = request._block_hasher, request.cache_salt.encode("utf-8", "surrogatepass")
 
     def hashes(request: Any) -> list[Any]:
@@ -44,7 +44,7 @@ def salt_behind(request: Any, shared: int) -> None:
         if len(known) != shared:
             return list(plain(request))
         last = known[-1]
-        known[-1] = sha256(last + salt).digest()  # the parent of what follows
+        known[-1] = sha256(last + salt).digest()  # parent hash of the first salted block
         try:
             return list(plain(request))
         finally:

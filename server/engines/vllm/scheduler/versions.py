@@ -1,7 +1,7 @@
-"""vLLM by version: what its scheduler calls by another name. A version that is not here schedules on its own.
+"""Names in vLLM's scheduler that differ between its versions. An unknown version schedules on its own.
 
-A new version is a row here once its v1/core/sched, v1/core and v1/request.py were read against the names that
-this package uses and its tests ran (``make test-vllm-versions``).
+A new version becomes a row here once its v1/core/sched, v1/core and v1/request.py were compared with the names
+that this package uses, and its tests passed (`make test-vllm-versions`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Names in vLLM. ``seats``: how many may run. ``holders``: the queue of those who wait and hold blocks;
-    ``mixed``: with them everybody whom a step has passed over. ``ready``: whether a request that waits for
-    something else has got it. ``most_blocks``: a manager's most blocks a request. ``counts``: whether
-    `prefill_capacity_bound` is set from `get_request_counts`, and not from ``bool(waiting)``."""
+    """Attribute names in one vLLM version.
+
+    Attributes:
+        seats: the upper bound of running requests.
+        holders: the queue of waiting requests that hold blocks.
+        mixed: whether that queue also has the requests that a step passed over.
+        ready: the method that tells whether a request that waits for a grammar or for data can go on.
+        most_blocks: a manager's upper bound of blocks per request.
+        counts: whether `prefill_capacity_bound` is set from `get_request_counts` and not from `bool(waiting)`.
+    """
 
     seats: str = "max_num_active_reqs"
     holders: str = "kv_holding_waiting"
@@ -41,5 +47,5 @@ KNOWN_VERSIONS = tuple(_KNOWN)
 
 
 def rules_of(version: str) -> Rules | None:
-    """What holds in ``version`` ("0.32.0+cpu"); None: nobody knows."""
+    """Return the names of vLLM `version` ("0.32.0+cpu"), or None when the version is unknown."""
     return _KNOWN.get(".".join(version.split(".")[:2]))
