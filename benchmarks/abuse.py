@@ -1,19 +1,24 @@
-"""What one client can do to the others: every known abuse, with a victim's stream beside it, and the law.
+"""Abuse of a server by one client, and its effect on another tenant's stream.
 
     python benchmarks/abuse.py --json                          hf and vLLM: about twenty minutes each
     python benchmarks/abuse.py --engine fake                   quick; no grammars, no engine process
-    python benchmarks/abuse.py --engine hf --case enum deaf    some cases
+    python benchmarks/abuse.py --engine hf --case enum deaf    selected cases
     python benchmarks/abuse.py --list
 
-The law: while any case runs another tenant's stream never stands still longer than a second, /health answers
-within 100 ms (99th percentile of probes every 50 ms from another process), all processes together hold at
-most the plan and 3 %, the API process at most its share of the plan and the same 3 %, and afterwards all is as
-before. The fake engine lives in the API process: what that holds when it is ready stands for its share.
+During each case, four limits hold, and afterwards the server returns to its state from before:
 
-Nobody (``alone``) and well-behaved ``neighbours`` are measured first. ``answer_s`` is the longest that a short
-request of the victim's took, ``others`` the cores that neither the server nor this benchmark used meanwhile:
-on a machine that is busy a case says little. A server that an abuse ends or leaves unfit is started again. The
-last line is JSON; the exit code is 1 when a case breaks the law.
+- Another tenant's stream never pauses for longer than one second.
+- /health answers within 100 ms (99th percentile of probes every 50 ms from another process).
+- All processes together use at most the plan plus 3 %.
+- The API process uses at most its share of the plan, plus 3 % of the plan. The fake engine runs inside the API
+  process, so its share is the memory of the process when it is ready.
+
+Two baselines are measured first: ``alone`` without other clients, and ``neighbours`` with well-behaved ones.
+``answer_s`` is the longest duration of the victim's short requests. ``others`` is the cores used by programs
+outside
+this benchmark; on a busy machine a result says little. A server that ends or stays unfit is restarted. The last
+line
+is JSON; the exit code is 1 if a case exceeds a limit.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ HEAD = (
 
 
 def row(found: Found) -> str:
+    """Return the printed row of one case."""
     seen, beyond = found.seen, found.api_beyond / 2**20
     restored = "never" if found.restored_s is None else f"{found.restored_s:.1f}"
     return (
@@ -49,7 +55,7 @@ def row(found: Found) -> str:
 
 
 async def run(engine: str, cases: list[Case], seconds: float) -> dict[str, Any]:
-    """All ``cases`` that ``engine`` knows, on as few servers as they leave alive."""
+    """Run all ``cases`` that ``engine`` supports, on as few servers as survive them."""
     left = [*baselines(seconds), *(case for case in cases if engine in case.engines)]
     rows: list[Found] = []
     planned = starts = 0
@@ -76,13 +82,14 @@ async def run(engine: str, cases: list[Case], seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Run the selected cases; return 1 if one exceeds a limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=["hf", "vllm"])
     parser.add_argument(
-        "--case", nargs="+", choices=[case.name for case in CASES], metavar="NAME", help="only these"
+        "--case", nargs="+", choices=[case.name for case in CASES], metavar="NAME", help="run only these cases"
     )
-    parser.add_argument("--baseline", type=float, default=10.0, metavar="SECONDS", help="of each of the two")
-    parser.add_argument("--list", action="store_true", help="the cases, and nothing else")
+    parser.add_argument("--baseline", type=float, default=10.0, metavar="SECONDS", help="of each baseline")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--json", action="store_true", help="accepted: the last line is always JSON")
     options = parser.parse_args()
     if options.list:

@@ -1,1 +1,1 @@
-"""Parts of benchmarks/abuse.py."""
+"""Cases, server and measurement of benchmarks/abuse.py."""

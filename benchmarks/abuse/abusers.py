@@ -1,6 +1,6 @@
-"""What a client with a key does, and what somebody on the machine does to the engine.
+"""Attacks by a client with a valid key, and failures of the engine process caused on the machine.
 
-Each is a coroutine that takes the server and says what the abuser was answered, and how often.
+Each attack is a coroutine that takes the server and returns how often each answer was received.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Body = bytes | dict[str, Any]
 
 
 def bodies(*asked: tuple[str, Callable[[], Body]]) -> Abuser:
-    """One after the other, each made and sent when the one before was answered."""
+    """Return an attack that sends one request after another; each body is built when it is sent."""
 
     async def run(server: Served) -> Answers:
         return Counter([await ask(server.port, path, ABUSER, body()) for path, body in asked])
@@ -34,23 +34,23 @@ def bodies(*asked: tuple[str, Callable[[], Body]]) -> Abuser:
 
 
 def listed(field: str, item: str, count: int) -> Callable[[], Body]:
-    """``{"model": "demo", FIELD: [ITEM, ...]}``."""
+    """Return a builder of the body ``{"model": "demo", FIELD: [ITEM, ...]}`` with ``count`` items."""
     return lambda: f'{{"model":"{MODEL}","{field}":[{",".join([item] * count)}]}}'.encode()
 
 
 def text(size: int, **more: Any) -> Callable[[], Body]:
-    """A prompt of ``size`` characters."""
+    """Return a builder of a body with a prompt of ``size`` characters."""
     return lambda: {"prompt": "lorem ipsu" * (size // 10)} | more
 
 
 def matching(kind: str, value: Any, **more: Any) -> Callable[[], Body]:
-    """An answer that has to match a grammar."""
+    """Return a builder of a body that requests a structured output of ``kind``."""
     body = {"prompt": "Answer:", "max_tokens": 200, "stream": True, "structured_outputs": {kind: value}}
     return lambda: body | more
 
 
 async def uploads(server: Served) -> Answers:
-    """All but the last byte of 32 bodies of 8 MB, held for five seconds."""
+    """Hold 32 bodies of 8 MB for five seconds, complete except for the last byte."""
     size = 8_000_000
 
     async def one() -> str:
@@ -67,6 +67,8 @@ async def uploads(server: Served) -> Answers:
 
 
 def hanging_up(body: Callable[[], Body], after: float) -> Abuser:
+    """Return an attack that sends a request and disconnects ``after`` seconds."""
+
     async def run(server: Served) -> Answers:
         async with connection(server.port) as (reader, writer):
             writer.write(request(COMPLETIONS, ABUSER, body()))
@@ -80,9 +82,9 @@ def hanging_up(body: Callable[[], Body], after: float) -> Abuser:
 
 
 async def deaf(server: Served) -> Answers:
-    """Eight streams of 16 sequences each that nobody reads, until nothing of them is unfinished."""
+    """Open eight streams of 16 sequences without reading them, until the server finished or dropped them."""
     body = {"prompt": ["a"] * 16, "max_tokens": 1200, "ignore_eos": True, "stream": True}
-    if server.engine != "fake":  # large events, which fill every buffer on the way
+    if server.engine != "fake":  # large events, which fill every buffer on the path
         body |= {"max_tokens": 300, "logprobs": 5}
     else:
         body |= {"request_id": "x" * 128}
@@ -98,7 +100,7 @@ async def deaf(server: Served) -> Answers:
         answers = Counter(each.recv(12, socket.MSG_PEEK)[9:].decode() for each in sockets)
         while time.monotonic() < since + 150:
             load = await server.page("/load")
-            if load is not None and load["sequences"] <= 2:  # the victim's
+            if load is not None and load["sequences"] <= 2:  # only the victim's sequences are left
                 answers[f"released after {time.monotonic() - since:.0f} s"] += 1
                 return answers
             await asyncio.sleep(0.5)
@@ -110,7 +112,7 @@ async def deaf(server: Served) -> Answers:
 
 
 async def slow_heads(server: Served) -> Answers:
-    """300 kept connections that were answered once, then a byte of the next head each second."""
+    """Keep 300 connections alive after one answer, and send one byte of the next request head per second."""
 
     async def one() -> str:
         async with connection(server.port) as (reader, writer):
@@ -132,7 +134,7 @@ async def slow_heads(server: Served) -> Answers:
 
 
 async def trailers(server: Served) -> Answers:
-    """A hundred megabytes of fields behind a chunked body, on two connections."""
+    """Send 100 MB of trailer fields after a chunked body, on two connections."""
     part = b"".join(f"x-{at:06d}: {'a' * 90}\r\n".encode() for at in range(10_000))
 
     async def one() -> str:
@@ -154,8 +156,8 @@ async def trailers(server: Served) -> Answers:
 
 
 async def connections(server: Served) -> Answers:
-    """Four thousand connections that send nothing, or a piece of a head, held for fifteen seconds."""
-    places = asyncio.Semaphore(200)  # that are being opened
+    """Hold 4,000 connections for fifteen seconds, with nothing or a part of a request head sent."""
+    places = asyncio.Semaphore(200)  # connections that are opened at the same time
 
     async def one(number: int) -> str:
         async with places:
@@ -173,7 +175,7 @@ async def connections(server: Served) -> Answers:
 
 
 async def counted(tasks: Any) -> Answers:
-    """What each came to, a lost connection too."""
+    """Return how often each task's result occurred; a lost connection counts as "closed"."""
     found = await asyncio.gather(*tasks, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException) and not isinstance(each, OSError | asyncio.IncompleteReadError):
@@ -182,7 +184,7 @@ async def counted(tasks: Any) -> Answers:
 
 
 async def engine_stopped(server: Served) -> Answers:
-    """SIGSTOP of the process that has the model, until another is ready."""
+    """Stop the engine process with SIGSTOP and wait until a new one is ready."""
     process = server.largest_child()
     assert process is not None
     process.suspend()
@@ -193,7 +195,7 @@ async def engine_stopped(server: Served) -> Answers:
 
 
 async def load_stopped(server: Served) -> Answers:
-    """Kill -9 of the engine, SIGSTOP of its successor while it loads, until another is ready."""
+    """Kill the engine process, stop its successor with SIGSTOP while it loads, and wait until one is ready."""
     before, first = server.children(), server.largest_child()
     assert first is not None
     first.kill()
@@ -230,7 +232,7 @@ def _go_on(process: psutil.Process) -> None:
 
 
 def flood(clients: int, seconds: float, body: dict[str, Any]) -> Abuser:
-    """One request after the other, whatever was answered; what runs at the end is hung up on."""
+    """Return an attack in which each client sends one request after another, and disconnects at the end."""
 
     async def run(server: Served) -> Answers:
         answers: Answers = Counter()
@@ -249,6 +251,7 @@ def flood(clients: int, seconds: float, body: dict[str, Any]) -> Abuser:
     return run
 
 
-async def nobody(seconds: float) -> Answers:
+async def idle(seconds: float) -> Answers:
+    """Send nothing for ``seconds``."""
     await asyncio.sleep(seconds)
     return Counter()

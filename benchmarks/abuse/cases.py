@@ -1,4 +1,4 @@
-"""The table of abuses. Points are those of the issue "Hard to bring down"."""
+"""The table of attacks. ``point`` groups them by the mechanism they aim at."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ REAL = ("hf", "vllm")  # engines that have a model
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``seconds``: after which the abuser is made to stop. ``by_client``: what stands still may be held against
-    the server; an engine that somebody has stopped gives no tokens."""
+    """One attack or baseline.
+
+    Attributes:
+        name: Its name on the command line.
+        point: Group number.
+        what: Description.
+        run: Coroutine of the attack.
+        engines: Engines that it applies to.
+        seconds: Time limit, after which the attack is cancelled.
+        by_client: Whether a client causes it. A stream that pauses then counts against the server; a stopped
+            engine
+            process cannot generate tokens.
+    """
 
     name: str
     point: int
@@ -51,11 +62,11 @@ def _grammar(name: str, what: str, kind: str, value: object, **more: object) -> 
 
 
 def baselines(seconds: float) -> tuple[Case, Case]:
-    """Measured first, so that noise can be told: nobody else, and neighbours who do as they should."""
+    """Return the two baselines that show the machine's noise: no other client, and well-behaved clients."""
     neighbours = flood(8, seconds, {"prompt": "Once", "max_tokens": 32})
     return (
-        Case("alone", 0, "nobody else", lambda server: abusers.nobody(seconds)),
-        Case("neighbours", 0, "eight clients, one short answer after the other", neighbours),
+        Case("alone", 0, "no other client", lambda server: abusers.idle(seconds)),
+        Case("neighbours", 0, "eight clients, one short request after another each", neighbours),
     )
 
 
@@ -66,28 +77,28 @@ CASES = (
     Case("prompts", 1, "512 prompts of 16,000 characters", bodies((COMPLETIONS, PROMPTS))),
     Case("long_prompt", 1, "one prompt of 8 MB", bodies((COMPLETIONS, text(8_000_000)))),
     Case(
-        "tokenize", 1, "/tokenize of 8 MB with the tokens' texts",
+        "tokenize", 1, "/tokenize of 8 MB, with the text of each token",
         bodies(("/tokenize", text(8_000_000, return_token_strs=True))),
     ),
     Case(
         "detokenize", 1, "/detokenize of a million tokens",
         bodies(("/detokenize", listed("tokens", "1234", 2**20))),
     ),
-    Case("uploads", 1, "32 bodies of 8 MB at once, their last byte held back", abusers.uploads),
+    Case("uploads", 1, "32 bodies of 8 MB at once, without their last byte", abusers.uploads),
     Case(
-        "regex_hang_up", 2, "a regex of 6 KB whose client hangs up after a second",
+        "regex_hang_up", 2, "a regex of 6 KB whose client disconnects after a second",
         hanging_up(matching("regex", OPTIONAL), 1.0), REAL,
     ),
     _grammar("enum", "an enum of 50,000 strings", "json", ENUM),
     _grammar("properties", "an object of 3,000 properties", "json", PROPERTIES),
     _grammar("nested", "nested repetitions, n = 16", "regex", NESTED, n=16, temperature=1.0),
     _grammar("long_grammar", "a grammar of 100 KB", "grammar", LONG),
-    Case("deaf", 3, "eight streams of 16 sequences that nobody reads", abusers.deaf, seconds=180),
-    Case("slow_heads", 4, "300 kept connections, a byte of a head each second", abusers.slow_heads),
-    Case("trailers", 4, "100 MB behind a chunked body, twice", abusers.trailers),
-    Case("connections", 4, "4,000 connections with nothing or a piece of a head", abusers.connections),
-    Case("priority", 8, "64 clients that ask for priority -1000", FIRST),
-    Case("queue", 8, "32 clients that ask for 16 sequences each", MANY),
+    Case("deaf", 3, "eight streams of 16 sequences that are never read", abusers.deaf, seconds=180),
+    Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", abusers.slow_heads),
+    Case("trailers", 4, "100 MB of trailers after a chunked body, twice", abusers.trailers),
+    Case("connections", 4, "4,000 connections with nothing or part of a head sent", abusers.connections),
+    Case("priority", 8, "64 clients that request priority -1000", FIRST),
+    Case("queue", 8, "32 clients that request 16 sequences each", MANY),
     Case("engine_stopped", 5, "SIGSTOP of the engine", abusers.engine_stopped, REAL, 300, by_client=False),
-    Case("load_stopped", 5, "SIGSTOP of one that loads", abusers.load_stopped, REAL, 480, by_client=False),
+    Case("load_stopped", 5, "SIGSTOP of a loading engine", abusers.load_stopped, REAL, 480, by_client=False),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One case on one server: what others felt, what it took, what was left, and the law."""
+"""Measurement of one case on one server: the victim's view, memory, recovery, and exceeded limits."""
 
 from __future__ import annotations
 
@@ -21,31 +21,45 @@ from abuse.cases import Case
 from abuse.served import SLACK, VICTIM, Served, State
 from tonnage.server.engines.process_memory import process_tree
 
-# The law: no single request, connection or file takes more than its share of time or memory from others.
+# Limits: no single request, connection or file may take more than its share of time or memory from others.
 GAP_SECONDS, HEALTH_MS = 1.0, 100.0
-SETTLE_SECONDS = 60.0  # until all has to be as before
+SETTLE_SECONDS = 60.0  # time limit for the server to return to its state from before
 WATCH_START_SECONDS = 60.0
-AFTER_SECONDS = 1.0  # watched on once the abuser has ended
+AFTER_SECONDS = 1.0  # further measurement after the attack has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A case's row. ``seen``: what watch.py says; ``restored_s``: from the abuser's end until all was as before
-    (with the second that is watched on), None: not within a minute; ``broken``: the parts of the law that
-    were."""
+    """The result of one case.
+
+    Attributes:
+        case: The case.
+        seen: Output of watch.py.
+        answers: Number of each answer that the attacker received.
+        seconds: Duration of the attack.
+        memory: Memory of all processes as a multiple of the plan.
+        api_beyond: Bytes of the API process beyond its planned share.
+        restored_s: Seconds from the end of the attack until the server was as before, including one second of
+            further
+            measurement. None means not within a minute.
+        load: Load average of the machine.
+        others: Cores used by programs outside this benchmark.
+        broken: Exceeded limits, in words.
+    """
 
     case: Case
     seen: dict[str, Any]
     answers: dict[str, int]
     seconds: float
-    memory: float  # of all processes, times the plan
-    api_beyond: int  # bytes of the API process beyond its planned share
+    memory: float
+    api_beyond: int
     restored_s: float | None
     load: float
-    others: float  # cores that neither the server nor this benchmark used
+    others: float
     broken: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
         return {
             "case": self.case.name,
             "point": self.case.point,
@@ -63,7 +77,7 @@ class Found:
 
 @contextlib.asynccontextmanager
 async def watching(server: Served) -> AsyncIterator[asyncio.subprocess.Process | None]:
-    """watch.py, its victim's stream running; None when it does not come to run."""
+    """Run watch.py with the victim's stream; yield its process, or None if it does not start."""
     script = str(Path(__file__).with_name("watch.py"))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, script, str(server.port), VICTIM, str(server.pid)),
@@ -85,7 +99,7 @@ async def watching(server: Served) -> AsyncIterator[asyncio.subprocess.Process |
 
 
 async def settled(server: Served, before: State) -> bool:
-    """Whether the server holds what it held ``before``, 3 % of its plan more, within a minute."""
+    """Return whether the server is back to its state ``before`` within a minute, plus 3 % of its plan."""
     until = time.monotonic() + SETTLE_SECONDS
     most, state = before.bytes + SLACK * server.planned, None
     while time.monotonic() < until and server.alive:
@@ -95,7 +109,7 @@ async def settled(server: Served, before: State) -> bool:
             and not state.unfinished
             and state.blocks <= before.blocks
             and state.bytes <= most
-            and state.files <= before.files + 2  # of whoever asks
+            and state.files <= before.files + 2  # the connections of this query
         ):
             return True
         await asyncio.sleep(0.1)
@@ -104,7 +118,7 @@ async def settled(server: Served, before: State) -> bool:
 
 
 async def measure(server: Served, case: Case) -> Found | None:
-    """None: the server was not fit for it, before anything was done."""
+    """Run one case and return its result, or None if the server was unfit before the start."""
     before = await server.state()
     if before is None:
         return None
@@ -139,7 +153,10 @@ async def measure(server: Served, case: Case) -> Found | None:
 
 
 def processor_seconds() -> tuple[float, float]:
-    """Of all processes of the machine, and of ours, the server's among them. What ends meanwhile is others'."""
+    """Return the processor seconds of the whole machine, and of this process tree with the server.
+
+    A process that ends in between counts as another program.
+    """
     times = psutil.cpu_times()
     own = 0.0
     for member in process_tree(os.getpid()):
@@ -150,6 +167,7 @@ def processor_seconds() -> tuple[float, float]:
 
 
 async def abused(server: Served, case: Case) -> Answers:
+    """Run the attack within its time limit and return the attacker's answers."""
     try:
         async with asyncio.timeout(case.seconds):
             return await case.run(server)
@@ -158,7 +176,7 @@ async def abused(server: Served, case: Case) -> Answers:
 
 
 def judged(found: Found, server: Served) -> Found:
-    """``found`` with what it breaks of the law, in words."""
+    """Return ``found`` with its exceeded limits."""
     seen, broken = found.seen, []
     if found.case.by_client:
         if seen["gap_s"] > GAP_SECONDS or not seen["went_on"]:

@@ -1,4 +1,4 @@
-"""The server that is abused: ``tonnage serve demo`` with three keys, and what it holds against its plan."""
+"""The attacked server, ``tonnage serve demo`` with three keys, and its memory compared with its plan."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tonnage.server.engines.process_memory import process_tree_bytes
 ENGINES = ("fake", "hf", "vllm")
 VICTIM, ABUSER, OPERATOR = "key-of-the-victim", "key-of-the-abuser", "key-of-the-operator"
 START_SECONDS, STOP_SECONDS = 300.0, 60.0
-SLACK = 0.03  # of the plan: what a container has beyond it (docs/operations.md)
+SLACK = 0.03  # share of the plan that a container has in addition (docs/operations.md)
 FLAGS = ("--max-model-len", "8192", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "512MiB")
-# tonnage serve with a fake engine of a hundred tokens a second: without a rate its streams are over at once.
+# tonnage serve with a fake engine of 100 tokens per second; without a rate, its streams end immediately.
 PACED = """
 import sys
 from tonnage.server.engines.fake import FakeEngine
@@ -38,7 +38,14 @@ sys.exit(main())
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a server holds. ``bytes``: of all its processes; ``files``: open in the API process."""
+    """The state of a server.
+
+    Attributes:
+        unfinished: Sequences and requests in flight.
+        blocks: Used blocks of the pool.
+        bytes: Memory of all its processes.
+        files: Open files of the API process.
+    """
 
     unfinished: int
     blocks: int
@@ -47,7 +54,7 @@ class State:
 
 
 class Served:
-    """One server of ``engine``, ready."""
+    """A running server of one engine."""
 
     def __init__(self, engine: str, process: subprocess.Popen[bytes], port: int) -> None:
         self.engine, self.port = engine, port
@@ -58,16 +65,19 @@ class Served:
 
     @property
     def alive(self) -> bool:
+        """Return whether the server's first process runs."""
         return self._process.poll() is None
 
     async def page(self, path: str, seconds: float = 10) -> Any:
+        """Return the JSON of a page, or None if the server does not answer in time."""
         return await get(self.port, path, OPERATOR, seconds)
 
     async def ready(self) -> bool:
+        """Return whether the server reports that it is ready."""
         return await self.page("/ready") is not None
 
     async def state(self) -> State | None:
-        """None: it does not say."""
+        """Return the server's state, or None if it is not available."""
         load, memory = await self.page("/load"), await self.page("/memory")
         if load is None or memory is None or not memory["ready"]:
             return None
@@ -78,24 +88,24 @@ class Served:
         return None
 
     def children(self) -> set[psutil.Process]:
-        """All processes of the server but its first."""
+        """Return all processes of the server except the first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return set(psutil.Process(self.pid).children(recursive=True))
         return set()
 
     def largest_child(self, besides: Set[psutil.Process] = frozenset()) -> psutil.Process | None:
-        """The process that has the model: it holds the most memory. ``besides``: others are meant."""
+        """Return the engine process, which uses the most memory, other than the processes in ``besides``."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return max(self.children() - besides, key=lambda child: child.memory_info().rss, default=None)
         return None
 
     async def read_plan(self) -> None:
-        """First of all."""
+        """Read the planned bytes of all processes and of the API process."""
         plan = (await self.page("/memory"))["plan"]
         self.planned = sum(
             size for name, size in plan["ranks"][0].items() if name not in ("free_bytes", "total_bytes")
         )
-        if self.engine == "fake":  # it is in the API process, and in no plan
+        if self.engine == "fake":  # the fake engine runs in the API process and has no plan
             self.api_planned = process_tree_bytes(self.pid)
         else:
             of = cpu if self.engine == "vllm" else hf
@@ -104,8 +114,11 @@ class Served:
 
 @contextlib.contextmanager
 def served(engine: str) -> Iterator[Served]:
-    """A server that is ready, and ended at the end, be it stopped, hung or dead. Raises SystemExit for one that
-    does not come up."""
+    """Start a server and yield it once it is ready; end it afterwards, even if it is stopped or hangs.
+
+    Raises:
+        SystemExit: the server does not start.
+    """
     start = ["-c", PACED] if engine == "fake" else ["-m", "tonnage.server.cli"]
     with tempfile.TemporaryDirectory() as scratch:
         keys, log = Path(scratch, "keys.toml"), Path(scratch, "log")
@@ -138,7 +151,7 @@ def _port(process: subprocess.Popen[bytes], log: Path) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asked to stop, then killed with all its processes; a stopped one can only be killed."""
+    """Terminate the process, then kill it with all its children; a stopped process can only be killed."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
         process.terminate()

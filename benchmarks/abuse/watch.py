@@ -1,9 +1,11 @@
-"""What others feel while somebody abuses a server, seen from a process of its own.
+"""A tenant's view of a server under attack, measured by a process of its own.
 
-A victim's stream, a short request of the same tenant every second, /health every 50 ms whether or not the one
-before was answered, and the memory of the server's processes every 100 ms. Prints ``watching`` at the stream's
-first token; ends with one JSON line once its standard input has ended and the stream has gone on since, or has
-not for PATIENCE seconds.
+It runs one stream, a short request of the same tenant every second, and a probe of /health every 50 ms, whether
+or
+not the previous probe was answered. It samples the memory of the server's processes every 100 ms. It prints
+``watching`` at the stream's first token. When its standard input ends, it waits until the stream continues, at
+most
+PATIENCE seconds, and prints one JSON line.
 """
 
 from __future__ import annotations
@@ -31,17 +33,21 @@ STREAM_TOKENS = 7000  # a stream that outlives most cases
 
 @dataclass
 class Victim:
-    """One stream after another; a gap is the time between two events of a stream, or until the next stream
-    where one did not end by itself."""
+    """A client that reads one stream after another.
+
+    A gap is the time between two events of a stream. After a stream that failed, it lasts until the next
+    stream's event.
+    """
 
     port: int
     key: str
     gap: float = 0.0
-    last: float = 0.0  # when an event came
+    last: float = 0.0  # time of the last event
     tokens: int = 0
     ends: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
+        """Read streams until the task is cancelled."""
         body = {"prompt": "Once upon a time", "max_tokens": STREAM_TOKENS, "stream": True, "ignore_eos": True}
         while True:
             try:
@@ -75,7 +81,7 @@ class Victim:
 
 
 async def asking(port: int, key: str, seconds: list[float], answers: Counter[str]) -> None:
-    """A short request a second; how long each took, also the one that is under way at the end."""
+    """Send one short request per second and record each duration, and that of a request cut off at the end."""
     body = {"prompt": "a", "max_tokens": 1}
     while True:
         since = time.monotonic()
@@ -93,14 +99,14 @@ async def asking(port: int, key: str, seconds: list[float], answers: Counter[str
 
 
 async def probing(port: int, times: list[float]) -> None:
-    """A probe is due every 50 ms; one that waits holds up no other, so a silence counts as long as it is."""
+    """Probe /health every 50 ms without waiting for earlier probes, so a pause is measured in full."""
 
     async def probe(due: float) -> None:
         try:
             async with asyncio.timeout(PROBE_LIMIT), connection(port) as (reader, writer):
                 writer.write(request("/health", "", extra="Connection: close\r\n"))
                 said = await reader.read(-1)
-        except asyncio.CancelledError:  # the end, and it was not answered so far
+        except asyncio.CancelledError:  # the measurement ends before the answer
             times.append(time.monotonic() - due)
             raise
         except (OSError, TimeoutError):
@@ -116,7 +122,7 @@ async def probing(port: int, times: list[float]) -> None:
 
 
 def held(pid: int) -> int:
-    """RssAnon + RssShmem of one process in bytes, 0 when it is gone."""
+    """Return RssAnon + RssShmem of one process in bytes, 0 if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
@@ -124,6 +130,7 @@ def held(pid: int) -> int:
 
 
 def sampling(pid: int, peaks: dict[str, int], end: threading.Event) -> None:
+    """Record the peak memory of the server's processes until ``end`` is set."""
     while not end.wait(0.1):
         api, everything = held(pid), process_tree_bytes(pid)
         peaks["api"] = max(peaks["api"], api)
@@ -132,11 +139,13 @@ def sampling(pid: int, peaks: dict[str, int], end: threading.Event) -> None:
 
 
 def percentile(times: list[float], share: float) -> float:
+    """Return the value that ``share`` of ``times`` do not exceed."""
     ordered = sorted(times)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 async def watch(port: int, key: str, pid: int) -> dict[str, Any]:
+    """Measure a server until standard input ends; return the figures as a JSON object."""
     victim, times, seconds = Victim(port, key), list[float](), list[float]()
     answers: Counter[str] = Counter()
     peaks = {"api": 0, "engine": 0, "all": 0}

@@ -1,4 +1,4 @@
-"""HTTP over bare sockets: what an abuser sends, nothing of it checked on this side."""
+"""HTTP over bare sockets, without checks on the client's side."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ MODEL = "demo"
 
 _CODE = re.compile(rb'"code": ?"(\w+)"')
 _ERROR = re.compile(rb'^data: \{"(?:error|type": ?"error)"', re.MULTILINE)
-_KEPT = 65_536  # bytes of an answer that are looked at: its beginning, and what came last
+_KEPT = 65_536  # bytes of an answer that are kept: its first part and its end
 
 
 def request(path: str, key: str, body: bytes | dict[str, Any] | None = None, extra: str = "") -> bytes:
-    """``extra``: lines of the head, each with its end. Without a body a GET, on a connection that is kept."""
+    """Return the bytes of a request: a POST with a body, or a GET on a keep-alive connection.
+
+    ``extra`` is further header lines, each with its line end.
+    """
     if isinstance(body, dict):
         body = json.dumps({"model": MODEL} | body).encode()
     method = "GET" if body is None else "POST"
@@ -31,7 +34,7 @@ def request(path: str, key: str, body: bytes | dict[str, Any] | None = None, ext
 
 @contextlib.asynccontextmanager
 async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Reset at the end, whatever is under way."""
+    """Open a connection and reset it at the end, even within a request."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         yield reader, writer
@@ -40,7 +43,7 @@ async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asy
 
 
 async def answer(reader: asyncio.StreamReader) -> str:
-    """What came, in two words: the status, and the code of an error, also of one in a stream."""
+    """Return the answer in short: the status, and the code of an error, also of an error within a stream."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.split(None, 2)[1].decode()
@@ -63,17 +66,17 @@ async def answer(reader: asyncio.StreamReader) -> str:
 
 
 async def ask(port: int, path: str, key: str, body: bytes | dict[str, Any]) -> str:
-    """One request on a connection of its own."""
+    """Send one request on a new connection and return the answer in short."""
     try:
         async with connection(port) as (reader, writer):
-            writer.write(request(path, key, body))  # the rest is sent while the answer is read
+            writer.write(request(path, key, body))  # asyncio sends the rest while the answer is read
             return await answer(reader)
     except OSError as error:
         return type(error).__name__
 
 
 async def get(port: int, path: str, key: str, seconds: float = 10) -> Any:
-    """The JSON of a page, or None: no answer in time, or another status than 200."""
+    """Return the JSON of a page, or None without a timely answer of status 200."""
     try:
         async with asyncio.timeout(seconds), connection(port) as (reader, writer):
             writer.write(request(path, key, extra="Connection: close\r\n"))

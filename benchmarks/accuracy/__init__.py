@@ -1,1 +1,1 @@
-"""One module per section of planner_accuracy.py."""
+"""The sections of planner_accuracy.py, one module each."""

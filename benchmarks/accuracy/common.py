@@ -1,4 +1,4 @@
-"""What the sections share: inputs, the table of a section, reading of the data formats."""
+"""Parts shared by the sections: inputs, a section's scores, and readers of the data files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths of the command line; None where the user gave none."""
+    """Paths from the command line; None for a path that is not given."""
 
     configs: Path | None = None
     truth: Path | None = None
@@ -22,15 +22,17 @@ class Inputs:
     startups: Path | None = None
 
     def config(self, name: str) -> dict[str, Any] | None:
-        """config.json of ``org/model`` or ``org__model`` (with ``hf_quant_config.json`` merged in, as the
-        planner reads a folder); None when the folder does not have it."""
+        """Return config.json of ``org/model`` or ``org__model``, or None if the folder does not have it.
+
+        ``hf_quant_config.json`` is merged in, as when the planner reads a folder.
+        """
         from tonnage.planner.model.fields import parse_config
 
         path = self.config_path(name)
         return None if path is None else parse_config(path.read_bytes(), str(path))
 
     def config_path(self, name: str) -> Path | None:
-        """Where the config of ``config`` lies: in the folder, or beside the start-ups."""
+        """Return the path of a model's config, in the configs folder or beside the start-ups, or None."""
         stem = name.replace("/", "__", 1)
         for folder in (self.configs, self.startups and self.startups.parent):
             for path in (folder / stem / "config.json", folder / f"{stem}.json") if folder else ():
@@ -39,7 +41,7 @@ class Inputs:
         return None
 
     def names(self) -> list[str]:
-        """Every model the folder has a config of, sorted."""
+        """Return the names of all models with a config in the folder, sorted."""
         if self.configs is None:
             return []
         folders = {path.parent.name for path in self.configs.glob("*/config.json")}
@@ -49,8 +51,11 @@ class Inputs:
 
 
 def read_tsv(path: Path, *required: str) -> list[dict[str, str]]:
-    """Rows of a table; a column it does not have reads as empty. Ends the program where one of ``required``
-    is missing."""
+    """Return the rows of a table; a missing column reads as empty.
+
+    Raises:
+        SystemExit: one of the ``required`` columns is missing.
+    """
     with path.open(newline="") as file:
         table = csv.DictReader(file, delimiter="\t", restval="")
         missing = [name for name in required if name not in (table.fieldnames or ())]
@@ -60,7 +65,7 @@ def read_tsv(path: Path, *required: str) -> list[dict[str, str]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reports, one a line; a field that one does not have reads as null."""
+    """Return the reports, one per line; a missing field reads as null."""
     rows = []
     for line in path.read_text().splitlines():
         if line.strip():
@@ -84,8 +89,18 @@ class Record(dict[str, Any]):
 
 @dataclass
 class Section:
-    """Scores of one section. ``errors``: relative errors of the scored rows; ``covered``: rows whose true
-    value lies in the planner's interval (None: the section has no intervals)."""
+    """The scores of one section.
+
+    Attributes:
+        rows: Number of rows.
+        errors: Relative errors of the scored rows.
+        exact: Number of rows without error.
+        refused: Rows that the planner refuses, with the reason.
+        covered: Number of rows whose true value lies in the planner's interval; None for a section without
+            intervals.
+        misses: Rows with an error, in words.
+        extra: Further figures of the section.
+    """
 
     rows: int = 0
     errors: list[float] = field(default_factory=list)
@@ -96,7 +111,7 @@ class Section:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, planned: float, truth: float, note: str = "") -> None:
-        """Score one row: exact when equal, else a miss with its relative error."""
+        """Score one row: exact if equal, else a miss with its relative error."""
         self.rows += 1
         error = abs(planned - truth) / abs(truth) if truth else float(planned != truth)
         self.errors.append(error)
@@ -106,10 +121,12 @@ class Section:
             self.misses.append(f"{name}: planned {planned:,} truth {truth:,} {note}".rstrip())
 
     def refuse(self, name: str, why: object) -> None:
+        """Count a row that the planner refuses."""
         self.rows += 1
         self.refused.append(f"{name}: {why}")
 
     def to_json(self) -> dict[str, Any]:
+        """Return the scores as a JSON object."""
         errors = sorted(self.errors)
 
         def at(share: float) -> float | None:

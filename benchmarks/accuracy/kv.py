@@ -1,6 +1,9 @@
-"""``kv``: bytes that one sequence of 32,768 tokens keeps (16-bit), as vLLM's plan of every real config of the
-folder says, against the oracle of kv_oracle.py. ``layers``: the same of the layers the plans are made from,
-recurrent states included. ``vllm_specs``: layer kinds against vLLM's own specs where they are given."""
+"""Section ``kv``: cache bytes of one sequence of 32,768 tokens (16-bit) in vLLM's plan of every real config.
+
+The truth is kv_oracle.py. ``layers`` compares the same of the layers from which plans are made, recurrent
+states
+included. ``vllm_specs`` compares layer kinds with vLLM's own specs, where they are given.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ _SPECS = {
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs."""
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
@@ -28,7 +32,7 @@ def score(inputs: Inputs) -> Section | None:
 
     if inputs.configs is None:
         return None
-    # Room for any model; the length only decides how many blocks a sequence is given, not what they hold.
+    # The device fits any model. The length decides how many blocks a sequence has, and not their content.
     flags = Deployment(
         engine="vllm", dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=1 << 33, device_memory=1 << 44
     )  # fmt: skip
@@ -50,7 +54,7 @@ def score(inputs: Inputs) -> Section | None:
         try:
             truth = kv_oracle.expected(config, TOKENS)
             growing = kv_oracle.expected(config, TOKENS, kv_oracle.vllm_index_bytes)
-        except (KeyError, TypeError):  # a field that the oracle, unlike the planner, wants in the file
+        except (KeyError, TypeError):  # a field that the oracle requires and the planner does not
             truth = growing = None
         if truth is None or growing is None:
             unknown.append(name)
@@ -72,7 +76,7 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _against_vllm(inputs: Inputs) -> dict[str, object]:
-    """Layers per kind, as vLLM registers them (an engine that expands latents says full)."""
+    """Compare the layers per kind with vLLM's own specs; an engine that expands latents reports full."""
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
 

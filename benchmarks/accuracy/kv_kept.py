@@ -1,5 +1,7 @@
-"""What one sequence keeps, read from a Plan of vLLM and from the layers that plans are made from: the two sides
-that kv_oracle.py is held against, here and in tests/planner/test_kv_oracle.py."""
+"""Cache bytes of one sequence, from a plan of vLLM and from the layers that plans are made from.
+
+kv_oracle.py is compared with both, here and in tests/planner/test_kv_oracle.py.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ if TYPE_CHECKING:
     from tonnage.planner.model.architecture import Architecture, CacheLayer
     from tonnage.planner.plans import Plan
 
-# Their blocks hold something else than the tokens' K, V and latents: pages of compressed tokens, latents
-# expanded. What the plan says of them is held against vLLM's own functions (section vllm_blocks,
+# Model types whose blocks hold something other than K, V and latents of tokens: pages of compressed tokens, or
+# expanded latents. Their plans are compared with vLLM's own functions (section vllm_blocks,
 # tests/planner/test_vllm_groups.py).
 OWN_LAYOUT = ("deepseek_v4", "deepseek_ref", "minicpm3")
 
 
 def by_plan(plan: Plan, tokens: int) -> int:
-    """Bytes that grow with the sequence, from the groups and the block of the plan: what the blocks would hold
-    were they cut to the token. States and encoder outputs, which are padded to pages, are left out."""
+    """Return the bytes that grow with the sequence, from the groups and the block of the plan.
+
+    Blocks count as if they were cut to the token. States and encoder outputs, which are padded to pages, are
+    left out.
+    """
     layout = plan.kv_cache.layout
     total = 0
     for group in layout.groups:
@@ -31,8 +36,10 @@ def by_plan(plan: Plan, tokens: int) -> int:
 
 
 def by_layers(architecture: Architecture, tokens: int, *, source_tokens: int = 0) -> tuple[int, int]:
-    """(bytes that grow, fixed bytes) of a 16-bit cache, layer by layer. ``source_tokens``: of the encoder's
-    output where the model does not fix it."""
+    """Return (bytes that grow, fixed bytes) of a 16-bit cache, layer by layer.
+
+    ``source_tokens`` is the length of the encoder's output where the model does not fix it.
+    """
     growing = fixed = 0
     for layer in architecture.cache_layers:
         if layer.shares is not None:

@@ -1,9 +1,9 @@
-"""A second, small implementation of KV and state bytes, straight from config.json: the oracle of section ``kv``
-and of tests/planner/test_kv_oracle.py. It shares no code with the planner.
+"""A second, small implementation of KV and state bytes, straight from config.json.
 
-``expected(config, tokens)`` -> (bytes that grow with the sequence, bytes of state) for 16-bit caches and 16-bit
-states (fp32 where the model says so), or None for a model it does not know. ``index_bytes``: of the key that a
-sparse indexer keeps of a token, by its elements (16 bits each, or as vLLM: ``vllm_index_bytes``).
+It is the oracle of section ``kv`` and of tests/planner/test_kv_oracle.py, and shares no code with the planner.
+``expected(config, tokens)`` returns the bytes that grow with the sequence and the bytes of state. Caches and
+states
+have 16 bits (fp32 where the model says so).
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 
 
 def sixteen_bits(elements: int) -> int:
+    """Return the bytes of ``elements`` 16-bit values."""
     return 2 * elements
 
 
 def vllm_index_bytes(elements: int) -> int:
-    """FP8 and one fp32 scale for 128 elements (vLLM 0.32, v1/attention/backends/mla/indexer.py)."""
+    """Return the bytes of an indexer key in vLLM: fp8, and one fp32 scale per 128 elements.
+
+    The source is vLLM 0.32, v1/attention/backends/mla/indexer.py.
+    """
     return elements + 4 * (elements // 128)
 
 
@@ -45,6 +49,7 @@ LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads":
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model."""
     for name in ("text_config", "language_config"):
         inner = config.get(name)
         if isinstance(inner, dict):
@@ -54,11 +59,12 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def first(config: dict[str, Any], *names: str, default: Any = None) -> Any:
+    """Return the first of the fields ``names`` that is set, or ``default``."""
     return next((config[n] for n in names if config.get(n) is not None), default)
 
 
 def geometry(c: dict[str, Any], kv_default: int | None = None) -> tuple[int, int, int]:
-    """(layers, KV heads, head size) under every spelling."""
+    """Return (layers, KV heads, head size) under every spelling."""
     layers = first(c, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     heads = first(c, "num_attention_heads", "n_head", "num_heads", "n_heads")
     hidden = first(c, "hidden_size", "n_embd", "n_embed", "d_model")
@@ -67,7 +73,7 @@ def geometry(c: dict[str, Any], kv_default: int | None = None) -> tuple[int, int
 
 
 def indexers(c: dict[str, Any]) -> int:
-    """Layers with keys of their own (vLLM 0.32, models/deepseek_v32/attention.py)."""
+    """Return the number of layers with their own indexer keys (vLLM 0.32, models/deepseek_v32/attention.py)."""
     layers, pattern = c["num_hidden_layers"], c.get("index_topk_pattern")
     if pattern is not None:
         return sum(letter != "S" for letter in pattern[:layers])
@@ -76,13 +82,17 @@ def indexers(c: dict[str, Any]) -> int:
 
 
 def windows(kinds: list[bool], window: int | None, tokens: int) -> int:
-    """Token-layers: a sliding layer (True) keeps its window."""
+    """Return the token-layers: a sliding layer (True) keeps its window, another layer all tokens."""
     return sum(min(tokens, window) if slides and window else tokens for slides in kinds)
 
 
 def expected(
     config: dict[str, Any], tokens: int, index_bytes: Callable[[int], int] = sixteen_bits
 ) -> tuple[int, int] | None:
+    """Return (bytes that grow with the sequence, bytes of state), or None for an unknown model.
+
+    ``index_bytes`` maps the elements of an indexer's key to its bytes.
+    """
     c = text_of(config)
     kind = c["model_type"]
     if "block_configs" in c:  # pruned Llama: heads per layer
@@ -135,7 +145,7 @@ def expected(
 
 
 def sliding(c: dict[str, Any], kind: str, tokens: int, index_bytes: Callable[[int], int]) -> int | None:
-    """Models with windows, by each model's own rule."""
+    """Return the growing bytes of a model with windows, by its own rule, or None for another model."""
     listed = c.get("layer_types")
     layers, kv, size = (0, 0, 0) if kind == "step3p7" and not listed else geometry_or_zero(c)
     window = c.get("sliding_window")
@@ -167,17 +177,21 @@ def sliding(c: dict[str, Any], kind: str, tokens: int, index_bytes: Callable[[in
         sparse = c["sparse_attention_config"]
         keys = sum(sparse["sparse_attention_freq"]) * index_bytes(sparse["sparse_index_dim"])
         return (layers * kv * size * 4 + keys) * tokens
-    if kind == "mllama_text_model":  # cross-attention layers hold the image, not the text
+    if kind == "mllama_text_model":  # cross-attention layers cache the image instead of the text
         return (layers - len(c["cross_attention_layers"])) * kv * size * tokens * 4
     return None
 
 
 def geometry_or_zero(c: dict[str, Any]) -> tuple[int, int, int]:
+    """Return ``geometry``, or zeros for a config without a hidden size."""
     return geometry(c) if first(c, "hidden_size", "n_embd", "n_embed", "d_model") else (0, 0, 0)
 
 
 def delta_net(c: dict[str, Any], tokens: int) -> tuple[int, int]:
-    """Gated delta net: a quarter of the layers attend; the others keep a convolution and a matrix per head."""
+    """Return the bytes of gated delta net models.
+
+    A quarter of the layers have attention; the others keep a convolution and one matrix per head.
+    """
     layers, kv, size = geometry(c)
     full = c["layer_types"].count("full_attention")
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
@@ -189,7 +203,7 @@ def delta_net(c: dict[str, Any], tokens: int) -> tuple[int, int]:
 
 
 def nemotron(c: dict[str, Any], tokens: int) -> tuple[int, int]:
-    """Mamba-2 where the pattern says M, attention where it says *."""
+    """Return the bytes of Nemotron-H: Mamba-2 where the pattern has M, attention where it has *."""
     pattern = c.get("hybrid_override_pattern") or "".join(
         {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}.get(k, "-")
         for k in c["layers_block_type"]
@@ -204,8 +218,12 @@ def nemotron(c: dict[str, Any], tokens: int) -> tuple[int, int]:
 
 
 def deepseek_v4(c: dict[str, Any], tokens: int) -> tuple[int, int]:
-    """One shared head: a window, entries of 4 tokens with an indexer key or of 128 tokens without, and what is
-    being gathered for the next entry."""
+    """Return the bytes of DeepSeek-V4, which has one shared head.
+
+    Each layer keeps a window, and entries of 4 tokens with an indexer key or of 128 tokens without one. Its
+    state is the
+    tokens that are collected for the next entry.
+    """
     size, key, window = c["head_dim"], c["index_head_dim"], c["sliding_window"]
     ratios = c["compress_ratios"][: c["num_hidden_layers"]]
     grow = len(ratios) * min(tokens, window) * size

@@ -1,6 +1,8 @@
-"""``llama_cpp``: size of the KV cache llama.cpp and ik_llama.cpp print, within the print's rounding. Beside
-it the compute buffer (``compute_buffers``) of starts on one device alone; ik_llama.cpp's graphs are not
-llama.cpp's.
+"""Section ``llama_cpp``: size of the KV cache that llama.cpp and ik_llama.cpp print, within its rounding.
+
+``compute_buffers`` compares the compute buffer of starts on one device. Starts of ik_llama.cpp are left out,
+because
+its graphs differ from llama.cpp's.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from accuracy.reports import decimals, label, model_config, printed_interval
 NAME = "llama_cpp"
 
 MIB = 1 << 20
-# ik_llama.cpp's -mla: 0 expands K and V, 1 keeps a transposed copy beside the latent, 2 and 3 the latent only
+# ik_llama.cpp's -mla: 0 expands K and V, 1 keeps the latent and a transposed copy, 2 and 3 only the latent.
 _MLA: dict[str, Literal["expanded", "latent", "latent+transposed"]] = {
     "0": "expanded", "1": "latent+transposed", "2": "latent", "3": "latent",
 }  # fmt: skip
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs and reports."""
     if inputs.configs is None or inputs.reports is None:
         return None
     section = Section()
@@ -50,8 +53,10 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _buffer(row: dict[str, Any], config: dict[str, Any]) -> tuple[float, bool, str] | None:
-    """(error, whether the interval has it, in words) of the compute buffer of the only device with weights;
-    None: several, or not printed."""
+    """Return (error, whether the interval covers it, description) of the compute buffer of the only device.
+
+    Returns None if the model is on several devices, or the buffer is not printed.
+    """
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.engines.registry import engine_of
     from tonnage.planner.errors import TonnageError
@@ -122,7 +127,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
 
 
 def _sequences(row: dict[str, Any]) -> int:
-    """Sequences the cache is divided for; "2/2 seqs" in the log means streams / sequences."""
+    """Return the number of sequences that divide the cache; "2/2 seqs" in the log means streams / sequences."""
     if row["max_num_seqs"]:
         return int(row["max_num_seqs"])
     before, found, _ = (row["quote"] or "").partition(" seqs)")

@@ -1,4 +1,7 @@
-"""``model_load``: bytes vLLM prints after loading ("Model loading took"), per GPU, from config and flags."""
+"""Section ``model_load``: bytes that vLLM prints after loading, per GPU, from config and flags.
+
+The log line is "Model loading took".
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ NAME = "model_load"
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs and reports."""
     if inputs.configs is None or inputs.reports is None:
         return None
     section = Section()
@@ -50,11 +54,12 @@ def _unusable(row: dict[str, Any]) -> str | None:
 
 
 def _release(text: str | None) -> str | None:
-    """The version where the report names a release, else the planner's newest."""
+    """Return the version if the report names a release; None means the planner's newest."""
     return text if text is not None and text[:1].isdigit() else None
 
 
 def architecture_body(config: dict[str, Any]) -> str:
+    """Return the class name of the model without its head."""
     return str(config["architectures"][0]).replace("ForCausalLM", "Model")
 
 
@@ -69,7 +74,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     length = row["max_model_len"]
     said = str(row["other_flags"])
     if "embed" in said or "pooling" in said:
-        # a pooling model has no head: the body's class, as its config may say itself
+        # A pooling model has no head, so it is planned with the class of its body.
         config = {**config, "architectures": [architecture_body(config)]}
     flags = Deployment(
         engine="vllm",
@@ -89,7 +94,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
         return False
     size = plan.rank.weights_bytes + plan.rank.lora_bytes
     if "marlin" in (row["quantization"] or "").lower() and "mxfp4" in row["quantization"]:
-        # a stated fallback: not the kernel this GPU gets by default
+        # The report states a fallback to Marlin, which is not this GPU's default kernel.
         architecture = build_architecture(config)
         size += mxfp4_padding(architecture, "marlin", 1) - mxfp4_padding(architecture, "triton", 1)
     planned = size / GIB

@@ -1,6 +1,8 @@
-"""``pool_from_flags``: vLLM's KV pool from flags alone, as a share of GPU memory, each source left out once.
+"""Section ``pool_from_flags``: vLLM's KV pool from flags alone, as a share of GPU memory.
 
-Only rows with complete flags and an engine version carry the bar; each source counts once (its median row).
+The coefficients are fitted with one source left out at a time. Only rows with complete flags and an engine
+version
+are graded. Each source counts once, with its median row.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ NAME = "pool_from_flags"
 
 
 def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
-    """``more``: rows of other inputs that the fits may use."""
+    """Return the scores of the section, or None without configs and reports.
+
+    ``more`` is rows of other inputs that the fits may use.
+    """
     if inputs.configs is None or inputs.reports is None:
         return None
     from tonnage.planner.engines.runtime.gpu import coefficients
@@ -74,7 +79,7 @@ def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
 
 
 def _without_gpu(graded: Sequence[Row], rows: Sequence[Row]) -> Iterator[tuple[Row, Coefficients]]:
-    """Each row of a known GPU, with a fit that saw no start on that type of GPU."""
+    """Yield each row of a known GPU with a fit that excludes all starts on that type of GPU."""
     for gpu in sorted({row.chosen.flags.gpu for row in graded if row.chosen.flags.gpu}):
         fitted = fit([row for row in rows if row.chosen.flags.gpu != gpu])
         for row in graded:
@@ -83,7 +88,10 @@ def _without_gpu(graded: Sequence[Row], rows: Sequence[Row]) -> Iterator[tuple[R
 
 
 def _summary(pairs: Iterable[tuple[Row, Coefficients]]) -> dict[str, Any]:
-    """Each source counts once, by its median row; ``covered``: sources most of whose rows lie inside."""
+    """Return the errors with one vote per source, its median row.
+
+    ``covered`` counts the sources for which most rows lie inside the interval.
+    """
     errors: dict[str, list[float]] = {}
     inside: dict[str, list[bool]] = {}
     width = 0.0

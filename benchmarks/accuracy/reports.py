@@ -1,4 +1,4 @@
-"""What the sections on start-up reports share: flags and model of a row, one vote per source."""
+"""Parts shared by the sections on start-up reports: model config, labels, and intervals of printed values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from accuracy.common import Inputs
 
 GIB = 1 << 30
 
-# What a report's ``quantization`` means where its config (a sibling of the same shape) does not say so itself.
-# Group 128 is the default of AutoAWQ and llm-compressor's W4A16 preset.
+# Meaning of a report's ``quantization``, if its config (of a sibling with the same shapes) does not state it.
+# Group size 128 is the default of AutoAWQ and of llm-compressor's W4A16 preset.
 _SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
                       "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}),
@@ -19,7 +19,7 @@ _SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def model_config(inputs: Inputs, row: dict[str, Any]) -> dict[str, Any] | None:
-    """config.json of the row's model: a sibling's gives the shapes, the row gives the quantization."""
+    """Return config.json of the row's model; a sibling gives the shapes, and the row the quantization."""
     name = row["config"]
     config = inputs.config(name) if name else None
     if config is None:
@@ -36,7 +36,7 @@ def model_config(inputs: Inputs, row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def quantization_known(row: dict[str, Any]) -> bool:
-    """Whether the weights' format is stated exactly enough to plan their bytes."""
+    """Return whether the report states the weights' format exactly enough to plan their bytes."""
     if (row["config_basis"] or "").startswith("same id"):
         return True
     said = (row["quantization"] or "").lower()
@@ -44,21 +44,26 @@ def quantization_known(row: dict[str, Any]) -> bool:
 
 
 def label(index: int, row: dict[str, Any]) -> str:
+    """Return the name of a row in the output."""
     return f"#{index} {row['engine']} {row['engine_version']} {row['model']}"
 
 
 def printed_interval(value: float, digits: int) -> tuple[float, float]:
-    """Values that print as ``value`` with so many decimals."""
+    """Return the interval of values that print as ``value`` with ``digits`` decimals."""
     half = 0.5 * 10.0**-digits
     return value - half, value + half
 
 
 def decimals(value: float) -> int:
+    """Return the number of decimals of ``value``."""
     text = repr(value)
     return len(text.partition(".")[2]) if "." in text else 0
 
 
 def gib_interval(value: float) -> tuple[int, int]:
-    """Bytes that a log prints as ``value`` GiB; Python prints 7.0 for 7.00, so two decimals at least."""
+    """Return the interval of bytes that a log prints as ``value`` GiB.
+
+    At least two decimals are assumed, because Python prints 7.0 for 7.00.
+    """
     low, high = printed_interval(value, max(2, decimals(value)))
     return math.floor(low * GIB), math.ceil(high * GIB)

@@ -1,7 +1,8 @@
-"""The GPU runtime model's fit to start-up reports: which rows carry it, its coefficients, its spread.
+"""The fit of the GPU runtime model to start-up reports: usable rows, coefficients and spread.
 
-Used by benchmarks/fit_runtime.py (which writes planner/engines/runtime/fitted.json) and by ``pool_from_flags``,
-which fits once per source left out.
+benchmarks/fit_runtime.py uses it to write planner/engines/runtime/fitted.json. ``pool_from_flags`` fits once
+per
+left-out source.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
     from tonnage.planner.model.architecture import Architecture
     from tonnage.planner.plans import Resolved
 
-# Half-widths of the interval tried: as wide as the sources need, and never more than 8 % of the device in all;
-# where every part was seen at most 3 %.
+# Limits of the interval's half-width, as shares of the device. The whole interval is at most 8 % of the device,
+# and at most 3 % if every part was measured.
 _LEAST_SPREAD, _MOST_SPREAD, _LEAST_SEEN = 0.01, 0.04, 0.01
-# Where no report says otherwise: bf16 logits 2, their float32 copy, sorted values, probabilities and their
-# sums 4 each, indices 8 and as much again while they are sorted (v1/sample/ops/topk_topp_sampler.py, 0.16).
+# Bytes per logit without a report: bf16 logits 2; their float32 copy, sorted values, probabilities and their
+# sums 4 each; indices 8, and another 8 while they are sorted (v1/sample/ops/topk_topp_sampler.py, 0.16).
 SAMPLER_SORT = 34
-# What the first capture takes, of 512 tokens: 260, 256, 256 and 122 MiB in tests/data/startup_logs of 0.19.0.
+# Bytes of the first capture, 512 tokens: 260, 256, 256 and 122 MiB in tests/data/startup_logs of 0.19.0.
 GRAPH_FIRST = 256 << 20
-_FEW_LAYERS = 20  # of a rank; between the pipeline stages and the whole models that were logged
+_FEW_LAYERS = 20  # layers of a rank that separate the logged pipeline stages from the logged whole models
 
 
 @dataclass(frozen=True)
 class Row:
-    """One report: what the planner resolves from its flags, and what the engine printed (bytes)."""
+    """One report: the planner's resolution of its flags, and the engine's printed figures in bytes."""
 
     name: str
     source: str
@@ -48,53 +49,59 @@ class Row:
     non_torch: int | None
     graph_estimate: int | None
     carries_bar: bool
-    fused: int = 0  # of ``non_torch``: what is derived
+    fused: int = 0  # derived part of ``non_torch``
     model: str = ""
 
     @property
     def device(self) -> int:
+        """Return the device's memory in bytes."""
         return self.chosen.device_memory
 
     @property
     def hopper(self) -> bool:
+        """Return whether the GPU is a data centre GPU from Hopper on."""
         from tonnage.planner.engines.vllm.framework import is_hopper
 
         return is_hopper(self.chosen.flags)
 
     @property
     def seen(self) -> bool:
+        """Return whether logs that print every term cover each part of the plan."""
         from tonnage.planner.engines.vllm.budget import is_seen
 
         return is_seen(self.architecture, self.chosen)
 
     @property
     def graphs_left(self) -> bool:
-        """Whether graphs were captured on trial within the profile."""
+        """Return whether graphs were captured on trial within the profile run."""
         return rules(self.chosen.version).graphs_within_profile and not self.chosen.flags.enforce_eager
 
     def planned_pool(self, fitted: Coefficients) -> int:
+        """Return the planned bytes of the pool with the coefficients ``fitted``."""
         return max(0, self.chosen.limit - self.weights - self.runtime(fitted).total)
 
     def pool_interval(self, fitted: Coefficients) -> tuple[int, int]:
+        """Return the bounds of the planned pool with the coefficients ``fitted``."""
         bounds = self.runtime(fitted).sum_interval
         assert bounds is not None
         low, high = bounds
         return max(0, self.chosen.limit - self.weights - high), max(0, self.chosen.limit - self.weights - low)
 
     def runtime(self, fitted: Coefficients) -> Runtime:
+        """Return the memory terms with the coefficients ``fitted``."""
         from tonnage.planner.engines.registry import engine_of
 
         engine = engine_of(self.chosen.flags.engine)
         return engine.gpu_terms(self.architecture, self.chosen, fitted)
 
     def outside_pytorch(self) -> int | None:
-        """Non-torch memory less what of it is derived; None: not printed, or not an NVIDIA GPU's."""
+        """Return the non-torch memory without its derived part, or None if not printed or not an NVIDIA GPU."""
         if self.non_torch is None or (self.chosen.flags.gpu or "").startswith("mi"):
             return None
         return self.non_torch - self.fused
 
     def outside_unified(self) -> int | None:
-        """What is left of the budget on a machine whose host and device share memory."""
+        """Return the rest of the budget on a machine whose GPU shares host memory, or None elsewhere."""
         from tonnage.planner.devices.catalogue import shares_memory
 
         if not shares_memory(self.chosen.flags.gpu) or not self.carries_bar or self.graph_estimate is None:
@@ -105,7 +112,7 @@ class Row:
         return self.chosen.limit - self.weights - self.pool - self.graph_estimate - inside
 
     def sampler_bytes_per_logit(self) -> float | None:
-        """Of a sampler that sorts and is the peak."""
+        """Return the bytes per logit of a sampler that sorts and is the peak, or None for another row."""
         if self.activation is None or rules(self.chosen.version).sampler != "sort":
             return None
         from tonnage.planner.engines.vllm.activation import peak
@@ -119,7 +126,7 @@ class Row:
         return each if 0 < each < 64 else None
 
     def bytes_per_graph(self) -> float | None:
-        """Of each batch size after the first, for as many as are captured by default."""
+        """Return the bytes of each batch size after the first, or None with fewer sizes than by default."""
         from tonnage.planner.engines.vllm.graphs import sizes
 
         count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
@@ -129,7 +136,7 @@ class Row:
 
 
 def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
-    """(rows, what was left out and why)."""
+    """Return (rows, left-out reports with the reason)."""
     rows, left_out = [], []
     assert inputs.reports is not None
     for index, report in enumerate(read_jsonl(inputs.reports)):
@@ -236,8 +243,12 @@ def _flags(report: dict[str, Any], memory: int, gpu: str | None) -> Any:
 def _weights(
     report: dict[str, Any], source: Any, architecture: Architecture, chosen: Resolved
 ) -> tuple[int, bool] | None:
-    """(bytes per GPU, whether they are the printed ones): planned where the row says the format, else the
-    engine's own figure, because a model's name is no quantization config."""
+    """Return (bytes per GPU, whether they are the printed ones), or None if they are not known.
+
+    They are planned where the report states the format. Else the engine's own figure is used, because a model's
+    name is
+    no quantization config.
+    """
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.planning.stages import rank_architecture
     from tonnage.planner.planning.weights import sum_weights
@@ -256,7 +267,10 @@ def _weights(
 
 
 def fit(rows: Sequence[Row]) -> Coefficients:
-    """Medians over sources (each counts once); the spreads cover 90 % of them, left out one at a time."""
+    """Return the coefficients: medians over sources, each with one vote.
+
+    The spreads cover 90 % of the sources, left out one at a time.
+    """
     values = _values(rows)
     errors: dict[bool, list[float]] = {False: [], True: []}
     for source in sorted({row.source for row in rows if row.carries_bar}):
@@ -272,7 +286,7 @@ def fit(rows: Sequence[Row]) -> Coefficients:
 
 
 def _covering(errors: Sequence[float], least: float) -> float:
-    """What 90 % of ``errors`` stay within, with a quarter to spare."""
+    """Return the error that 90 % of ``errors`` do not exceed, plus a quarter."""
     if not errors:
         return _MOST_SPREAD
     spread = sorted(errors)[min(len(errors) - 1, int(0.9 * len(errors)))]
@@ -345,8 +359,12 @@ def _capabilities(rows: Sequence[Row]) -> set[tuple[int, int]]:
 
 
 def _graphs(rows: Sequence[Row]) -> tuple[int, int]:
-    """Bytes of a batch size, and more of it for each layer: through the medians of ranks with few and with many
-    layers, each model and each number of layers one vote."""
+    """Return the bytes of a batch size, and its additional bytes per layer.
+
+    They are the line through the medians of ranks with few and with many layers; each model and each number of
+    layers
+    has one vote.
+    """
     votes: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         size = row.bytes_per_graph()
@@ -371,5 +389,5 @@ def _vote(votes: _Votes, row: Row, value: float | None) -> None:
 
 
 def _median(votes: _Votes, otherwise: float) -> float:
-    """Median over sources of each source's median."""
+    """Return the median over sources of each source's median."""
     return median(median(found) for found in votes.values()) if votes else otherwise

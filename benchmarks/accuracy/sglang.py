@@ -1,4 +1,4 @@
-"""``sglang``: tokens from the memory SGLang prints for its pools, within 1 %."""
+"""Section ``sglang``: tokens from the memory that SGLang prints for its pools, within 1 %."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ NAME = "sglang"
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs and reports."""
     if inputs.configs is None or inputs.reports is None:
         return None
     section = Section()
@@ -48,7 +49,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
         flags = Deployment(
             engine="sglang",
             device="cuda",
-            device_memory=1 << 50,  # the pool is given; whether the weights fit beside it is not asked
+            device_memory=1 << 50,  # large enough for any weights, because the pool is given
             kv_cache_memory_bytes=_pool_bytes(seen, 2 if full and sliding else 1),
             kv_cache_dtype=dtype,
             tensor_parallel_size=ranks,
@@ -69,7 +70,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
 
 
 def _pool_bytes(seen: dict[str, Any], pools: int) -> int:
-    """The target model's pools; a speculative draft's follows them in the log."""
+    """Return the bytes of the target model's pools; a speculative draft's pools follow them in the log."""
     listed = (seen.get("kv_pools") or [])[:pools]
     if listed and len(listed) == pools:
         return int(sum(pool["k_gib"] + pool["v_gib"] for pool in listed) * GIB)

@@ -1,8 +1,10 @@
-"""``startups``: vLLM's start-ups of which every term was logged, each term against the plan's.
+"""Section ``startups``: vLLM's start-ups with every term in the log, each term compared with the plan's.
 
-What ships is scored: the plan is made as `tonnage plan` makes it, with the coefficients in fitted.json. The
-worst rank of each start counts; its pool decides. Beside it the KV pool with each model's starts left out of
-the fit (``model_left_out``), because a fitted number must not have seen what it is judged by.
+The shipped planner is scored, with the coefficients in fitted.json. The worst rank of each start counts,
+because its
+pool decides. ``model_left_out`` scores the KV pool with each model's starts left out of the fit, because a
+fitted
+figure must not be judged by its own data.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from tonnage.planner.source.resolve import ModelSource
 
 NAME = "startups"
-SWEEP = "jgchn/llm-d-planner"  # rows of one sweep are not independent: one vote
-# term of the log -> component of the plan; the share of the device is what an error of a small term is held to
+SWEEP = "jgchn/llm-d-planner"  # rows of one sweep are not independent, so they share one vote
+# Term of the log -> component of the plan. Errors are shares of the device, because some terms are small.
 TERMS = {
     "weights_gib": "weights_bytes",
     "torch_peak_gib": "activation_bytes",
@@ -35,8 +37,16 @@ TERMS = {
 
 @dataclass(frozen=True)
 class Start:
-    """One start that went well. ``logged``: bytes by term of the plan, of the rank that decides; ``tokens``,
-    ``concurrency`` as printed (None: not)."""
+    """One successful start.
+
+    Attributes:
+        name: Its identifier.
+        found: The model.
+        flags: The deployment.
+        logged: Bytes of the deciding rank, by term of the plan.
+        tokens: Printed tokens, or None.
+        concurrency: Printed concurrency, or None.
+    """
 
     name: str
     found: ModelSource
@@ -47,7 +57,7 @@ class Start:
 
 
 def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
-    """(starts, what was left out and why)."""
+    """Return (starts, left-out starts with the reason)."""
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.source.resolve import ModelSource
 
@@ -92,14 +102,14 @@ def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
 
 
 def planned(start: Start) -> Plan:
-    """The plan as it ships."""
+    """Return the plan of a start, with the shipped coefficients."""
     from tonnage.planner.planning.build import plan_source
 
     return plan_source(start.found, start.flags)
 
 
 def row(start: Start) -> Row:
-    """The same start for the fit of the coefficients."""
+    """Return a start as a row for the fit of the coefficients."""
     from accuracy.runtime_fit import Row
     from tonnage.planner.engines.vllm.framework import fused_all_reduce
     from tonnage.planner.planning.size import Sizer
@@ -116,6 +126,7 @@ def row(start: Start) -> Row:
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs and start-ups."""
     if inputs.configs is None or inputs.startups is None:
         return None
     starts, left_out = load(inputs)
@@ -156,7 +167,7 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _left_out(inputs: Inputs, starts: list[Start]) -> dict[str, Any]:
-    """KV pool with a model's starts left out of the fit, of the pool and as a share of the device."""
+    """Return the errors of the KV pool with each model's starts left out of the fit."""
     from accuracy.runtime_fit import fit, load_rows
 
     reports = load_rows(inputs)[0] if inputs.reports is not None else []

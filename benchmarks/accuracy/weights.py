@@ -1,4 +1,4 @@
-"""``weights``: parameters and checkpoint bytes from config.json alone, to the byte, with ``via: adapter``."""
+"""Section ``weights``: parameters and checkpoint bytes from config.json alone, compared to the byte."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ NAME = "weights"
 
 
 def score(inputs: Inputs) -> Section | None:
+    """Return the scores of the section, or None without configs and a truth."""
     if inputs.configs is None or (inputs.truth is None and inputs.checkpoints is None):
         return None
     section = Section()
@@ -56,7 +57,8 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
         section.refuse(f"{row['model']} checkpoint", error)
         return
     truth, name = int(row["total_size_bytes"]), f"{row['model']} checkpoint"
-    # NF4: the printed digits of each module's offset are in nobody's config; the interval is 5 bytes a module
+    # NF4: the checkpoint stores each module's offset as decimal digits, which no config states. The interval is
+    # 5 bytes per module.
     inside = size.low < size.high and size.low <= truth <= size.high
     section.add(
         name,
@@ -69,7 +71,7 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
 
 
 def _dtype(row: dict[str, str], config: dict[str, Any]) -> str:
-    """As the row says, else the config, else bfloat16."""
+    """Return the dtype of the row, else of the config, else bfloat16."""
     from tonnage.planner.model.dtypes import config_dtype
 
     if row["torch_dtype"] not in ("None", ""):
