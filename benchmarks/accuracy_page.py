@@ -1,10 +1,11 @@
-"""docs/accuracy.md from every public start-up log in the repository: planned, printed, error; the misses named.
+"""Write docs/accuracy.md: planned and printed KV pool of every public start-up log in the repository.
 
     python benchmarks/accuracy_page.py            writes docs/accuracy.md
-    python benchmarks/accuracy_page.py --check    says whether it is what would be written (exit 1: not)
+    python benchmarks/accuracy_page.py --check    exits with 1 if the page is out of date
 
-What ships is scored, as in ``planner_accuracy.py`` (sections startups and pool_from_flags, ``shipped``); there
-each source, model and GPU is left out of the fit, too.
+The shipped planner is scored, as in ``planner_accuracy.py`` (sections startups and pool_from_flags,
+``shipped``).
+That benchmark also leaves each source, model and GPU out of the fit.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 PAGE = ROOT / "docs" / "accuracy.md"
 PLOT = ROOT / "docs" / "accuracy.svg"
-MISS = 0.015  # of the GPU: the bar of pool_from_flags
+MISS = 0.015  # share of the GPU from which an error counts as a miss, as in pool_from_flags
 DATA = ROOT / "tests" / "data"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One start. Bytes of the KV pool of the rank that decides; ``device``: of one GPU."""
+    """One start, with bytes of the deciding rank's KV pool and of one GPU (``device``)."""
 
     name: str
     source: str
@@ -43,11 +44,12 @@ class Line:
 
     @property
     def error(self) -> float:
+        """Return the error as a share of the GPU's memory."""
         return (self.planned - self.printed) / self.device
 
 
 def named(start: Start) -> str:
-    """What was started: vLLM's version, the model, and the flags that tell it from its like."""
+    """Return the name of a start: vLLM's version, the model, and the flags that distinguish it."""
     flags = start.flags
     said = {
         "tp": flags.tensor_parallel_size if flags.tensor_parallel_size > 1 else None,
@@ -62,12 +64,12 @@ def named(start: Start) -> str:
 
 
 def reported(words: str) -> str:
-    """A row of field_reports.jsonl as a reader finds it: ``#22 ...`` would be a heading."""
+    """Return the label of a report without a leading ``#``, which Markdown reads as a heading."""
     return re.sub(r"^#(\d+) (.*)$", r"\2, report \1", words.replace("vLLM None", "vLLM"))
 
 
 def lines() -> tuple[list[Line], list[str]]:
-    """(every start that can be held against a plan, why the others cannot)."""
+    """Return (every start that can be compared with a plan, the others with the reason)."""
     from accuracy import runtime_fit, startups
     from accuracy.common import Inputs
 
@@ -100,6 +102,7 @@ def lines() -> tuple[list[Line], list[str]]:
 
 
 def summed(found: list[Line]) -> str:
+    """Return the table cells that summarize ``found``."""
     errors = sorted(abs(line.error) for line in found)
     inside = sum(line.low <= line.printed <= line.high for line in found)
     return (
@@ -109,6 +112,7 @@ def summed(found: list[Line]) -> str:
 
 
 def page(found: list[Line], left_out: list[str]) -> str:
+    """Return the page as Markdown."""
     from accuracy.startups import SWEEP
 
     sweep = [line for line in found if line.source.endswith(SWEEP)]
@@ -172,7 +176,7 @@ def page(found: list[Line], left_out: list[str]) -> str:
 
 
 def plot(found: list[Line]) -> str:
-    """An SVG: printed pool, GiB (logarithmic), against the error in percent of the GPU."""
+    """Return an SVG with the printed pool in GiB (logarithmic) and the error in percent of the GPU."""
     from math import log10
 
     width, height, left, bottom = 400, 260, 54, 36
@@ -212,6 +216,7 @@ def plot(found: list[Line]) -> str:
 
 
 def main() -> int:
+    """Write the page and its plot, or check them."""
     found, left_out = lines()
     made = {PAGE: page(found, left_out), PLOT: plot(found)}
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]

@@ -1,10 +1,11 @@
-"""Block managers behind three calls, so that one driver can time any of them.
+"""Adapters that give block managers one interface, so that one driver can time each of them.
 
-    admit(request_id, tokens, max_tokens) -> hit tokens, or None: not now
-    append(request_ids, token_ids) -> request ids that got no slot (preempted), [] where blocks are reserved
+    admit(request_id, tokens, max_tokens) -> hit tokens, or None if there is no space now
+    append(request_ids, token_ids) -> request ids without a slot (preempted); [] where blocks are reserved
     free(request_id)
 
-`admit` takes a whole prompt as a list of ints, finds its hit, gives it all its blocks and publishes them.
+`admit` takes a whole prompt as a list of ints, finds its prefix hit, allocates all its blocks and publishes
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_MODEL_LEN = 262_144
 
 
 class Tonnage:
-    """This project's KVCacheManager; one full group."""
+    """This project's KVCacheManager with one full group."""
 
     name = "tonnage"
 
@@ -37,10 +38,11 @@ class Tonnage:
             max_num_batched_tokens=MAX_MODEL_LEN,
             **{"hash_seed": 0, **options},
         )
-        # Asked again: its tokens as an array, as engines keep them.
+        # The rejected request with its tokens as an array, as engines keep it until the next attempt.
         self._refused: tuple[Any, Any] | None = None
 
     def admit(self, request_id: Any, tokens: list[int], max_tokens: int) -> int | None:
+        """Admit a prompt and return its hit tokens, or None if there is no space now."""
         again = self._refused is not None and self._refused[0] == request_id
         prompt = self._refused[1] if again else token_array(tokens)
         answer = self.manager.admit(request_id, prompt, max_tokens)
@@ -54,15 +56,17 @@ class Tonnage:
         return answer.cached_tokens
 
     def append(self, request_ids: Sequence[Any], token_ids: list[int]) -> Sequence[Any]:
+        """Append one token to each request; none is preempted, because blocks are reserved."""
         self.manager.decode(request_ids, token_ids)
         return ()
 
     def free(self, request_id: Any) -> None:
+        """Free a request's blocks."""
         self.manager.free((request_id,))
 
 
 class Vllm:
-    """vLLM's KVCacheManager as its Scheduler drives it (v1/core/sched/scheduler.py, 0.32); SHA-256 hashes."""
+    """vLLM's KVCacheManager, driven as its Scheduler does (v1/core/sched/scheduler.py, 0.32), with SHA-256."""
 
     name = "vllm"
 
@@ -92,10 +96,10 @@ class Vllm:
             log_stats=False,
         )
         self._live: dict[Any, Any] = {}
-        self._refused: tuple[Any, Any] | None = None  # asked again: its hashes are kept, as in vLLM's queue
+        self._refused: tuple[Any, Any] | None = None  # the rejected request with its hashes, as in vLLM's queue
 
     def request(self, request_id: Any, tokens: list[int], max_tokens: int) -> Any:
-        """vLLM's Request; hashes the prompt."""
+        """Return vLLM's Request, which hashes the prompt."""
         return self._request(
             request_id=str(request_id),
             prompt_token_ids=tokens,
@@ -105,6 +109,7 @@ class Vllm:
         )
 
     def admit(self, request_id: Any, tokens: list[int], max_tokens: int) -> int | None:
+        """Admit a prompt and return its hit tokens, or None if there is no space now."""
         if self._refused is not None and self._refused[0] == request_id:
             request = self._refused[1]
         else:
@@ -126,6 +131,7 @@ class Vllm:
         return int(hit)
 
     def append(self, request_ids: Sequence[Any], token_ids: list[int]) -> list[Any]:
+        """Append one token to each request and return the preempted requests."""
         lost: list[Any] = []
         allocate, live = self.manager.allocate_slots, self._live
         for request_id, token in zip(request_ids, token_ids, strict=True):
@@ -144,4 +150,5 @@ class Vllm:
         return lost
 
     def free(self, request_id: Any) -> None:
+        """Free a request's blocks."""
         self.manager.free(self._live.pop(request_id))

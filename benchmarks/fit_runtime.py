@@ -2,7 +2,7 @@
 
     python benchmarks/fit_runtime.py [--reports FILE.jsonl] [--configs DIR] [--startups DIR] [--write]
 
-Prints the coefficients, how each was found, and the error on sources left out; --write stores them.
+It prints the coefficients and the error on left-out sources; --write stores them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
+    """Fit the coefficients, print them with their errors, and store them with ``--write``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, default=ROOT / "tests/data/field_reports.jsonl")
     parser.add_argument("--configs", type=Path, default=ROOT / "tests/data/configs")

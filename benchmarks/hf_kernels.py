@@ -1,7 +1,9 @@
-"""The bfloat16 kernels of the hf engine against torch, on the shapes of SmolLM2-135M: median milliseconds.
+"""Compare the hf engine's bfloat16 kernels with torch, on the shapes of SmolLM2-135M: median milliseconds.
 
-OMP_NUM_THREADS=1 python benchmarks/hf_kernels.py --json
-OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000 python benchmarks/hf_kernels.py --json
+Usage:
+
+    OMP_NUM_THREADS=1 python benchmarks/hf_kernels.py --json
+    OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000 python benchmarks/hf_kernels.py --json
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ SHAPES += [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
 
 
 def alternate(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Run all sides in turns and return the median milliseconds of each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, run in sides.items():
@@ -38,6 +41,7 @@ def alternate(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, fl
 
 @torch.inference_mode()
 def main() -> int:
+    """Measure all shapes and print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
@@ -51,9 +55,10 @@ def main() -> int:
     report: dict[str, object] = {"threads": threads, "load_average": os.getloadavg()[0]}
     for rows in (1, 16, 512):
         inputs = {k: torch.randn(rows, k).bfloat16() for k in (HIDDEN, INNER)}
-        heads = {k: wide[:32] for k, wide in inputs.items()}  # a step asks for few logits
+        heads = {k: wide[:32] for k, wide in inputs.items()}  # a step computes logits for few rows
 
-        def each(run: Callable[[torch.Tensor, int], object], inputs=inputs, heads=heads) -> None:  # type: ignore[no-untyped-def]
+        # Type: ignore[no-untyped-def].
+        def each(run: Callable[[torch.Tensor, int], object], inputs=inputs, heads=heads) -> None:
             for number, weight in enumerate(weights):
                 chosen = heads if weight.shape[0] == VOCABULARY else inputs
                 run(chosen[weight.shape[1]], number)

@@ -1,10 +1,12 @@
-"""What vLLM's parts take of the host's memory where no GPU is needed: figures of engines/vllm/host.py.
+"""Measure host memory of vLLM's parts that need no GPU, for the figures in engines/vllm/host.py.
 
-* Its own weight iterators over two files of 384 MiB with tensors of 64 (``--safetensors-load-strategy``,
-  ``--load-format pt``): anonymous memory above what was there before, and mapped pages of the files. Then again
-  in a memory cgroup with room for 200 MiB more: what the plan calls page cache must not be missed, what it
-  counts must be.
-* The engine core's block pool: bytes a block, and with a hash in the prefix index.
+- vLLM's weight iterators read two files of 384 MiB with tensors of 64 MiB (``--safetensors-load-strategy``,
+  ``--load-format pt``). Measured are additional anonymous memory and mapped pages of the files. A second run in
+  a
+  memory cgroup with 200 MiB to spare shows that the process does not need the plan's page cache, and does need
+  the
+  memory that the plan counts.
+- The engine core's block pool: bytes per block, and with a hash in the prefix index.
 
     python benchmarks/host_memory.py
 """
@@ -38,14 +40,14 @@ BLOCKS = 400_000
 
 
 def held() -> dict[str, int]:
-    """Resident bytes of this process by kind."""
+    """Return the resident bytes of this process by kind."""
     lines = Path("/proc/self/status").read_text().splitlines()
     pairs = (line.split(":") for line in lines if line.startswith(("RssAnon", "RssFile")))
     return {name: int(value.split()[0]) * 1024 for name, value in pairs}
 
 
 class Peak:
-    """The most of each kind above what was there at the start, looked at every 2 ms."""
+    """A context manager that samples each kind of resident memory every 2 ms and keeps the maximum."""
 
     def __enter__(self) -> Peak:
         self.before, self.over = held(), False
@@ -65,7 +67,7 @@ class Peak:
 
 
 def forget(folder: Path) -> None:
-    """Take the files out of the page cache, so that whoever reads them is charged."""
+    """Remove the files from the page cache, so that the next reader is charged for them."""
     for file in folder.iterdir():
         handle = os.open(file, os.O_RDONLY)
         os.fsync(handle)
@@ -74,6 +76,7 @@ def forget(folder: Path) -> None:
 
 
 def read_weights(strategy: str, folder: Path) -> dict[str, int]:
+    """Read all weights with ``strategy`` and return the additional memory in MiB."""
     forget(folder)
     target = torch.ones(TENSOR // 4)
     with Peak() as peak:
@@ -89,6 +92,7 @@ def read_weights(strategy: str, folder: Path) -> dict[str, int]:
 
 
 def block_pool() -> dict[str, float]:
+    """Return the bytes per block of vLLM's block pool, unhashed and hashed."""
     gc.collect()
     before = held()["RssAnon"]
     pool = BlockPool(BLOCKS, True, 16)
@@ -105,13 +109,15 @@ def block_pool() -> dict[str, float]:
 
 def _answer(pipe: Connection, limit: Limit | None, ask: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     if limit is not None:
-        limit.enter()  # what this process has already stays charged where it was
+        limit.enter()  # memory allocated so far stays charged to the old cgroup
     pipe.send(ask(*arguments))
 
 
 def in_child(ask: Callable[..., Any], *arguments: Any, room: int | None = None) -> Any:
-    """The answer of a process forked from this one, which has imported everything; "killed" where the kernel
-    did that. ``room``: bytes of the cgroup it runs in."""
+    """Return the result of ``ask`` in a forked process that has imported everything; "killed" if out of memory.
+
+    ``room`` is the limit of the process's memory cgroup in bytes.
+    """
     limit = None if room is None else Limit(room)
     assert limit is None or limit.folder is not None, "no memory cgroup can be written here"
     fork = multiprocessing.get_context("fork")
@@ -131,6 +137,7 @@ def in_child(ask: Callable[..., Any], *arguments: Any, room: int | None = None) 
 
 
 def main() -> None:
+    """Measure everything and print one JSON object."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

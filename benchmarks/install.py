@@ -1,13 +1,14 @@
-"""What ``pip install tonnage`` brings: bytes, packages, seconds, and the first plan, in an empty environment.
+"""Measure ``pip install tonnage`` in an empty environment: bytes, packages, seconds, and the first plan.
 
     python benchmarks/install.py [--extra NAME ...] [--wheel FILE] [--json]
 
-A wheel of the tracked files is built first, which is not counted; --wheel takes one that `make wheel` built.
-``seconds`` is the whole of pip: its start, the index, the downloads (its cache is used if it has them) and the
-bytecode; ``cpu_seconds`` of the processor.
-``bytes`` is all that is in the environment afterwards and was not before. ``first_plan_ms`` and
-``second_plan_ms``: `tonnage plan demo --gpu l4` as the first process ever and as the next. --extra installs
-these extras as well; `hf` brings gigabytes.
+It first builds a wheel of the tracked files, which is not counted, or uses --wheel from `make wheel`.
+``seconds`` is
+the duration of pip: its start, the index, the downloads (or its cache) and the bytecode. ``cpu_seconds`` is its
+processor time. ``bytes`` is the growth of the environment. ``first_plan_ms`` and ``second_plan_ms`` time
+`tonnage plan demo --gpu l4` in the first process and in the next. --extra also installs these extras; `hf`
+needs
+gigabytes.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "planner", "cache", "server")  # of a wheel
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "planner", "cache", "server")  # sources of a wheel
 AIM = {"bytes": 15 * 10**6, "seconds": 10.0}
-OURS = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # of this process alone
+OURS = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # variables that child processes do not inherit
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in OURS}
 
 
 def wheel(folder: Path) -> Path:
-    """Of the tracked files alone."""
+    """Build a wheel of the tracked files and return its path."""
     source = folder / "source"
     listed = subprocess.run(
         ["git", "ls-files", "-z", *PARTS], cwd=ROOT, capture_output=True, text=True, check=True
@@ -47,18 +48,18 @@ def wheel(folder: Path) -> Path:
 
 
 def held(folder: Path) -> int:
-    """Bytes of its files."""
+    """Return the total bytes of the files in ``folder``."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def children_seconds() -> float:
-    """Processor seconds of ended children."""
+    """Return the processor seconds of ended children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def timed_plan(folder: Path) -> float:
-    """Milliseconds."""
+    """Run `tonnage plan demo --gpu l4` in the environment and return its milliseconds."""
     command = [folder / "environment" / "bin" / "tonnage", "plan", "demo", "--gpu", "l4"]
     environment = ENVIRONMENT | {"TONNAGE_CACHE": str(folder / "cache")}
     begun = time.perf_counter()
@@ -67,6 +68,7 @@ def timed_plan(folder: Path) -> float:
 
 
 def measure(folder: Path, package: Path, extras: list[str]) -> dict[str, object]:
+    """Install ``package`` with ``extras`` into a new environment and return the figures."""
     venv.create(folder / "environment", with_pip=True)
     before, begun, used = held(folder / "environment"), time.perf_counter(), children_seconds()
     pip = [folder / "environment" / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
@@ -92,10 +94,11 @@ def measure(folder: Path, package: Path, extras: list[str]) -> dict[str, object]
 
 
 def main() -> None:
+    """Build, install, measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="also this one")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help="this one")
-    parser.add_argument("--json", action="store_true", help="the JSON alone")
+    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="also install this extra")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="install this wheel")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         package = arguments.wheel.resolve() if arguments.wheel else wheel(Path(folder))

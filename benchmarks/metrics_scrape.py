@@ -1,9 +1,12 @@
-"""What a scrape of /metrics costs while the engine is under full load: ``p99_ms``, ``page_bytes``, ``series``.
+"""Measure a scrape of /metrics while the engine is under full load: ``p99_ms``, ``page_bytes``, ``series``.
 
-A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams
-from a process of their own. Every 50 ms /metrics is read over one kept connection, as Prometheus does, by a
-plain socket, so that no client's parsing is timed. ``render_cpu_ms``, ``page_bytes`` and ``series`` are of one
-page with 50 tenants, in a process of its own and without HTTP.
+16 streams from another process keep a real server busy (demo model, hf engine; ``--engine fake`` for the
+in-process
+one). Every 50 ms, /metrics is read over one keep-alive connection, as Prometheus does. A plain socket reads it,
+so
+that no client parsing is timed. ``render_cpu_ms``, ``page_bytes`` and ``series`` are of one page with 50
+tenants,
+rendered in its own process without HTTP.
 
     .venv/bin/python benchmarks/metrics_scrape.py --json
 """
@@ -30,7 +33,7 @@ SCRAPES = 400
 
 @contextmanager
 def server(engine: str) -> Iterator[str]:
-    """URL of a ready ``tonnage serve demo``."""
+    """Start ``tonnage serve demo`` and yield its URL when it is ready."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", "--backend", engine]
     command += ["--kv-cache-memory-bytes", "256MiB", "--max-model-len", "2048"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -44,7 +47,10 @@ def server(engine: str) -> Iterator[str]:
 
 @contextmanager
 def load(url: str) -> Iterator[Callable[[], int]]:
-    """Keeps ``STREAMS`` streams going from another process. Yields what stops them and says how many ended."""
+    """Keep ``STREAMS`` streams active from another process.
+
+    Yields a function that stops them and returns the number of ended streams.
+    """
     process = subprocess.Popen(
         [sys.executable, __file__, "--streams-for", url],
         stdin=subprocess.PIPE,
@@ -59,7 +65,7 @@ def load(url: str) -> Iterator[Callable[[], int]]:
 
 
 def keep_streaming(url: str) -> int:
-    """Ask for another stream as soon as one has ended, until standard input closes; how many have ended."""
+    """Start a new stream when one ends, until standard input closes; return the number of ended streams."""
     address, finished = address_of(url), 0
     body = json.dumps(
         {"model": "demo", "prompt": "Once upon a time", "max_tokens": 200, "stream": True}
@@ -86,12 +92,13 @@ def keep_streaming(url: str) -> int:
 
 
 def address_of(url: str) -> tuple[str, int]:
+    """Return (host, port) of ``url``."""
     host, port = url.removeprefix("http://").split(":")
     return host, int(port)
 
 
 def scrape(connection: socket.socket) -> tuple[float, bytes]:
-    """Seconds from sending the request to the last byte, and the page."""
+    """Return the seconds from sending the request to the last byte, and the page."""
     began = time.perf_counter()
     connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
     head, answer, size = b"", b"", None
@@ -108,6 +115,7 @@ def scrape(connection: socket.socket) -> tuple[float, bytes]:
 
 
 def over_http(url: str, scrapes: int) -> dict[str, float]:
+    """Scrape the server ``scrapes`` times and return the latencies."""
     times = []
     with socket.create_connection(address_of(url)) as connection:
         for _ in range(scrapes):
@@ -122,7 +130,7 @@ def over_http(url: str, scrapes: int) -> dict[str, float]:
 
 
 def in_process() -> dict[str, Any]:
-    """CPU time of a page with TENANTS tenants, and its size."""
+    """Return the CPU time and the size of a page with TENANTS tenants."""
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
     from tonnage.server.engines.fake import FakeEngine
@@ -149,8 +157,9 @@ def in_process() -> dict[str, Any]:
 
 
 def main() -> int:
+    """Run both measurements and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the result only")
+    parser.add_argument("--json", action="store_true", help="print only the result")
     parser.add_argument("--engine", default="hf", choices=("hf", "fake"))
     parser.add_argument("--scrapes", type=int, default=SCRAPES)
     parser.add_argument("--streams-for", metavar="URL", help=argparse.SUPPRESS)

@@ -1,13 +1,18 @@
-"""How long ``tonnage plan`` takes as a whole process, and a sweep inside one; peers in the same run.
+"""Measure ``tonnage plan`` as a whole process and a sweep within one, with peers in the same run.
 
     python benchmarks/plan_speed.py [--runs 20] [--peers FOLDER] [--json] [MODEL]
 
-``cold_ms``: median wall time of `tonnage plan MODEL --gpu h100-80g --json`, a new process each time, file
-cache warm and bytecode written (whatever PYTHONDONTWRITEBYTECODE says here); ``rss_mib``: its peak resident
-set, never less than this process's own, which the system counts in; ``plans_per_second``: combinations of a
-sweep in one process, CPU time; ``python_ms``: an empty interpreter, what no Python tool can be faster than.
---peers installs vramcalc, vramscout and hf-mem from PyPI into a virtual environment in FOLDER (kept; it must
-not be ours) and times their cheapest command (their import floor), alternating with ours.
+- ``cold_ms``: median wall time of `tonnage plan MODEL --gpu h100-80g --json`, a new process each time, with
+  warm file
+  cache and bytecode (PYTHONDONTWRITEBYTECODE is ignored).
+- ``rss_mib``: its peak resident set. The system counts at least the resident set of this parent process.
+- ``plans_per_second``: combinations of a sweep in one process per CPU second.
+- ``python_ms``: an empty interpreter, the lower bound of every Python tool.
+
+--peers installs vramcalc, vramscout and hf-mem from PyPI into a virtual environment in FOLDER. The folder is
+kept and
+must not be this project's environment. The peers' cheapest commands (their import time) alternate with this
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/data/configs/meta-llama__Meta-Llama-3.1-8B.json"
 PLAN = "import sys; from tonnage.server.cli import main; sys.exit(main())"
-# Cheapest command of each that does something: hf-mem answers from the hub only, so its import is the floor.
+# Cheapest command of each peer. hf-mem reads only from the hub, so its import time is the lower bound.
 PEERS = {
     "vramcalc": ["vramcalc", "estimate", "--help"],
     "vramscout": ["vramscout", "--help"],
@@ -37,7 +42,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 
 
 def run_once(command: list[str]) -> tuple[float, float, float]:
-    """(wall milliseconds, peak resident set in MiB, CPU milliseconds) of one process."""
+    """Return wall milliseconds, peak resident set in MiB and CPU milliseconds of one process."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
@@ -49,7 +54,7 @@ def run_once(command: list[str]) -> tuple[float, float, float]:
 
 
 def measure(commands: dict[str, list[str]], runs: int) -> dict[str, dict[str, float]]:
-    """Medians over ``runs`` rounds in which every command runs once, after one warm-up round."""
+    """Return medians over ``runs`` rounds in which every command runs once, after one warm-up round."""
     seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
     for turn in range(runs + 1):
         for name, command in commands.items():
@@ -68,7 +73,7 @@ def measure(commands: dict[str, list[str]], runs: int) -> dict[str, dict[str, fl
 
 
 def sweep_speed(folder: str) -> dict[str, float]:
-    """CPU seconds of a sweep of 10,000 combinations or more."""
+    """Return the CPU seconds of a sweep of at least 10,000 combinations."""
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.devices.catalogue import catalogue
     from tonnage.planner.source.resolve import resolve_model
@@ -94,7 +99,7 @@ def sweep_speed(folder: str) -> dict[str, float]:
 
 
 def install_peers(folder: Path) -> dict[str, list[str]]:
-    """Commands of the peers that could be installed."""
+    """Return the commands of the peers that could be installed."""
     if not (folder / "bin/pip").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     found = {}
@@ -111,11 +116,12 @@ def install_peers(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
+    """Run all measurements and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="folder with config.json (default: Llama-3.1-8B of the tests)")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="install the peers there and time them")
-    parser.add_argument("--json", action="store_true", help="accepted; the last line is always one JSON object")
+    parser.add_argument("--json", action="store_true", help="accepted: the last line is always one JSON object")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model

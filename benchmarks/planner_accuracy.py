@@ -1,13 +1,14 @@
-"""How right is the planner? Every public figure given, section by section, against `tonnage plan`'s arithmetic.
+"""Compare the planner with every public figure in the repository, section by section.
 
     python benchmarks/planner_accuracy.py [--sections ...] [--json]
     python benchmarks/planner_accuracy.py --configs DIR --truth param_truth.tsv
         --checkpoints checkpoint_sizes.tsv --vllm vllm_kv_truth.tsv --reports field_reports.jsonl
         --receipts measured_receipts.tsv --startups startups_vllm_0190.jsonl --json
 
-The first on the copies in tests/data. Each input is optional; a section without its inputs is left out. Each
-section is a module of ``benchmarks/accuracy`` with ``NAME`` and ``score(inputs) -> Section | None``.
-transformers is made unimportable before anything is planned: no figure here comes from instantiating a model.
+Without inputs, it uses the copies in tests/data. Each input is optional, and a section without its inputs is
+left
+out. Each section is a module of ``benchmarks/accuracy`` with ``NAME`` and ``score(inputs) -> Section | None``.
+Importing transformers is blocked before planning, so no figure comes from an instantiated model.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ COPIES = {
 
 
 def main() -> int:
+    """Score the selected sections and print them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, what in (
         ("configs", "folder of <org>__<model>/config.json (or <org>__<model>.json)"),
         ("truth", "parameter counts (TSV)"),
         ("checkpoints", "sizes of published checkpoints (TSV)"),
-        ("vllm", "what vLLM's own functions allocate (TSV)"),
+        ("vllm", "allocations of vLLM's own functions (TSV)"),
         ("reports", "start-up reports of real engines (JSON lines)"),
         ("receipts", "published measurements (TSV)"),
         ("startups", "start-ups with every term logged (JSON lines)"),
     ):
         parser.add_argument(f"--{name}", type=Path, help=what)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--json", action="store_true", help="one JSON object only")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     options = parser.parse_args()
     sys.modules["transformers"] = None  # type: ignore[assignment]
     from accuracy.common import Inputs

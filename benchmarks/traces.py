@@ -1,8 +1,10 @@
-"""Traces for the benchmarks of the block manager, with token ids made up for them.
+"""Traces for the benchmarks of the block manager, with generated token ids.
 
-Public traces name each 512-token piece of a prompt by an id and hold no text. Token ``j`` of piece ``h`` is a
-fixed function of (h, j), so two prompts share exactly the tokens of the pieces they share. `synthetic` makes
-traces of other shapes (loops, popular documents, scans, chats), so that no rule is tuned to one file.
+Public traces identify each 512-token piece of a prompt by an id and contain no text. Token ``j`` of piece ``h``
+is a
+fixed function of (h, j), so two prompts share exactly the tokens of their common pieces. `synthetic` generates
+traces
+of other shapes (loops, popular documents, scans, chats), so that no rule is tuned to one file.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ VOCABULARY = 151_936  # Qwen2.5's, config.json vocab_size
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One request: its prompt's pieces, its lengths in tokens."""
+    """One request: the pieces of its prompt, and its lengths in tokens."""
 
     pieces: tuple[int, ...]
     prompt_tokens: int
@@ -30,7 +32,7 @@ class Load:
 
 
 def load(path: Path, limit: int | None = None) -> list[Load]:
-    """The first requests of a trace file; where it tells nothing of prefixes, nothing is shared."""
+    """Return the first requests of a trace file; a trace without prefix information shares nothing."""
     loads: list[Load] = []
     unshared = 0
     for request in read_trace(path, limit=limit).requests:
@@ -44,10 +46,11 @@ def load(path: Path, limit: int | None = None) -> list[Load]:
 
 
 class Tokens:
-    """Makes prompts; keeps the pieces it has made.
+    """A generator of prompts that caches their pieces.
 
-    With ``loads`` all of theirs are made at once: made one by one during a timed run, some ten thousand arrays
-    would be the garbage collector's work inside somebody's timer.
+    With ``loads``, all pieces are generated at once. Otherwise the garbage collector would handle ten thousands
+    of new
+    arrays during a timed run.
     """
 
     def __init__(self, loads: Sequence[Load] = ()) -> None:
@@ -57,7 +60,7 @@ class Tokens:
                 self._piece(piece, load.piece_tokens)
 
     def prompt(self, request: Load) -> list[int]:
-        """The prompt's token ids, a new list."""
+        """Return the prompt's token ids as a new list."""
         out = array("i")
         for piece in request.pieces:
             out += self._piece(piece, request.piece_tokens)
@@ -68,23 +71,25 @@ class Tokens:
         if known is None:
             index = np.arange(size, dtype=np.int64)
             tokens = (piece * 7919 + index * 104_729 + (index >> 4) * 31) % VOCABULARY
-            # Every 16 tokens spell the piece out in two digits: different pieces never agree on a block.
+            # Every 16 tokens encode the piece's id in two tokens, so different pieces never share a block.
             tokens[0::16], tokens[1::16] = piece % VOCABULARY, piece // VOCABULARY
             known = self._pieces[piece, size] = array("i", tokens.astype(np.int32).tobytes())
         return known
 
     @staticmethod
     def output(request: int, position: int) -> int:
-        """Token ``position`` of the answer to request number ``request``; answers share nothing."""
+        """Return token ``position`` of the answer to a request; answers share no tokens."""
         return (request * 2003 + position * 7 + 13) % VOCABULARY
 
 
 def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
-    """A made-up trace of ``requests`` requests.
+    """Return a generated trace of ``requests`` requests.
 
-    ``loop``: documents asked for round and round; ``zipf``: documents by popularity (exponent 0.9); ``scan``:
-    popular documents among prompts that never come again; ``chat``: conversations that grow turn by turn behind
-    one of four system prompts; ``shift``: popular documents that are others after each quarter.
+    - ``loop``: documents requested cyclically.
+    - ``zipf``: documents by popularity (exponent 0.9).
+    - ``scan``: popular documents among prompts that occur once.
+    - ``chat``: conversations that grow turn by turn after one of four system prompts.
+    - ``shift``: popular documents that change after each quarter.
     """
     random = np.random.default_rng(seed)
     out: list[Load] = []
@@ -119,13 +124,13 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
         elif kind == "chat":
             if not chats or random.random() < 0.25:
                 chats.append([int(random.integers(4))])
-            # People answer the newer chats first, some after a long while.
+            # Newer chats continue more often; some continue after a long pause.
             at = len(chats) - 1 - min(len(chats) - 1, int(random.exponential(30)))
             chats[at] += range(fresh, fresh + int(random.integers(1, 12)))
             pieces = chats[at]
             if len(pieces) > 120:
                 chats[at] = [int(random.integers(4))]
         else:
-            raise ValueError(f"{kind} is no kind of trace")
+            raise ValueError(f"unknown kind of trace: {kind}")
         add([*pieces, fresh + 63])
     return [Load(r.pieces, min(r.prompt_tokens, len(r.pieces) * 512), r.output_tokens) for r in out]

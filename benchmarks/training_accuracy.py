@@ -1,23 +1,32 @@
-"""Peaks of published training runs against ``tonnage train``'s arithmetic.
+"""Compare peaks of published training runs with ``tonnage train``'s formulas.
 
     python benchmarks/training_accuracy.py --receipts tests/data/training/measured_receipts.tsv --json
     python benchmarks/training_accuracy.py --stacks tests/data/training/published_stacks.tsv
     python benchmarks/training_accuracy.py --activations
 
-Scores the rows whose quantity is ``peak torch memory, bf16 b=B s=S sdpa|eager full|lora=R pure|amp [ckpt]`` of
-a run marked ``(train)``. Nothing is fitted: the same formulas answer every row, so no model is scored by terms
-that saw it. The peer's own prediction, printed in the row, is scored beside ours.
+--receipts scores the rows whose quantity is ``peak torch memory, bf16 b=B s=S sdpa|eager full|lora=R pure|amp
+[ckpt]``
+of a run marked ``(train)``. No formula is fitted, so no model is scored by terms that were tuned to it. The
+peer's own
+prediction, printed in the row, is scored too.
 
---stacks holds ``tonnage train --stack`` against the totals the stacks publish: each row's settings are the
-flags in its column, ``conditions`` says which of them its source does not state. Nothing is fitted to them. A
-row is covered where its total, to the last digit printed, is inside the plan's interval; ``allocator``: what
-torch's allocator counts, so neither CUDA's context nor paged states; rows that were calculated, not measured,
-are listed and not scored. It fails where a total lies above its interval: planned too small.
+--stacks compares ``tonnage train --stack`` with totals that the stacks publish. Each row's settings are the
+flags in
+its column; ``conditions`` names the settings that its source does not state. A row is covered if its total, to
+the
+last printed digit, is inside the plan's interval. ``allocator`` marks totals of torch's allocator, without
+CUDA's
+context and paged states. Calculated rows are listed and not scored. The benchmark fails if a total lies above
+its
+interval, because the plan is then too small.
 
---activations lists, by model type, what the plan says a step keeps for its backward pass beside what autograd
-kept of a tiny real model on this machine (tests/helpers/training_rows.py; torch and transformers; a minute):
-exact within 0.05 % in six modes, or estimated, inside the interval its plan states. The last line is one JSON
-object in both.
+--activations compares by model type the planned bytes that a step keeps for its backward pass with the bytes
+that
+autograd kept of a tiny real model on this machine (tests/helpers/training_rows.py; torch and transformers; a
+minute).
+A type is exact within 0.05 % in six modes, or estimated and inside its plan's interval. The last line is one
+JSON
+object.
 """
 
 from __future__ import annotations
@@ -51,7 +60,7 @@ _OUTSIDE_TORCH = ("CUDA context", "NCCL buffers")  # max_memory_allocated sees t
 
 
 def config_of(model: str, folders: list[Path]) -> dict[str, Any] | None:
-    """The config of a model named without its organization, in any of the folders."""
+    """Return the config of a model named without its organization, from the first folder that has it."""
     for folder in folders:
         candidates = [folder / f"{model}.json"]
         candidates += sorted(folder.glob(f"*__{model}.json")) + sorted(folder.glob(f"*__{model}/config.json"))
@@ -65,8 +74,12 @@ def config_of(model: str, folders: list[Path]) -> dict[str, Any] | None:
 
 
 def setup_of(match: re.Match[str]) -> TrainingSetup:
-    """The run's conditions (vramcalc 0.1.2, bench.py): torch AdamW with foreach kernels, adapters on q, k, v
-    and o, an fp32 base under autocast, transformers 4.57, which hands SDPA an explicit mask."""
+    """Return the conditions of a run (bench.py of vramcalc 0.1.2).
+
+    They are torch AdamW with foreach kernels, adapters on q, k, v and o, an fp32 base under autocast, and
+    transformers
+    4.57, which passes SDPA an explicit mask.
+    """
     lora = match["rank"] is not None
     pure = match["precision"] == "pure"
     return TrainingSetup(
@@ -84,7 +97,7 @@ def setup_of(match: re.Match[str]) -> TrainingSetup:
 
 
 def score(row: dict[str, str], folders: list[Path]) -> dict[str, Any] | None:
-    """One row's answer, or None when it is no training run of this format."""
+    """Return the result of one row, or None if it is no training run of this format."""
     match = _SETTING.fullmatch(row["quantity"])
     if match is None or "(train)" not in row["engine"]:
         return None
@@ -107,6 +120,7 @@ def score(row: dict[str, str], folders: list[Path]) -> dict[str, Any] | None:
 
 
 def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Return the errors of all rows under ``key``."""
     errors = [abs(row[key]) for row in rows if key in row]
     return {
         "scored": len(errors),
@@ -117,7 +131,7 @@ def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def kept_by_autograd(models: Any, row: str) -> dict[str, Any]:
-    """One tiny model's planned and kept bytes in every mode, and the mode of the worst error."""
+    """Return a tiny model's planned and kept bytes in every mode, and the mode with the largest error."""
     modes = []
     for precision in ("fp32", "bf16", "bf16-mixed"):
         for attention in ("sdpa", "eager"):
@@ -134,7 +148,7 @@ def kept_by_autograd(models: Any, row: str) -> dict[str, Any]:
 
 
 def stack_row(row: dict[str, str], folders: list[Path]) -> dict[str, Any]:
-    """One published total of a stack, planned."""
+    """Return the plan for one published total of a stack."""
     given: dict[str, Any] = {"stack": row["stack"], "gpus": int(row["gpus"])}
     for part in row["setting"].split():
         name, values = parse_axis(part)
@@ -162,6 +176,7 @@ def stack_row(row: dict[str, str], folders: list[Path]) -> dict[str, Any]:
 
 
 def stacks(path: Path, folders: list[Path], json_only: bool) -> int:
+    """Score all published totals; return 1 if one lies above its interval."""
     with path.open() as file:
         rows = [stack_row(row, folders) for row in csv.DictReader(file, delimiter="\t")]
     scored = [row for row in rows if row["measured"]]
@@ -187,6 +202,7 @@ def stacks(path: Path, folders: list[Path], json_only: bool) -> int:
 
 
 def activations(json_only: bool, chosen: list[str]) -> int:
+    """Compare planned and kept activations by model type; return 1 if one misses."""
     sys.path.append(str(ROOT / "tests" / "helpers"))
     import training_models as models
 
@@ -205,7 +221,7 @@ def activations(json_only: bool, chosen: list[str]) -> int:
     types = {"exact": set(), "estimated": set()}
     for found in rows:
         types["estimated" if found["estimated"] else "exact"].add(found["row"].partition("-")[0])
-    types["exact"] -= types["estimated"]  # a type counts where each of its rows does
+    types["exact"] -= types["estimated"]  # a type is exact only if all its rows are
     missed = [found["row"] for found in rows if not found["held"]]
     named = {name: sorted(found) for name, found in types.items()}
     counts = {"exact_types": len(named["exact"]), "estimated_types": len(named["estimated"])}
@@ -214,14 +230,15 @@ def activations(json_only: bool, chosen: list[str]) -> int:
 
 
 def main() -> int:
+    """Run the selected comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--receipts", type=Path, help="TSV as tests/data/training/measured_receipts.tsv")
     what.add_argument("--stacks", type=Path, help="TSV as tests/data/training/published_stacks.tsv")
-    what.add_argument("--activations", action="store_true", help="the list of model types, measured here")
-    parser.add_argument("--types", nargs="+", default=[], help="only these model types, of --activations")
-    parser.add_argument("--configs", type=Path, help="another folder of configs, searched first")
-    parser.add_argument("--json", action="store_true", help="one JSON object only")
+    what.add_argument("--activations", action="store_true", help="compare by model type, measured here")
+    parser.add_argument("--types", nargs="+", default=[], help="with --activations: only these model types")
+    parser.add_argument("--configs", type=Path, help="additional folder of configs, searched first")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     options = parser.parse_args()
     if options.activations:
         return activations(options.json, options.types)

@@ -1,10 +1,11 @@
-"""How long ``tonnage train CONFIG_DIR --json`` takes as a whole process, and a sweep over 10,000 settings.
+"""Measure ``tonnage train CONFIG_DIR --json`` as a whole process, and a sweep over 10,000 settings.
 
     python benchmarks/training_speed.py FOLDER_WITH_CONFIG [--runs 20]
 
-CPU milliseconds (user + system), medians, bytecode written (whatever PYTHONDONTWRITEBYTECODE says here), an
-empty interpreter alternating with the command: what no Python tool can be faster than. The last line is one
-JSON object.
+The figures are median CPU milliseconds (user + system) with bytecode written (PYTHONDONTWRITEBYTECODE is
+ignored). An
+empty interpreter, the lower bound of every Python tool, alternates with the command. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ TRAIN = "import sys; from tonnage.server.cli import main; sys.exit(main())"
 
 
 def cpu_ms(command: list[str]) -> float:
+    """Run a command and return its CPU milliseconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -40,6 +42,7 @@ def cpu_ms(command: list[str]) -> float:
 
 
 def main() -> None:
+    """Run both measurements and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--runs", type=int, default=20)

@@ -1,11 +1,14 @@
-"""Learned eviction inside vLLM's own KVCacheManager beside vLLM's LRU: hit rates, CPU time; one JSON object.
+"""Compare learned eviction inside vLLM's own KVCacheManager with vLLM's LRU: hit rates, CPU time.
 
     python benchmarks/vllm_eviction.py --trace TRACE.jsonl --n 2000 --blocks 65536 --running 32 --json
 
-The closed loop of kv_manager.py: vLLM's manager as its scheduler drives it, once as it is and once after
-`tonnage.server.engines.vllm.eviction.install`, in turns, --rounds times; and our own manager, for its hit rate.
-Only calls into the managers are timed, in CPU time of the thread. cost_us_per_request is the median over the
-rounds of what the second needs more than the first; the prefill that hits save is not in it.
+It uses the closed loop of kv_manager.py and drives vLLM's manager as its scheduler does. The manager runs
+unchanged
+and after `tonnage.server.engines.vllm.eviction.install`, in turns, --rounds times. This project's own manager
+shows
+its hit rate. Only calls into the managers are timed, in CPU time of the thread. cost_us_per_request is the
+median
+over the rounds of the additional time; the prefill that hits save is not included. It prints one JSON object.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from kv_manager import Replay, replay
 
 from tonnage.server.engines.vllm.eviction import EvictionStats, install
 
-BUDGET = 16_384  # uncached tokens that are admitted in a step, as in kv_manager.py
+BUDGET = 16_384  # uncached tokens that a step may admit, as in kv_manager.py
 
 
 class Learned(Vllm):
-    """vLLM's manager whose pool gives out the block that our rule would."""
+    """vLLM's manager whose pool evicts blocks by the learned rule."""
 
     name = "vllm, learned"
 
@@ -40,24 +43,24 @@ class Learned(Vllm):
         super().__init__(blocks, running)
         self.queue = install(self.manager)
         if self.queue is None:
-            raise SystemExit("this vLLM is not understood: see its warning")
+            raise SystemExit("this version of vLLM is not supported; the warning above names the reason")
 
     @property
     def stats(self) -> EvictionStats:
-        """Of the rule, at the end."""
+        """Return the statistics of the learned rule."""
         assert self.queue is not None
         return self.queue.stats
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Run both sides and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="Mooncake .jsonl or Azure .csv")
     parser.add_argument("--n", type=int, default=2000, help="requests")
     parser.add_argument("--blocks", type=int, default=65_536)
     parser.add_argument("--running", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3, help="of both, in turns")
-    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of both sides, in turns")
+    parser.add_argument("--json", action="store_true", help="print only the JSON line")
     options = parser.parse_args()
     loads = traces.load(options.trace, options.n)
     tokens = traces.Tokens(loads)
@@ -70,7 +73,7 @@ def main() -> None:
         gc.unfreeze()
         return done, cache
 
-    # Compiled code is loaded before anything is timed.
+    # Load compiled code before the measurement.
     replay(Learned(8192, 4), traces.synthetic("zipf", 80), 4, BUDGET)
     lru: list[Replay] = []
     learned: list[Replay] = []

@@ -163,7 +163,7 @@ async def connections(server: Served) -> Answers:
         async with places:
             reader, writer = await asyncio.open_connection(HOST, server.port)
         try:
-            writer.write(b"GET /he"[: 7 * (number % 2)])
+            writer.write(b"GET /health"[: 7 * (number % 2)])
             async with asyncio.timeout(15):
                 return "closed" if not await reader.read(1 << 16) else "answered"
         except TimeoutError:
