@@ -111,11 +111,11 @@ def _trace_flags(p: _Group) -> None:
     commands.lengths and commands.replicas of the server implement them. The command `tonnage` calls these
     modules where --trace or --replicas is given.
     """
-    p.add_argument("--trace", metavar="FILE", help="how many requests like those of FILE run at once")
+    p.add_argument("--trace", metavar="FILE", help="how many requests with the lengths in FILE run at once")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
     p.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
     p.add_argument("--replicas", metavar="auto", help="how many servers of this plan --rate needs")
-    p.add_argument("--rate", type=float, metavar="N", help="requests a second, like those of --trace")
+    p.add_argument("--rate", type=float, metavar="N", help="requests per second, with the lengths of --trace")
     p.add_argument("--wait-target", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
     p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
     p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
@@ -135,7 +135,7 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     Raises:
         DeploymentError: options contradict each other, or one needs an option that is missing.
     """
-    from tonnage.planner.planning.deployment import deployment_of  # --help needs nothing of what it reads
+    from tonnage.planner.planning.deployment import deployment_of  # not needed by --help
     from tonnage.planner.sweep.choices import one_of, read_choices
 
     one_of(read_choices(args))
@@ -217,7 +217,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     Raises:
         TonnageError: the model or the options are not supported.
     """
-    # imported here: --help needs none of it
+    # Imported here because --help does not need these modules.
     from tonnage.planner.planning.deployment import deployment_of
     from tonnage.planner.source.resolve import resolve_model
     from tonnage.planner.sweep.choices import one_of, read_choices

@@ -1,1 +1,1 @@
-"""The devices a model is planned for: the catalogue of GPUs, and this machine."""
+"""Devices that a model is planned for: the catalogue of GPUs with their prices, and the local machine."""

@@ -1,7 +1,7 @@
-"""The GPU catalogue: memory of one device, with a source per figure (catalogue.json); a device by its name.
+"""The GPU catalogue (catalogue.json): memory of each device, with a source for every figure.
 
-``reported_gib`` is what CUDA or ROCm reports and vLLM's utilization is a share of; where nobody published
-it, the nominal memory less ``NOMINAL_RESERVE`` stands in, and ``Gpu.basis`` says so.
+`reported_gib` is the memory that CUDA or ROCm reports, to which vLLM's utilization applies. If no source
+publishes it, the nominal memory less `NOMINAL_RESERVE` is used, and `Gpu.basis` says so.
 """
 
 from __future__ import annotations
@@ -16,21 +16,32 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import GiB
 
 NOMINAL_RESERVE = 0.0125
-"""Share of the nominal memory that drivers and ECC keep: the median over the catalogue's NVIDIA entries that
-have both figures (H100 1.0 %, A100 1.1 % and 1.0 %, B200 0.9 %, RTX 4090 1.5 %, T4 7.9 %, RTX 4080 0.1 %),
-rounded up to the next quarter percent; tests/planner/test_gpus.py recomputes it."""
+"""Share of the nominal memory that drivers and ECC reserve.
+
+It is the median over the catalogue's NVIDIA entries with both figures, rounded up to the next quarter percent:
+H100 1.0 %, A100 1.1 % and 1.0 %, B200 0.9 %, RTX 4090 1.5 %, T4 7.9 %, RTX 4080 0.1 %.
+tests/planner/test_gpus.py recomputes it.
+"""
 
 APPLE_SHARE = 0.75
-"""Share of unified memory Metal lets the GPU use by default on machines of 64 GB and more
-(recommendedMaxWorkingSetSize)."""
+"""Share of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
+
+Metal reports it as recommendedMaxWorkingSetSize.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """``memory_bytes``: what an engine can divide. ``capability``: CUDA's compute capability
-    (developer.nvidia.com/cuda-gpus), None for other vendors. ``bandwidth``, ``flops``: peak bytes and dense
-    16-bit tensor operations a second of the SXM (or only) variant, None where not known. What it costs is in
-    ``prices``."""
+    """One device of the catalogue, or the local device; `prices.py` has its price.
+
+    Attributes:
+        memory_bytes: memory that an engine can use.
+        basis: `reported` or `nominal` memory.
+        source: source of the memory figure.
+        capability: CUDA compute capability (developer.nvidia.com/cuda-gpus), None for other vendors.
+        bandwidth: peak memory bandwidth in bytes per second of the SXM (or only) variant, None if not known.
+        flops: peak dense 16-bit tensor operations per second of that variant, None if not known.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -46,7 +57,7 @@ class Gpu:
 
 @cache
 def catalogue() -> tuple[Gpu, ...]:
-    """Every entry, in the file's order."""
+    """Return every GPU of the catalogue, in the file's order."""
     data = json.loads((Path(__file__).parent / "catalogue.json").read_text())
     return tuple(_gpu(entry) for entry in data["gpus"])
 
@@ -85,8 +96,17 @@ def _scaled(figure: object, unit: float) -> float | None:
 
 
 def find_gpu(name: str, field: str = "--gpu") -> Gpu:
-    """The entry of that name or alias (case, spaces and dashes aside); ``cpu`` and ``auto`` are this machine.
-    Raises DeploymentError naming ``field``."""
+    """Return the GPU with a name or alias, ignoring case, spaces and dashes.
+
+    `cpu` is the local machine's CPU and `auto` its first NVIDIA GPU.
+
+    Args:
+        name: name or alias.
+        field: the option, for error messages.
+
+    Raises:
+        DeploymentError: the catalogue has no such GPU.
+    """
     wanted = _plain(name)
     if wanted == "cpu":
         return Gpu("cpu", (), "host", "cpu", host_memory(), "reported", "this machine")
@@ -97,7 +117,7 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
     count, cross, one = wanted.partition("x")
     if cross and count.isdigit() and one in _by_name():
         raise DeploymentError(
-            f"{name[:60]!r} is for a table of plans; here it names one GPU", field=field,
+            f"{name[:60]!r} is valid in a table of plans only; here --gpu names one GPU", field=field,
             hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
         )  # fmt: skip
     import difflib
@@ -112,23 +132,23 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
 
 
 def gpu_named(name: str | None) -> Gpu | None:
-    """A GPU of the catalogue, None for any other device."""
+    """Return the GPU of the catalogue with this name, or None for any other device."""
     return _by_name().get(_plain(name)) if name else None
 
 
 def capability_of(name: str | None) -> tuple[int, int] | None:
-    """Compute capability of a GPU of the catalogue, None for any other device."""
+    """Return the CUDA compute capability of a GPU of the catalogue, or None for any other device."""
     found = gpu_named(name)
     return found.capability if found else None
 
 
-# Orin, Thor, GB10 and their kind: what is free on the GPU is what is free on the host (vLLM's
-# MemorySnapshot.measure takes psutil's available memory there, utils/mem_utils.py, 0.32).
+# Compute capabilities of Orin, Thor, GB10 and similar devices, whose free GPU memory is the host's free memory
+# (vLLM's MemorySnapshot.measure uses psutil's available memory for them, utils/mem_utils.py, 0.32).
 _UNIFIED = ((8, 7), (11, 0), (12, 1))
 
 
 def shares_memory(name: str | None) -> bool:
-    """Whether a GPU of the catalogue has no memory of its own, but the host's."""
+    """Return whether a GPU of the catalogue uses the host's memory instead of its own."""
     found = gpu_named(name)
     return found is not None and (found.vendor == "apple" or found.capability in _UNIFIED)
 
@@ -138,18 +158,21 @@ def _by_name() -> dict[str, Gpu]:
     return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
 
 
-@cache  # a sweep asks for each GPU a hundred times
+@cache  # a sweep looks up each GPU a hundred times
 def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-# of Linux, and of Windows' subsystem for it
+# Files of the NVIDIA driver on Linux and on the Windows Subsystem for Linux
 _DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def local_gpu() -> Gpu:
-    """The first NVIDIA GPU, else this machine's CPU. Raises DeploymentError when a driver is there but does
-    not answer, or nothing that could ask it."""
+    """Return the machine's first NVIDIA GPU, or its CPU if it has none.
+
+    Raises:
+        DeploymentError: a driver is installed but does not answer, or nvidia-ml-py is missing.
+    """
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""How much memory this machine lets the process have."""
+"""The local machine: the memory that this process may use, and the CPU's instruction sets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from pathlib import Path
 
 
 def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes: physical memory, or the tightest cgroup limit on the way up (v2 memory.max, v1 limit)."""
+    """Return the bytes this process may use: physical memory, or the lowest cgroup limit above the process.
+
+    Args:
+        cgroup: root of the cgroup file system (v2 memory.max, v1 memory.limit_in_bytes).
+        own: file with the cgroups of this process.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits(cgroup, own)])
 
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """Instruction sets as Linux names them (``avx512_bf16``, ``amx_tile`` ...); empty elsewhere."""
+    """Return the CPU's instruction sets in Linux' names (`avx512_bf16`, `amx_tile`); empty on other systems."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -27,7 +32,10 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_features_of(device: str) -> frozenset[str]:
-    """``cpu_features`` where the plan is for a CPU: this machine's, as the memory of ``--gpu cpu`` is."""
+    """Return the local CPU's instruction sets if the plan's device is a CPU, else an empty set.
+
+    A plan for `--gpu cpu` describes the local machine.
+    """
     return cpu_features() if device == "cpu" else frozenset()
 
 

@@ -1,8 +1,7 @@
-"""What a GPU costs an hour: public price lists (prices.json), each line with the list it is from and the day it
-was read.
+"""Hourly prices of GPUs from public price lists (prices.json), each with its list and the day it was read.
 
-Lists rent some GPUs in whole nodes only: what a deployment costs there is that of the nodes. A fixed price goes
-before the least one of a marketplace, which may be gone.
+Some lists rent a GPU in whole nodes only; a deployment then costs the price of these nodes. A list's fixed
+price is preferred to the lowest offer of a marketplace, which may no longer be available.
 """
 
 from __future__ import annotations
@@ -18,13 +17,19 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import ceil_div
 
 FIELD = "--price"
-GIVEN = "--price"  # the provider of a price that the user gave
+GIVEN = "--price"  # source of a price that the user gave
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A line of a list. ``usd``: of one GPU for an hour; ``together``: rented in multiples of so many;
-    ``read``: the day, as 2026-11-23."""
+    """One line of a price list.
+
+    Attributes:
+        usd: USD per hour for one GPU.
+        read: the day on which the list was read, for example 2026-11-23.
+        together: number of GPUs that are rented together.
+        marketplace: whether the provider is a marketplace, whose offers change.
+    """
 
     usd: float
     provider: str
@@ -37,7 +42,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What ``gpus`` GPUs cost an hour; ``source``: on which list, of which day."""
+    """The hourly price of several GPUs in USD, with its price list and the day the list was read."""
 
     usd: float
     source: str
@@ -45,7 +50,7 @@ class Cost:
 
 @cache
 def price_lists() -> Mapping[str, tuple[Price, ...]]:
-    """Every price by the GPU's name in the catalogue."""
+    """Return every price by the GPU's name in the catalogue."""
     found: dict[str, list[Price]] = {}
     for entry in json.loads((Path(__file__).parent / "prices.json").read_text())["lists"]:
         for line in entry["lines"]:
@@ -59,8 +64,13 @@ def price_lists() -> Mapping[str, tuple[Price, ...]]:
 
 
 def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Cost | None:
-    """The lowest price of so many GPUs of that name; None where no list has one. ``given``: USD an hour by
-    name, which go before all lists."""
+    """Return the lowest hourly price of `gpus` GPUs, or None if no list has a price.
+
+    Args:
+        gpu: the GPU's name in the catalogue.
+        gpus: number of GPUs.
+        given: USD per hour by the GPU's name; these prices precede all lists.
+    """
     if given and gpu in given:
         return Cost(given[gpu] * gpus, GIVEN)
 
@@ -76,7 +86,11 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
 
 
 def read_prices(texts: Iterable[str]) -> dict[str, float]:
-    """``h100-80g=2.10`` -> USD for an hour of one GPU, by its name in the catalogue. Raises DeploymentError."""
+    """Parse prices such as `h100-80g=2.10` into USD per hour of one GPU, by its name in the catalogue.
+
+    Raises:
+        DeploymentError: a text is no price, or its GPU is unknown.
+    """
     from tonnage.planner.devices.catalogue import find_gpu
 
     found = {}

@@ -1,4 +1,4 @@
-"""``--calibrate FILE``: what logs say of a GPU and a version, kept for plans (planning/calibration.py)."""
+"""`--calibrate FILE`: storage of a log's figures by GPU and version, for planning/calibration.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.fitlog.compare import Comparison, Row
 from tonnage.planner.planning.calibration import FORMAT, Entry, read_calibration
 
-# name in a log -> in a plan
+# Name of a term in a log -> its name in a plan
 _TERMS = {
     "non_torch_bytes": "framework_bytes",
     "activation_bytes": "activation_bytes",
@@ -22,9 +22,14 @@ _TERMS = {
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
-    """Add the starts to the file, each in place of an earlier one of the same log. Returns how many starts it
-    holds. Raises DeploymentError, before anything is written, for a file that is none of ours and for logs
-    that teach nothing."""
+    """Add the starts of some logs to a calibration file and return how many starts it then has.
+
+    A start replaces an earlier start from the same log.
+
+    Raises:
+        DeploymentError: the file is no calibration file, or the logs have no usable figure; nothing is written
+            then.
+    """
     entries = read_calibration(str(path)) if path.exists() else []
     learnt = [entry for comparison in compared for entry in _entries(comparison)]
     if not learnt:
@@ -41,7 +46,7 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
         os.replace(beside, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()  # what a full disk took of it
+            beside.unlink()  # a full disk may leave a part of it
         raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
     return len({entry["log"] for entry in entries})
 

@@ -1,4 +1,4 @@
-"""``tonnage fit-log FILE... [--model M]``: plan against log, term by term; with many logs, the fitted terms."""
+"""The command `tonnage fit-log FILE... [--model M]`: plan against log, term by term, and fitted terms."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.units import gib
 
 OK = 0
-_LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
+_LEAST_LOGS = 3  # leave-one-out needs at least two other logs
 
 
 def parser() -> Parser:
+    """Return the parser of `tonnage fit-log`."""
     p = Parser(
         "tonnage fit-log",
         "Hold an engine's start-up log against the plan, term by term; of many logs, fit the terms.",
@@ -47,7 +48,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Returns the exit code: 0 compared, 2 bad input."""
+    """Run `tonnage fit-log` and return its exit code: 0 if logs were compared, 2 for bad input."""
     try:
         args = parser().parse_args(argv)
         compared = [compare(read_log(Path(name)), name, args) for name in args.logs]
@@ -77,7 +78,7 @@ def run(argv: list[str]) -> int:
 
 
 def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float, float]]:
-    """term -> (factor that fits all logs, median error as planned, median error of logs left out)."""
+    """Return term -> (factor fitted to all logs, median error of the plan, median leave-one-out error)."""
     out = {}
     for name in FITTED:
         rows = [row for c in compared for row in c.rows if row.term == name]
@@ -137,7 +138,7 @@ def _print(comparison: Comparison) -> None:
     print(f"{comparison.name}: {comparison.headline}")
     several = len({row.rank for row in comparison.ranks}) > 1
     rows: Sequence[Row] = comparison.rows
-    if several:  # ranks that hold the same are one line
+    if several:  # ranks with the same figures share a line
         by_rank = {row.term for row in comparison.ranks}
         rows = [*_merged(comparison.ranks), *(row for row in rows if row.term not in by_rank)]
     width = max((28, *(len(_word(row.term)) for row in rows)))
@@ -163,7 +164,10 @@ def _print(comparison: Comparison) -> None:
 
 
 def _word(term: str) -> str:
-    """``tokens_of_logged_pool`` -> tokens of the logged pool; alternatives by the first of them."""
+    """Return the readable name of a term, such as `tokens of the logged pool` for `tokens_of_logged_pool`.
+
+    Of alternative names (`a|b`) the first is used.
+    """
     name, space, how = term.partition(" (")
     name = name.partition("|")[0]
     plain = name.removesuffix("_of_logged_pool")
@@ -172,7 +176,7 @@ def _word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Term by term, ranks with the same figures in one row."""
+    """Return the rows grouped by term, with one row for ranks that have the same figures."""
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
         out.setdefault((row.term, row.planned, row.logged), []).append(row)

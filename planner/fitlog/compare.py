@@ -1,4 +1,4 @@
-"""One log against the plan of what its engine was started with: every term of every rank, with a verdict."""
+"""Comparison of one start-up log with the plan of its flags: every term of every rank, with a verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import gib
 
-# Flags of tonnage plan that are asked for, and those a log may say.
+# Flags of `tonnage plan` that the command accepts, and flags that a log may contain
 ASKED = (
     "gpu", "device_memory", "engine_version", "tensor_parallel_size", "gpu_memory_utilization", "dtype",
     "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpus",
@@ -38,21 +38,26 @@ _LOGGED = (
     "kv_unified",
 )  # fmt: skip
 _OTHER_NAMES = {"cpu_offload_bytes": "cpu_offload_gb"}
-# What a plan depends on most: said to be assumed where neither the log nor the user says it.
+# Flags with the largest effect on a plan; they are reported as assumed if neither log nor user gives them.
 _ASSUMED = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
-"""Terms that an engine's run decides, by their names in a log."""
+"""Terms that only a run of the engine determines, by their names in a log."""
 _ENDLESS = 1 << 50  # stands for a device whose memory is not known
-# How far files and flags alone are from logs of the same checkpoint: 0.1 % in tests/data/field_reports.jsonl
+# Relative difference between logs and figures from files alone: 0.1 % in tests/data/field_reports.jsonl
 _EXACT = 0.001
-# Beyond, the checkpoint is another one, or in another format
+# A larger ratio means another checkpoint or another format
 _OTHER_WEIGHTS = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``planned`` is expected between ``low`` and ``high``; the log prints ``logged``, which is within
-    ``rounding`` of the truth. ``exact``: files and flags decide it, there is no interval."""
+    """One term of a comparison.
+
+    Attributes:
+        planned: the planned value, expected between `low` and `high`.
+        logged: the value in the log, which is within `rounding` of the true value.
+        rank: name of the rank, or empty for the whole engine.
+    """
 
     term: str
     planned: float
@@ -64,11 +69,12 @@ class Row:
 
     @property
     def exact(self) -> bool:
+        """Return whether files and flags determine the term, so that it has no interval."""
         return self.low is None or self.high is None or self.low == self.high
 
     @property
     def agrees(self) -> bool:
-        """Whether the truth may lie in the interval."""
+        """Return whether the true value may lie in the planned interval."""
         low = self.planned if self.low is None else self.low
         high = self.planned if self.high is None else self.high
         rounding = self.rounding + (_EXACT * abs(self.logged) if self.term == "weights_bytes" else 0.0)
@@ -76,6 +82,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
+        """Return `agrees`, `planned too high` or `planned too low`."""
         if self.agrees:
             return "agrees"
         return "planned too high" if self.planned > self.logged else "planned too low"
@@ -83,9 +90,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One log. ``rows``: of the rank that decides; ``ranks``: of every rank where there are several.
-    ``missing``: what the log does not say; ``assumed``: what was taken instead of it. ``digest``: of the log's
-    text."""
+    """The comparison of one log.
+
+    Attributes:
+        rows: terms of the rank that decides.
+        ranks: terms of every rank, if there are several.
+        missing: terms that the log does not contain.
+        assumed: values that were assumed instead.
+        digest: hash of the log's text.
+    """
 
     name: str
     rows: tuple[Row, ...]
@@ -102,7 +115,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence for the whole."""
+        """Return one sentence about the whole comparison."""
         start = "the start failed; " if self.failure else ""
         if not self.rows:
             return f"{start}nothing to compare"
@@ -126,7 +139,11 @@ def _off(row: Row) -> str:
 
 
 def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
-    """Plan what the log's engine was started with. Raises TonnageError naming what is missing."""
+    """Plan with the flags of a log and compare the plan with the log.
+
+    Raises:
+        TonnageError: something required is missing, or the deployment is not supported; the message names it.
+    """
     model = args.model or found.model
     if model is None:
         raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
@@ -147,8 +164,8 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     weights = next((row for row in ranks if row.term == "weights_bytes" and row.logged > 0), None)
     if weights is not None and not 1 / _OTHER_WEIGHTS < weights.planned / weights.logged < _OTHER_WEIGHTS:
         notes.append(
-            f"its weights are {weights.logged / weights.planned:.2f} times those of {model}: "
-            "another checkpoint or another format was served (--model)"
+            f"its weights have {weights.logged / weights.planned:.2f} times the bytes of {model}: "
+            "the log is from another checkpoint or another format (--model)"
         )
     decides = _deciding(found)
     own = [row for row in ranks if row.rank == decides]
@@ -162,8 +179,10 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
 def _size(
     source: ModelSource, flags: Deployment, found: StartLog, args: argparse.Namespace, notes: list[str]
 ) -> tuple[Size, bool]:
-    """The plan in numbers, and whether its pool is the plan's own. The log's pool stands in where the memory
-    of the device is not known."""
+    """Return the plan's sizes, and whether its pool was computed from the device's memory.
+
+    Without a known device the log's pool is used instead. Notes are appended to `notes`.
+    """
     sizer, sized = Sizer(source), True
     engine = engine_of(flags.engine)
     if engine.sized_by_context or flags.kv_cache_memory_bytes is not None:
@@ -188,7 +207,7 @@ def _size(
 
 
 def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Deployment:
-    """Flags that the log printed, and where it says nothing the user's."""
+    """Return the flags that a log contains, completed by the user's options."""
     asked = given(args, Deployment)
     if "gpu" not in asked and "device_bytes" in found.figures:
         asked.setdefault("device_memory", int(found.figures["device_bytes"]))
@@ -198,7 +217,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
-    if engine_of(flags.engine).sized_by_context:  # allocates the context it was given, whatever the device has
+    if engine_of(flags.engine).sized_by_context:  # allocates the whole context, however large the device is
         if flags.max_model_len is None:
             raise DeploymentError(
                 "the log says neither n_ctx nor the cells of a cache",
@@ -210,7 +229,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
 
 
 def _said(found: StartLog | LogFigures) -> dict[str, Any]:
-    """Flags that the log printed."""
+    """Return the flags that a log contains."""
     said = {name: value for name in _LOGGED if (value := _logged(name, found.flags)) is not None}
     if length := found.figures.get("max_model_len"):
         said["max_model_len"] = int(length)
@@ -218,7 +237,7 @@ def _said(found: StartLog | LogFigures) -> dict[str, Any]:
 
 
 def _against_the_log(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
-    """Notes of flags that say something else than the log; ``auto`` says nothing."""
+    """Yield a note for each option that differs from the log; `auto` never differs."""
     asked, said = given(args, Deployment), _said(found)
     for name in asked:
         if name in said and asked[name] not in ("auto", said[name]):
@@ -229,7 +248,7 @@ def _against_the_log(found: StartLog, args: argparse.Namespace) -> Iterator[str]
 
 
 def _logged(name: str, said: Mapping[str, str]) -> Any:
-    """The value of a flag that a log says; None for one that it does not, or that is no value of it."""
+    """Return the value of a flag in a log, or None if it is absent or invalid."""
     flag, text = flags_of(Deployment)[name], said.get(_OTHER_NAMES.get(name, name))
     if text is None or text in ("None", "null"):
         return None
@@ -242,7 +261,10 @@ def _logged(name: str, said: Mapping[str, str]) -> Any:
 
 
 def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tuple[Deployment, list[str]]:
-    """A format that the engine made while it loaded; a checkpoint's own is read from its config."""
+    """Return flags with the quantization that the engine applied while loading, and notes about it.
+
+    A quantization of the checkpoint itself is read from its config.
+    """
     logged = found.flags.get("quantization")
     made = {"bitsandbytes": "nf4"}.get(logged or "", logged)
     stored = read_quantization(source.config, None).scheme
@@ -252,7 +274,7 @@ def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tup
 
 
 def _draft(found: StartLog) -> tuple[str, int] | None:
-    """(draft, tokens a step) of a log that says what it drafts with."""
+    """Return (draft, tokens per step) of a log with speculative decoding, or None."""
     text = found.flags.get("speculative_config", "")
     method = re.search(r"'?method'?[:=]\s*'(\w+)'", text)
     tokens = re.search(r"'?num_spec(?:ulative)?_tokens'?[:=]\s*(\d+)", text)
@@ -302,7 +324,7 @@ def _of_rank(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator[R
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
-    if (beside := stage.runtime.beside) is not None:  # captured outside the share
+    if (beside := stage.runtime.beside) is not None:  # captured outside the utilization limit
         planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():
@@ -315,7 +337,7 @@ def _of_rank(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator[R
 
 
 def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float, float]:
-    """(planned, logged, low, high)."""
+    """Return (planned, logged, lower bound, upper bound) of the pool in bytes."""
     planned = engine_of(size.chosen.flags.engine).logged_pool(size.chosen, stage.rank)
     if engine_of(size.chosen.flags.engine).sized_by_context:
         return planned, logged, planned, planned
@@ -324,7 +346,7 @@ def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float,
 
 
 def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
-    """Blocks, tokens and concurrency: as planned, and what the logged pool holds by the plan's rules."""
+    """Yield rows for blocks, tokens and concurrency, as planned and as computed from the logged pool."""
     held = size.held
     planned = {"num_blocks": held.num_blocks, "tokens": held.tokens, "max_concurrency": held.max_concurrency}
     pools = {
@@ -357,7 +379,7 @@ def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator
 
 
 def _printed(name: str) -> float:
-    """Half of the last digit that the log prints: of a concurrency two decimals ("55.43x"), of counts all."""
+    """Return half of the last printed digit: a concurrency has two decimals ("55.43x"), counts are exact."""
     return 0.005 if name == "max_concurrency" else 0.0
 
 
@@ -367,20 +389,20 @@ def _held(size: Size, engine: Engine, pools: Mapping[str, tuple[float, float]], 
         int(pool + sign * rounding) // _stage(size, rank).block_bytes
         for rank, (pool, rounding) in pools.items()
     )
-    if given is not None and size.chosen.device_memory != _ENDLESS:  # the flag says the bytes
+    if given is not None and size.chosen.device_memory != _ENDLESS:  # the flag gives the exact bytes
         blocks = size.held.num_blocks
     return engine.capacity(size.pool, size.chosen, max(1, blocks))
 
 
 def _stage(size: Size, rank: str) -> Stage:
-    """The pipeline stage of a rank by the name the log gives it; one without a stage is of the first."""
+    """Return the pipeline stage that a rank's name in the log contains; the first stage if it has none."""
     match = re.search(r"PP(\d+)", rank)
     place = int(match[1]) if match else 0
     return size.stages[min(place, len(size.stages) - 1)]
 
 
 def _deciding(found: StartLog) -> str:
-    """The rank with the smallest pool, else the one with the most weights."""
+    """Return the rank with the smallest pool, or the most weights if no rank has a pool."""
 
     def key(name: str) -> tuple[float, float]:
         figures = found.ranks[name].figures
@@ -391,7 +413,7 @@ def _deciding(found: StartLog) -> str:
 
 def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
     if found.failure is not None:
-        return ()  # it stopped before
+        return ()  # the start failed before these lines
     said = {name for rank in found.ranks.values() for name in rank.figures} | set(found.figures)
     out = [
         f"{name} ({how})" if how else name

@@ -1,8 +1,8 @@
-"""Start-up logs -> figures, by the lines each engine knows of its own; ranks and pipeline stages apart.
+"""Parsing of start-up logs into figures, separately for each rank and pipeline stage.
 
-A log comes as people have it: with colours, behind the prefix of a container's runtime, wrapped by a terminal
-or a mail, of several ranks that write at once, of several starts one after the other (the last one counts), of
-a start that failed.
+Each engine recognizes its own lines. A log may have colours, prefixes of a container runtime, lines wrapped by
+a terminal or mail program, mixed lines of several ranks, several starts (the last one counts), or a failed
+start.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.errors import ConfigError, printable
 
 MAX_LOG_BYTES = 256 << 20
-_LONGEST_RECORD = 200  # lines of a wrapped one; the longest seen (its configuration, 80 columns) has 60
+_LONGEST_RECORD = 200  # lines of a wrapped record; the longest seen (a configuration, 80 columns) has 60
 
-# colours as a terminal gets them, as JSON and Java write the escape, as cat -v does
+# Colours as sent to a terminal, as JSON and Java escape them, and as cat -v prints them
 _COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033|#033|\^\[)\[[0-9;]*[mK]")
-# where a record begins: a level and a date, the process in front, a bar, an error, a function of llama.cpp
+# Beginning of a record: level and date, process name, progress bar, error, or a function of llama.cpp
 _LLAMA = "llama|llm|ggml|load|print_info|common|sched|srv|slot|main|build|system_info|clip|graph|create|set"
 _BEGINS = re.compile(
     r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[ :]+(?:\d|\[)|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"
@@ -34,7 +34,7 @@ _BEGINS = re.compile(
 _FAILURE = re.compile(
     r"(?:^|[\]:)] |\s)((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory\w*|Interrupt)|AssertionError): (.+)"
 )
-_GENERIC = (  # says that something else failed
+_GENERIC = (  # errors that only report another failure
     "initialization failed", "core proc", "failed to start", "KeyboardInterrupt", "died unexpectedly",
     "engine is dead", "Engine core",
 )  # fmt: skip
@@ -43,14 +43,22 @@ _RANK_FIGURES = (
     "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
     "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
 )  # fmt: skip
-_LEAST = ("tokens", "num_blocks", "max_concurrency")  # of several replicas, the smallest one's
+_LEAST = ("tokens", "num_blocks", "max_concurrency")  # the smallest value of several replicas counts
 
 
 @dataclass(slots=True)
 class StartLog:
-    """One start. ``ranks``: what each rank says of itself, by the name the log gives it ("" where it gives
-    none); ``figures``: of the rank with the smallest pool, and what the engine says of the whole. ``failure``:
-    what stopped it; ``starts``: how many the log holds; ``digest``: of its text."""
+    """The figures of one start of an engine.
+
+    Attributes:
+        ranks: figures of each rank, by its name in the log ("" if it has none).
+        figures: figures of the rank with the smallest pool, and of the engine as a whole.
+        rounding: half of the last printed digit of each figure.
+        failure: the error that stopped the start, or None.
+        ready: whether the engine reported that it serves requests.
+        starts: number of starts in the log.
+        digest: hash of the log's text.
+    """
 
     engine: str | None = None
     version: str | None = None
@@ -66,7 +74,11 @@ class StartLog:
 
 
 def read_log(path: Path) -> StartLog:
-    """Raises ConfigError when the file cannot be read or holds no line that is known here."""
+    """Read a start-up log.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no line that any engine recognizes.
+    """
     try:
         if path.stat().st_size > MAX_LOG_BYTES:
             raise ConfigError("is larger than a start-up log can be", field=str(path))
@@ -84,7 +96,7 @@ def read_log(path: Path) -> StartLog:
 
 
 def parse_log(text: str) -> StartLog:
-    """The last start that ``text`` holds."""
+    """Return the figures of the last start in a log's text."""
     reader = _Reader()
     for record in records(text.splitlines()):
         reader.read(record)
@@ -94,7 +106,7 @@ def parse_log(text: str) -> StartLog:
 
 
 def records(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without colours, those that a wrapped one goes on in joined to it."""
+    """Yield the records of a log without colours, with wrapped lines joined."""
     held: list[str] = []
     for raw in lines:
         line = _COLOURS.sub("", raw)
@@ -111,7 +123,7 @@ def records(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _Reader:
-    """Keeps the ranks apart while records of all of them come in."""
+    """A parser that assigns the mixed records of several ranks to their ranks."""
 
     def __init__(self) -> None:
         self._engines: list[Engine] = [e for name in ENGINES if (e := engine_of(name)).logs]
@@ -126,6 +138,7 @@ class _Reader:
         self._ready = False
 
     def read(self, record: str) -> None:
+        """Parse one record."""
         if self._is_another_start(record):
             self._starts += 1
             self._begin()
@@ -144,7 +157,7 @@ class _Reader:
             self._failures.append(printable(f"{match[1].rpartition('.')[2]}: {match[2].strip()}"))
 
     def _rank(self, name: str, process: str) -> str:
-        """A worker names its process before it knows its rank."""
+        """Return the key of a rank; a worker's lines name its process before they name its rank."""
         if not process:
             return name
         if name:
@@ -159,6 +172,7 @@ class _Reader:
         return begins and any("weights_bytes" in rank.figures for rank in self._ranks.values())
 
     def settle(self) -> StartLog:
+        """Return the figures of the start after the last record."""
         whole = StartLog(flags=self._flags, ready=self._ready, starts=self._starts)
         for rank in self._ranks.values():
             for engine in self._engines:

@@ -1,4 +1,4 @@
-"""Does the checkpoint hold what config.json says? Names and shapes, tensor by tensor."""
+"""Comparison of a checkpoint with its config.json: names and shapes, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tonnage.planner.model.tensor import TOWER_ROLES, HeaderTensor, TensorSpec
 from tonnage.planner.quantization.rules import spelling
 from tonnage.planner.quantization.scheme import Quantization
 
-# Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
+# Old names that transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
 
 
 def check_index(architecture: Architecture, index: CheckpointIndex, quantization: Quantization) -> None:
-    """Raise CheckpointError for the first tensor of the config's that the index does not name."""
+    """Raise CheckpointError for the first tensor that the config requires and the index does not name."""
     check_tensors(architecture, _named(index), quantization, shapes=False)
 
 
@@ -32,13 +32,18 @@ def check_tensors(
     quantization: Quantization,
     shapes: bool = True,
 ) -> None:
-    """Raise CheckpointError for the first tensor that is missing or, where ``shapes`` are known, has another
-    than the config gives.
+    """Raise CheckpointError for the first tensor that is missing or, with `shapes`, has another shape.
 
-    Weights the checkpoint stores quantized must be there; their packed shapes are not compared. Routed experts
-    are stored one by one: all of them must be there, with the elements of the fused tensor. Towers and the
-    families whose files use other names than transformers' modules (``InFiles.renamed``) are compared where
-    the names agree.
+    - A quantized weight must exist, but its packed shape is not compared.
+    - Routed experts are stored one by one. All must exist, with the elements of the fused tensor.
+    - Towers, and families whose files use other names than transformers (`InFiles.renamed`), are compared only
+      where the names agree.
+
+    Args:
+        architecture: the tensors that the config requires.
+        tensors: the tensors of the checkpoint.
+        quantization: the quantization of the checkpoint.
+        shapes: whether the shapes of `tensors` are known.
     """
     found = {tensor.name: tensor for tensor in tensors}
     spelled = {spelling(tensor.name): tensor for tensor in tensors}
@@ -57,7 +62,7 @@ def check_tensors(
         name = spec.name
         if found_format is not None and found_format.kind.suffix is not None:
             name = spec.module + found_format.kind.suffix
-        # a checkpoint may store the tied copy only (tie_weights swaps them)
+        # A checkpoint may store only the tied copy; transformers' tie_weights swaps them.
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
         )
@@ -82,7 +87,7 @@ def check_tensors(
 
 
 def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[HeaderTensor]]:
-    """Weights stored below ``<module>.experts.<number>.``, by the spelling of ``<module>.experts``."""
+    """Return the weights stored below `<module>.experts.<number>.`, by the spelling of `<module>.experts`."""
     out: dict[str, list[HeaderTensor]] = {}
     for tensor in tensors:
         module, mark, rest = tensor.name.partition(".experts.")
@@ -92,7 +97,7 @@ def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[Head
 
 
 def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: bool) -> None:
-    """A layer's experts: as many as the config says; unpacked, each matrix with its elements."""
+    """Raise CheckpointError if a layer has the wrong number of experts or matrices of the wrong size."""
     if stored is None:
         raise CheckpointError(f"{spec.module} has no experts in the checkpoint", field="safetensors")
     if len(spec.shape) != 3 or spec.name.endswith("_bias"):
@@ -113,7 +118,10 @@ def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: 
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
-    """By full name, by an old name, or without the prefix of the body (checkpoints of ``...Model``)."""
+    """Return a tensor by its full name, its old name, or its name without the body's prefix; None if absent.
+
+    A checkpoint of a `...Model` class has names without that prefix.
+    """
     if name in found:
         return found[name]
     old = _OLD_NAMES.get(name)
@@ -123,10 +131,10 @@ def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
 
 
 def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> tuple[TensorSpec, ...]:
-    """Tied tensors the checkpoint stores beside their source.
+    """Return the tied tensors that the checkpoint stores beside their source.
 
-    transformers 5.19 ties them only when the values are equal (modeling_utils.py tie_weights), which a
-    header does not tell.
+    transformers 5.19 ties them only if the values are equal (modeling_utils.py, tie_weights), which a header
+    does not show.
     """
     found = {tensor.name: tensor for tensor in tensors}
     return tuple(
@@ -137,13 +145,16 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
 
 
 def copies_by_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
-    """``stored_tied_copies`` of an index alone."""
+    """Return the tied tensors that the checkpoint stores beside their source, from its index alone."""
     return stored_tied_copies(architecture, _named(index))
 
 
 def strangers(architecture: Architecture, index: CheckpointIndex) -> list[str]:
-    """What the index names beside the config's modules, with how many tensors each has, the most first; numbers
-    of several are stars. None of a family whose files use other names."""
+    """Return the modules in an index that the config does not have, with their number of tensors.
+
+    The largest come first. Layer indices that occur several times are replaced by `*`. The list is empty for a
+    family whose files use other names than transformers.
+    """
     if family_of(architecture.model_type).files.renamed:
         return []
     owners: set[str] = set()
@@ -171,7 +182,10 @@ def strangers(architecture: Architecture, index: CheckpointIndex) -> list[str]:
 
 
 def floating_dtype(tensors: tuple[HeaderTensor, ...]) -> str | None:
-    """dtype of the first floating tensor: what transformers takes for ``auto`` when config.json is silent."""
+    """Return the dtype of the first floating-point tensor, or None without one.
+
+    transformers uses it for `auto` when config.json has no dtype.
+    """
     for tensor in tensors:
         if tensor.dtype in SAFETENSORS_NAMES:
             return SAFETENSORS_NAMES[tensor.dtype]

@@ -1,7 +1,7 @@
-"""ggml's tensor types: values per block and bytes per block.
+"""Block sizes of ggml's tensor types.
 
-Source: the gguf package 0.19.0, gguf/constants.py GGML_QUANT_SIZES (tests/planner/test_gguf.py compares
-every entry), which mirrors ggml/src/ggml-common.h of llama.cpp.
+Source: GGML_QUANT_SIZES in gguf/constants.py of the gguf package 0.19.0, which mirrors ggml/src/ggml-common.h
+of llama.cpp. tests/planner/test_gguf.py compares every entry.
 """
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -40,4 +40,4 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-"""type number -> (name, values per block, bytes per block)"""
+"""Type number -> (name, values per block, bytes per block)."""

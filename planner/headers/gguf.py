@@ -1,4 +1,4 @@
-"""The GGUF header: metadata and tensor descriptions, read through a memory map; weights are not touched.
+"""Reader of the GGUF header: metadata and tensor descriptions through a memory map, without the weights.
 
 Format: ggml/docs/gguf.md of llama.cpp, versions 2 and 3, little-endian.
 """
@@ -25,7 +25,7 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-_KEPT_ITEMS = 4096  # longer arrays (vocabularies) are skipped; per-layer arrays are far below
+_KEPT_ITEMS = 4096  # longer arrays (vocabularies) are skipped; per-layer arrays are much shorter
 _MAX_TENSORS = MAX_TENSORS
 _MAX_HEADER = 100_000_000  # bytes; vocabularies and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
@@ -35,16 +35,21 @@ _MAX_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """An array too long to keep: only its length."""
+    """An array that is too long to keep, represented by its length."""
 
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """``metadata``: str, int, float, bool, list or GGUFArray by key; ``tensors`` in file order, shapes in
-    PyTorch order (GGUF stores them reversed). ``data_start``: where the tensors begin in bytes, ``offsets``:
-    from there to each of them."""
+    """The header of a GGUF file.
+
+    Attributes:
+        metadata: key -> str, int, float, bool, list or GGUFArray.
+        tensors: tensors in file order, with shapes in PyTorch's order (GGUF stores them reversed).
+        data_start: byte at which the tensors begin.
+        offsets: offset of each tensor from `data_start`, in bytes.
+    """
 
     metadata: dict[str, Any]
     tensors: tuple[HeaderTensor, ...]
@@ -53,16 +58,18 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """Reads values at a moving position. Past the end: CheckpointError, never an exception of struct."""
+    """A reader of values at a moving position, which raises CheckpointError at the end of the data."""
 
     def __init__(self, data: mmap.mmap, where: str, longest: int) -> None:
         self.data, self.where, self.at = data, where, 0
-        self.longest = longest  # items of an array that is kept
+        self.longest = longest  # items; longer arrays are not kept
 
     def fail(self, what: str) -> CheckpointError:
+        """Return a CheckpointError that names the current position."""
         return CheckpointError(f"{what} at byte {self.at:,}", field=self.where)
 
     def skip(self, length: int) -> int:
+        """Advance by `length` bytes and return the position before."""
         start = self.at
         if length < 0 or start + length > len(self.data):
             raise self.fail(f"the header is truncated: {length:,} bytes are claimed")
@@ -72,10 +79,12 @@ class _Cursor:
         return start
 
     def scalar(self, kind: int) -> Any:
+        """Read one number or boolean of a GGUF type."""
         code = _SCALARS[kind]
         return struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0]
 
     def string(self) -> str:
+        """Read a string."""
         length = self.scalar(10)
         start = self.skip(length)
         try:
@@ -84,6 +93,7 @@ class _Cursor:
             raise self.fail("a string is not UTF-8") from None
 
     def value(self, kind: int, depth: int = 0) -> Any:
+        """Read a value of any GGUF type."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -93,6 +103,7 @@ class _Cursor:
         return self.scalar(kind)
 
     def array(self, depth: int) -> list[Any] | GGUFArray:
+        """Read an array; one that is longer than `longest` becomes a GGUFArray."""
         if depth > _MAX_DEPTH:
             raise self.fail("arrays nested too deeply")
         kind, length = self.scalar(4), self.scalar(10)
@@ -111,7 +122,7 @@ class _Cursor:
         return items if length <= self.longest else GGUFArray(length)
 
     def skip_strings(self, count: int) -> None:
-        """A vocabulary: hundreds of thousands of strings, so no function call for each."""
+        """Skip an array of strings without a function call per string, since vocabularies are long."""
         unpack, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
         end = min(len(data), _MAX_HEADER)
         for _ in range(count):
@@ -126,8 +137,15 @@ class _Cursor:
 
 
 def read_gguf(path: Path, longest: int = _KEPT_ITEMS) -> GGUFHeader:
-    """Metadata, arrays of up to ``longest`` items in full, and tensors. Raises CheckpointError when the file is
-    no GGUF, is truncated or lies."""
+    """Read the header of a GGUF file.
+
+    Args:
+        path: the file.
+        longest: largest number of items of an array that is kept in full.
+
+    Raises:
+        CheckpointError: the file is not GGUF, is truncated or contradicts itself.
+    """
     where = path.name
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -183,7 +201,7 @@ def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:
 
 
 def _check_spans(infos: list[tuple[int, HeaderTensor]], data_bytes: int, where: str) -> None:
-    """Tensors lie inside the file and do not overlap."""
+    """Raise CheckpointError for tensors that overlap or extend beyond the file."""
     names = {tensor.name for _, tensor in infos}
     if len(names) != len(infos):
         raise CheckpointError("two tensors have the same name", field=where)

@@ -1,5 +1,7 @@
-"""A GGUF header as a config, with the fields transformers 5.19 makes of it (integrations/ggml.py), and the
-check that the file's tensors are those the config gives."""
+"""Conversion of a GGUF header to a config, and the check that the file has the tensors of that config.
+
+The config has the fields that transformers 5.19 derives (integrations/ggml.py).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ _NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
 
 def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
-    """config.json fields of a GGUF file. Raises UnsupportedArchitecture naming an unknown architecture."""
+    """Return the fields of config.json for a GGUF file.
+
+    Raises:
+        UnsupportedArchitecture: the architecture, or a value of its metadata, is not supported.
+        CheckpointError: a required value is missing.
+    """
     name = header.metadata.get("general.architecture")
     found = next(((t, f.gguf) for t, f in families().items() if f.gguf and f.gguf.name == name), None)
     if found is None:
@@ -86,10 +93,10 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
 
 
 def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> None:
-    """Every tensor of the model is in the file with its shape, and the file has no other.
+    """Raise CheckpointError unless the file has exactly the tensors of the model, with their shapes.
 
-    Raises CheckpointError; unlike safetensors, an extra tensor is refused, because the config was made
-    from the file and what it does not explain changes the model.
+    Unlike in safetensors, an additional tensor is an error. The config was derived from the file, so that such
+    a tensor means a model that the config does not describe.
     """
     wanted = {
         spec.name: spec.shape for spec in architecture.tensors if spec.is_parameter and spec.tied_to is None
@@ -113,7 +120,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
 
 
 def state_dict_name(name: str, model_type: str) -> str:
-    """A tensor's name in transformers' state dict; one that has no place there is as it was."""
+    """Return a GGUF tensor's name in transformers' state dict, or the name itself if it has none there."""
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{suffix}"

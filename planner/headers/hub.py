@@ -1,8 +1,8 @@
-"""The hub by the rules of huggingface_hub: its address, its cache on this machine, the token for it.
+"""Settings of the model hub, by the rules of huggingface_hub: address, local cache and token.
 
-Rules: constants.py and utils/_auth.py of huggingface_hub 1.x. Where that is installed it is asked for tokens
-that take more than reading: logins that expire, those of a CI job. ModelScope instead, where vLLM or SGLang is
-told to load from there: config.py and _download.py of modelscope_hub 0.4.
+The rules are in constants.py and utils/_auth.py of huggingface_hub 1.x. If that library is installed, it
+supplies tokens that need more than reading a file: logins that expire and logins of CI jobs. Where vLLM or
+SGLang is configured to load from ModelScope, the rules are in config.py and _download.py of modelscope_hub 0.4.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tonnage.planner.errors import ModelNotFound
 
 _HUB = "https://huggingface.co"
 _MODELSCOPE = "https://modelscope.cn"
-_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # of vllm/envs.py and sglang/srt/environ.py
+_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # vllm/envs.py and sglang/srt/environ.py
 
-_explicit = False  # a token was given by flag; HF_HUB_DISABLE_IMPLICIT_TOKEN is about the others
+_explicit = False  # whether --hf-token was given, to which HF_HUB_DISABLE_IMPLICIT_TOKEN does not apply
 
 
 def modelscope() -> bool:
-    """Whether models come from ModelScope, by the engines' own switch."""
+    """Return whether models come from ModelScope, according to the engines' own environment variables."""
     return any(map(_on, _SWITCHES))
 
 
@@ -33,8 +33,10 @@ def _on(switch: str) -> bool:
 
 
 def endpoint() -> str:
-    """``HF_ENDPOINT``, a mirror or a hub of one's own, without the slash at its end; else the hub. Of
-    ModelScope, ``MODELSCOPE_ENDPOINT`` or its own, what all its models are below."""
+    """Return the hub's address without a trailing slash: `HF_ENDPOINT` (a mirror or private hub), else the hub.
+
+    For ModelScope it is `MODELSCOPE_ENDPOINT` or the public address, with the path of all models.
+    """
     if not modelscope():
         return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
     own = (os.environ.get("MODELSCOPE_ENDPOINT") or _MODELSCOPE).rstrip("/")
@@ -42,25 +44,28 @@ def endpoint() -> str:
 
 
 def tokens_page() -> str:
-    """Where its users make tokens."""
+    """Return the address of the page on which the hub's users create tokens."""
     if modelscope():
         return f"{endpoint().removesuffix('/models')}/my/myaccesstoken"
     return f"{endpoint()}/settings/tokens"
 
 
 def offline() -> bool:
-    """Whether the hub is not to be asked."""
+    """Return whether access to the hub is disabled (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)."""
     return _true(os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"))
 
 
 def hub_cache() -> Path:
-    """The folder that snapshots are kept in."""
+    """Return the local folder in which huggingface_hub keeps snapshots."""
     own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return _expanded(own) if own else _home() / "hub"
 
 
 def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
-    """Where ModelScope keeps a snapshot, as now and as before 1.38, which kept one revision."""
+    """Return the folders in which ModelScope may keep a snapshot: the current one and two from before 1.38.
+
+    The older folders keep a single revision.
+    """
     base = _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope")
     org, _, name = repo.partition("/")
     older = Path("models", org, name.replace(".", "___"))
@@ -68,11 +73,14 @@ def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
 
 
 def token() -> str | None:
-    """What ``--hf-token`` gave, ``HF_TOKEN``, or what ``hf auth login`` stored; None: there is none, or it is
-    not to be sent unasked (``HF_HUB_DISABLE_IMPLICIT_TOKEN``).
+    """Return the hub token, or None if there is none or it must not be sent implicitly.
 
-    ModelScope's is ``MODELSCOPE_API_TOKEN``: what its login stores is a pickle, which is not read. Raises
-    ModelNotFound, without the token in it, for one that cannot be read or is none.
+    The token comes from `--hf-token`, `HF_TOKEN` or the file that `hf auth login` writes.
+    `HF_HUB_DISABLE_IMPLICIT_TOKEN` disables the last two. ModelScope's token is `MODELSCOPE_API_TOKEN`, because
+    its login stores a pickle, which is not read.
+
+    Raises:
+        ModelNotFound: the token cannot be read or is invalid; the message does not contain it.
     """
     if modelscope():
         return _checked(os.environ.get("MODELSCOPE_API_TOKEN", ""), "MODELSCOPE_API_TOKEN")
@@ -96,8 +104,11 @@ def token() -> str | None:
 
 
 def add_token_flag(parser: argparse._ActionsContainer) -> None:
-    """``--hf-token``, of every command that takes a model. Its value goes where huggingface_hub looks for it,
-    in an engine's process too, and not among what was parsed, which is printed and kept."""
+    """Add the option `--hf-token`, which every command with a model has.
+
+    The value goes into the environment, where huggingface_hub reads it, also in an engine's process. It is not
+    part of the parsed arguments, which may be printed and stored.
+    """
     parser.add_argument(
         "--hf-token", action=_TokenFlag, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="TOKEN",
         help="for gated and private models of the hub (default: HF_TOKEN, else what 'hf auth login' stored, "
@@ -127,14 +138,14 @@ class _TokenFlag(argparse.Action):
 
 
 def _by_library() -> str | None:
-    """None where huggingface_hub is not installed too."""
+    """Return the token that huggingface_hub finds, or None if the library is not installed."""
     try:
-        from huggingface_hub import get_token  # only where somebody is logged in
+        from huggingface_hub import get_token  # an optional dependency, needed only with a login
     except ImportError:
         return None
     try:
         return get_token()
-    except Exception as error:  # of kinds that are known only when it is there
+    except Exception as error:  # its exception types exist only if the library is installed
         raise ModelNotFound(
             f"huggingface_hub has no token: {type(error).__name__}", field="model",
             hint="hf auth login, or set HF_TOKEN",
@@ -142,8 +153,11 @@ def _by_library() -> str | None:
 
 
 def _checked(text: str, source: str) -> str | None:
-    """As _clean_token of utils/_auth.py. What no header may have http.client would refuse with the token in its
-    words."""
+    """Return a token without line ends, or None if it is empty, as _clean_token of utils/_auth.py does.
+
+    Characters that an HTTP header cannot have are rejected here, because http.client's error would quote the
+    token.
+    """
     found = text.replace("\r", "").replace("\n", "").strip()
     if not found.isascii() or not found.isprintable() or " " in found:
         raise ModelNotFound("has characters that no token of the hub has", field=source)

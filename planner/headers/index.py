@@ -1,7 +1,7 @@
-"""A checkpoint in a folder: ``model.safetensors``, or the shards that an index names, or that index alone.
+"""Checkpoints in a folder: `model.safetensors`, the shards of an index, or an index alone.
 
-An index (huggingface_hub 1.x, serialization/_torch.py) has the name of every tensor and its file, and in its
-metadata ``total_size``, the bytes of all tensors; it has no shapes.
+An index (huggingface_hub 1.x, serialization/_torch.py) maps the name of every tensor to its file. Its metadata
+may have `total_size`, the bytes of all tensors. It has no shapes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tonnage.planner.headers.safetensors import read_header
 from tonnage.planner.model.tensor import HeaderTensor
 
 INDEX = "model.safetensors.index.json"
-# Kimi-K2-Thinking (60 layers of 384 experts, three matrices, three tensors each) has 207,000 tensors in 62
-# shards. A tensor's line in an index takes 120 bytes.
+# Kimi-K2-Thinking (60 layers of 384 experts, each with three matrices of three tensors) has 207,000 tensors in
+# 62 shards. A tensor's line in an index takes 120 bytes.
 MAX_TENSORS_OF_MODEL = 524_288
 MAX_INDEX_BYTES = 64_000_000
 _MAX_SHARDS = 10_000
@@ -25,8 +25,12 @@ _MAX_SHARDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """``files``: name of each tensor -> its shard; ``total_bytes``: of all tensors, None where it does not
-    say."""
+    """The index of a sharded checkpoint.
+
+    Attributes:
+        files: name of each tensor -> name of its shard.
+        total_bytes: bytes of all tensors, or None if the index does not say.
+    """
 
     files: dict[str, str]
     total_bytes: int | None = None
@@ -34,16 +38,22 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """``tensors``: of the headers, where they can be read; ``index``: where it is all there is."""
+    """The readable parts of a checkpoint.
+
+    Attributes:
+        tensors: tensors from the headers, or None if no header is available.
+        index: the index, if only that is available.
+    """
 
     tensors: tuple[HeaderTensor, ...] | None = None
     index: CheckpointIndex | None = None
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Headers of ``model.safetensors`` or of all shards of its index; the index where none of them is here.
+    """Read the headers of `model.safetensors` or of all shards; the index alone if no shard is in the folder.
 
-    Raises CheckpointError when some of the shards are missing or index and shards disagree.
+    Raises:
+        CheckpointError: some shards are missing, a header is broken, or index and shards disagree.
     """
     single, index = folder / "model.safetensors", folder / INDEX
     if single.exists():
@@ -62,7 +72,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 def _read(index: Path) -> bytes:
     try:
-        if not index.is_file():  # a pipe would be waited for, a device never ends
+        if not index.is_file():  # reading a pipe would block, and a device never ends
             raise CheckpointError("is not a regular file", field=INDEX)
         with index.open("rb") as file:
             text = file.read(MAX_INDEX_BYTES + 1)
@@ -74,7 +84,11 @@ def _read(index: Path) -> bytes:
 
 
 def parse_index(text: bytes) -> CheckpointIndex:
-    """Raises CheckpointError for what is no index, or has no map of tensors to files."""
+    """Parse the bytes of an index.
+
+    Raises:
+        CheckpointError: the text is no index, or has no map from tensors to files.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -91,13 +105,17 @@ def parse_index(text: bytes) -> CheckpointIndex:
 
 def _total(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float) and total.is_integer():  # as transformers wrote it for a while
+    if isinstance(total, float) and total.is_integer():  # some versions of transformers wrote a float
         total = int(total)
     return total if type(total) is int and total > 0 else None
 
 
 def shards_of(index: CheckpointIndex) -> list[str]:
-    """Files an index names, sorted. Raises CheckpointError for a name with a path."""
+    """Return the sorted names of the files that an index names.
+
+    Raises:
+        CheckpointError: a name has a path, or there are too many files.
+    """
     shards = sorted(set(index.files.values()))
     if len(shards) > _MAX_SHARDS:
         raise CheckpointError(f"names {len(shards):,} shards", field=INDEX)
@@ -110,7 +128,11 @@ def shards_of(index: CheckpointIndex) -> list[str]:
 def merge_shards(
     headers: dict[str, tuple[HeaderTensor, ...]], index: CheckpointIndex
 ) -> tuple[HeaderTensor, ...]:
-    """Tensors of all shards. Raises CheckpointError when index and shards disagree."""
+    """Return the tensors of all shards.
+
+    Raises:
+        CheckpointError: index and shards disagree.
+    """
     out: dict[str, HeaderTensor] = {}
     for shard, tensors in headers.items():
         for tensor in tensors:

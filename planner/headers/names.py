@@ -1,7 +1,7 @@
-"""Names of the hub's models: ids, ids with a revision, addresses of their pages.
+"""Names of models on the hub: ids, ids with a revision, and addresses of web pages.
 
-``org/name@revision`` is how huggingface_hub 1.x writes one (utils/_hf_uris.py); the addresses are those that it
-reads.
+`org/name@revision` is the notation of huggingface_hub 1.x (utils/_hf_uris.py), which also defines the accepted
+addresses.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _REVISION = r"\w[\w./+-]*"
 _ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?", re.ASCII)
 _REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # two slashes, one revision
 _ROUTES = ("tree", "blob", "raw", "resolve", "blame")
-_TABS = ("summary", "files")  # of a model's page on ModelScope
+_TABS = ("summary", "files")  # tabs of a model's page on ModelScope
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
 _HINT = 'name it "org/name" or "org/name@revision"'
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """``repo``: org/name. ``revision``: a branch, a tag or a commit."""
+    """A model on the hub: `repo` is org/name, `revision` a branch, a tag or a commit."""
 
     repo: str
     revision: str = "main"
@@ -36,14 +36,15 @@ class HubModel:
 
 
 def revision_of(model: HubModel) -> str:
-    """Its name on the hub: ModelScope's own branch is master."""
+    """Return the revision's name on the hub in use; ModelScope's main branch is called master."""
     return "master" if modelscope() and model.revision == "main" else model.revision
 
 
 def hub_model(name: str) -> HubModel | None:
-    """The model of an id or an address; None: no name of the hub's.
+    """Return the model that an id or address names, or None if the text is neither.
 
-    Raises ModelNotFound for an address of another host, or of what is no model.
+    Raises:
+        ModelNotFound: the address belongs to another host or is not a model's.
     """
     if name.startswith(("https://", "http://", *(f"{host}/" for host in _HOSTS))):
         return _of_address(name if "://" in name else f"https://{name}")
@@ -57,9 +58,9 @@ def _of_address(address: str) -> HubModel:
     if host == (ours.hostname or "").removeprefix("www."):
         path = path.removeprefix(ours.path)
     elif host not in _HOSTS:
-        hint = "HF_ENDPOINT names a mirror, or a hub of one's own"
+        hint = "set HF_ENDPOINT to use a mirror or a private hub"
         if host.startswith("modelscope."):
-            hint = "VLLM_USE_MODELSCOPE=True plans from there, as vLLM loads with it"
+            hint = "set VLLM_USE_MODELSCOPE=True to plan models of ModelScope"
         raise ModelNotFound(f"{host} is not the hub, which is {ours.hostname}", field="model", hint=hint)
     words = [unquote(word) for word in path.split("/") if word]
     repo = "/".join(words[:2])
@@ -80,7 +81,7 @@ def _of_address(address: str) -> HubModel:
 def _split(address: str, field: str) -> SplitResult:
     try:
         return urlsplit(address)
-    except ValueError as error:  # a bracket without its pair, or what is no IPv6 address between two
+    except ValueError as error:  # an unpaired bracket, or an invalid IPv6 address in brackets
         raise ModelNotFound(f"{address[:120]!r} is no address: {error}", field=field) from None
 
 

@@ -1,4 +1,7 @@
-"""Files of which only the beginning is here: a browser hands over no more of a checkpoint of many GB."""
+"""Registry of files of which only the beginning is available.
+
+A browser passes only the first bytes of a checkpoint of many GB.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ _WHOLE: dict[str, int] = {}
 
 
 def begins(path: Path, size: int) -> None:
-    """``path`` holds the first bytes of a file of ``size``."""
+    """Register that `path` holds the first bytes of a file of `size` bytes."""
     _WHOLE[str(path.absolute())] = size
 
 
 def size_of(path: Path, here: int) -> int:
-    """Length of the file that ``path`` is, or begins; ``here``: bytes that are there."""
+    """Return the length in bytes of the whole file, of which `here` bytes are available at `path`."""
     return max(here, _WHOLE.get(str(path.absolute()), 0)) if _WHOLE else here

@@ -1,8 +1,9 @@
 """Model files over HTTP by range request: config, index and safetensors headers, never weights.
 
-Sizes are capped before anything is read, a server that answers a range request with the whole file is refused,
-and so is a redirect to another host (the hub's own storage hosts aside). The token goes to the hub alone, never
-on to where it redirects, and no text of a server's answer goes into an error: it may repeat what it was sent.
+Every size is limited before anything is read. A server that answers a range request with the whole file is an
+error, and so is a redirect to another host except the hub's own storage. The token is sent to the hub only,
+never to the target of a redirect. No text of a server's answer appears in an error, because it may repeat the
+request.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TIMEOUT_SECONDS = 10.0  # for one answer
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request
 _MAX_SHARDS = 64  # two requests each; larger models are planned from config.json and the index
 _THREADS = 8
-# where huggingface.co, a mirror of it, and ModelScope send requests for large files (LFS and Xet storage)
+# Hosts to which huggingface.co, its mirrors and ModelScope redirect requests for large files (LFS, Xet storage)
 _HUB_STORAGE = (".huggingface.co", ".hf.co", ".modelscope.cn", ".modelscope.ai")
 
 
@@ -46,14 +47,15 @@ _CREDENTIALS = frozenset(("Authorization", "Cookie"))
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects within the host it was sent to, and to the hub's storage without the token."""
+    """Redirect handler that follows redirects on the same host and, without the token, to the hub's storage."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
+        """Return the request that follows a redirect; raise CheckpointError if it leads to another host."""
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         same = (new.scheme, new.hostname, new.port) == (old.scheme, old.hostname, old.port)
-        if (old.scheme, old.port, new.scheme, new.port) == ("http", None, "https", None):  # its encrypted door
+        if (old.scheme, old.port, new.scheme, new.port) == ("http", None, "https", None):  # upgrade to TLS
             same = new.hostname == old.hostname
         stored = new.scheme in ("https", old.scheme) and ("." + (new.hostname or "")).endswith(_HUB_STORAGE)
         if not same and not stored:
@@ -61,7 +63,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
                 f"is redirected from {old.hostname} to another host, {new.hostname}", field=old.path[-80:]
             )
         following = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if same and following is not None:  # a model that was renamed
+        if same and following is not None:  # for example a renamed model
             for name in _CREDENTIALS & req.unredirected_hdrs.keys():
                 following.add_unredirected_header(name, req.unredirected_hdrs[name])
         return following
@@ -69,7 +71,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 @contextmanager
 def _told(name: str) -> Iterator[None]:
-    """Whatever goes wrong on the way to the server and back, as ModelNotFound; an HTTPError is an answer."""
+    """Convert connection errors to ModelNotFound; an HTTPError is a valid answer and passes unchanged."""
     try:
         yield
     except urllib.error.HTTPError:
@@ -77,30 +79,39 @@ def _told(name: str) -> Iterator[None]:
     except (OSError, ValueError, HTTPException) as error:
         if isinstance(error, InvalidURL):
             why = "its address is not valid"
-        elif isinstance(error, HTTPException):  # whose words may be the server's
+        elif isinstance(error, HTTPException):  # its text may quote the server
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
-            reason = getattr(error, "reason", error)  # without the number that the system has for it
+            reason = getattr(error, "reason", error)  # without the system's error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
         raise ModelNotFound(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
 
 
 class Remote:
-    """Files of one model at ``<endpoint>/<repo>/resolve/<revision>/``. Raises ModelNotFound for a token that is
-    none.
-
-    ``open``: what sends a request, as an opener of urllib does; a browser's page is another.
-    """
+    """Files of one model at `<endpoint>/<repo>/resolve/<revision>/`."""
 
     def __init__(self, model: HubModel, open: Callable[..., Any] | None = None) -> None:
+        """Prepare requests for a model's files.
+
+        Args:
+            model: the model.
+            open: function that sends a request, as an opener of urllib does; the browser page passes its own.
+
+        Raises:
+            ModelNotFound: the hub token is invalid.
+        """
         self._model, self._page = model, f"{endpoint()}/{quote(model.repo)}"
         self._base = f"{self._page}/resolve/{quote(revision_of(model), safe='')}/"
         self._token = token()
         self._open = open or urllib.request.build_opener(_SameHost).open
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """A whole small file; None when there is none. Raises CheckpointError above ``limit`` bytes."""
+        """Return the content of a small file, or None if it does not exist.
+
+        Raises:
+            CheckpointError: the file has more than `limit` bytes.
+        """
         answer = self._get(name, None)
         if answer is None:
             return None
@@ -114,7 +125,7 @@ class Remote:
         return data
 
     def header(self, name: str) -> tuple[HeaderTensor, ...]:
-        """Tensors of one safetensors file, from its first bytes."""
+        """Return the tensors of a safetensors file from its first bytes."""
         data, size = self._range(name, 0, _FIRST_BYTES)
         if len(data) < 8:
             raise CheckpointError(f"{size} bytes are too short for a safetensors header", field=name)
@@ -131,12 +142,12 @@ class Remote:
         return parse_header(data[8 : 8 + length], size - 8 - length, name)
 
     def headers(self, names: list[str]) -> list[tuple[HeaderTensor, ...]]:
-        """The same of several files, a few at a time."""
+        """Return the tensors of several safetensors files, read in parallel."""
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(self.header, names))
 
     def _range(self, name: str, start: int, count: int) -> tuple[bytes, int]:
-        """(bytes, size of the whole file)."""
+        """Return `count` bytes of a file from `start` on, and the size of the whole file."""
         answer = self._get(name, f"bytes={start}-{start + count - 1}")
         if answer is None:
             raise CheckpointError("is missing", field=name)
@@ -152,28 +163,30 @@ class Remote:
         return data, int(total)
 
     def _get(self, name: str, span: str | None) -> Any:
-        """The answer; None where the model has no such file."""
+        """Return the response to a request for a file, or None if the model has no such file."""
         try:
             with _told(name):
                 request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")
-                    if modelscope():  # some of its addresses take one, some the other
+                    if modelscope():  # some of its addresses read the header, others the cookie
                         request.add_unredirected_header("Cookie", f"m_session_id={self._token}")
                 if span is not None:
                     request.add_header("Range", span)
                 return self._open(request, timeout=_TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
             with error:
-                # without the header it is a server of files
+                # A plain file server sends no such header.
                 if error.code == 404 and error.headers.get("X-Error-Code") in (None, "EntryNotFound"):
                     return None
                 why, hint = self._refused(error.code, error.headers)
             raise ModelNotFound(why, field=name, hint=hint) from None
 
     def _refused(self, code: int, headers: Message) -> tuple[str, str]:
-        """What an answer other than the file means, and what to do. The hub's codes are those that
-        hf_raise_for_status of huggingface_hub 1.x (utils/_http.py) tells apart."""
+        """Return the meaning of an HTTP error and a hint.
+
+        The hub uses the error codes that hf_raise_for_status of huggingface_hub 1.x defines (utils/_http.py).
+        """
         kind, sent = headers.get("X-Error-Code"), self._token is not None
         said = f"the hub answers {code} {responses.get(code, '')}".rstrip()
         login = "log in with 'hf auth login', or set HF_TOKEN or --hf-token"
@@ -212,7 +225,7 @@ class Remote:
 
 
 def _seconds(retry_after: str | None) -> int | None:
-    """Of a Retry-After header, which has seconds or a date (RFC 9110, 10.2.3)."""
+    """Return the seconds that a Retry-After header gives as a number or a date (RFC 9110, 10.2.3), or None."""
     if retry_after is None:
         return None
     if retry_after.isdecimal() and retry_after.isascii():
@@ -225,8 +238,7 @@ def _seconds(retry_after: str | None) -> int | None:
 
 
 def fetch_config(remote: Remote) -> dict[str, Any] | None:
-    """config.json with ModelOpt's file and those of a processor of pictures merged in, as from a folder; None
-    when the repository has none."""
+    """Return config.json, extended by ModelOpt's and the processor's files, or None if there is none."""
     data = remote.read("config.json", MAX_CONFIG_BYTES)
     if data is None:
         return None
@@ -236,15 +248,17 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
         found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
         if isinstance(found, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **found}
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # how large pictures may be
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # limits of the size of pictures
         if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
             config[name] = parse_config(beside, f"{name}.json")
     return config
 
 
 def fetch_checkpoint(remote: Remote, *, headers: bool = True) -> Checkpoint:
-    """Headers of ``model.safetensors`` or of all shards; the index alone where those are too many, or not to be
-    read."""
+    """Fetch the headers of `model.safetensors` or of all shards.
+
+    Returns the index alone if there are too many shards or `headers` is False.
+    """
     text = remote.read(INDEX, MAX_INDEX_BYTES)
     if text is None:
         try:

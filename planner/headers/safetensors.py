@@ -1,7 +1,7 @@
-"""The safetensors header: 8 bytes of length, then JSON. Only the header is read.
+"""Reader of the safetensors header: 8 bytes of length, followed by JSON. Nothing else is read.
 
-Format and limits: safetensors 0.6, README and safetensors/src/tensor.rs (MAX_HEADER_SIZE 100,000,000;
-offsets contiguous from 0 without holes or overlaps; the data ends where the file ends).
+Format and limits: safetensors 0.6, README and safetensors/src/tensor.rs (MAX_HEADER_SIZE 100,000,000; offsets
+are contiguous from 0 without holes or overlaps; the data ends where the file ends).
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from tonnage.planner.model.dtypes import SAFETENSORS_BITS
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.units import ceil_div
 
-# Below the format's own 100,000,000: JSON takes up to 24 times its text in memory (a list of empty lists),
-# and a header as long as that half a minute. The whole of DeepSeek-V3 in one file (58 layers of 256 experts,
-# three matrices, weight and scale: 90,000 tensors) would take 11 MB; a list of empty lists this long 410 MiB.
+# The format allows 100,000,000 bytes, but parsed JSON takes up to 24 times its text in memory (a list of empty
+# lists), and such a header takes half a minute. A list of empty lists of 16 MB takes 410 MiB. DeepSeek-V3 in
+# one file (58 layers of 256 experts with three matrices, each a weight and a scale: 90,000 tensors) has 11 MB.
 MAX_HEADER_BYTES = 16_000_000
 MAX_TENSORS = 131_072
-_MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is no tensor but an attack
+_MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is an attack
 
 
 def read_header(path: Path) -> tuple[HeaderTensor, ...]:
-    """Tensors of one file in file order. Raises CheckpointError when the header is truncated or lies."""
+    """Return the tensors of one file in file order.
+
+    Raises:
+        CheckpointError: the header is truncated or contradicts itself or the file.
+    """
     where = path.name
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise CheckpointError("is not a regular file", field=where)
         size = size_of(path, path.stat().st_size)
         with path.open("rb") as file:
@@ -53,8 +57,17 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
-    """The JSON of a header in front of ``data_bytes`` of tensors. Raises CheckpointError when it lies."""
-    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before any of them is an object
+    """Return the tensors that a header describes.
+
+    Args:
+        text: the header's JSON.
+        data_bytes: bytes of tensor data that follow the header.
+        where: name of the file, for error messages.
+
+    Raises:
+        CheckpointError: the header contradicts itself or the file.
+    """
+    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:  # checked before the JSON is parsed
         raise CheckpointError(f"describes {count:,} tensors; {MAX_TENSORS:,} are read at most", field=where)
     try:
         header = json.loads(text)

@@ -199,7 +199,7 @@ def mix_line(mix: MixCapacity, limit: int) -> str:
     ends = f", {low:,} to {high:,}" if low < high else ""
     left = f"; {mix.longer:,} are above max_model_len and left out" if mix.longer else ""
     return (
-        f"Requests like those of {mix.name} ({mix.requests:,}): about {mix.at_once:,} at once{ends} "
+        f"Requests with the lengths of {mix.name} ({mix.requests:,}): about {mix.at_once:,} at once{ends} "
         f"({mix.blocks:,.2f} blocks each on average)"
         f"{f'; --max-num-seqs lets {limit:,} run' if mix.at_once > limit else ''}{left}"
     )

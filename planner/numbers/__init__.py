@@ -1,1 +1,1 @@
-"""Number formats of weights, activations and caches: ``tonnage dtype``."""
+"""Number formats of weights, activations and caches, and the command `tonnage dtype`."""

@@ -1,4 +1,4 @@
-"""``tonnage dtype``: the number formats, and one value in each of them."""
+"""The command `tonnage dtype`: a table of number formats, or one value in each of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ examples:
   tonnage dtype 70000 --format fp16  what overflow does
   tonnage dtype --format bf16 --bits 1,17,3   sign, exponent and mantissa fields -> value
 """
-# Decimal digits before or after the point: outside every format, and what is further out is rounded the same.
+# Decimal digits before or after the point. This is outside every format, and larger values round the same way.
 _MOST_DIGITS = 2000
 NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
 _SPELLED = {
@@ -45,6 +45,7 @@ _SPELLED = {
 
 
 def parser() -> Parser:
+    """Return the parser of `tonnage dtype`."""
     p = Parser(
         "tonnage dtype", "Show the number formats, or sign, exponent and mantissa of a value in each.", _EPILOG
     )
@@ -56,7 +57,7 @@ def parser() -> Parser:
 
 
 def table() -> list[dict[str, Any]]:
-    """One row per format."""
+    """Return one row per number format with its fields, range and bytes."""
     rows: list[dict[str, Any]] = []
     for f in FLOATS:
         rows.append({
@@ -74,7 +75,11 @@ def table() -> list[dict[str, Any]]:
 
 
 def read_value(text: str) -> Real:
-    """The number that ``text`` writes, exactly; infinities, NaN and zeros as floats. Raises DeploymentError."""
+    """Parse the text of a number exactly; infinities, NaN and zeros are returned as floats.
+
+    Raises:
+        DeploymentError: the text is not a number, or is too long.
+    """
     word = text.strip().lower()
     meant = [name for name in (*NAMES, *_SPELLED) if word in (name, name.partition("_")[0])]
     wrong = DeploymentError(
@@ -83,7 +88,7 @@ def read_value(text: str) -> Real:
     )  # fmt: skip
     try:
         number = Decimal(text.strip())
-    except InvalidOperation:  # an exponent of more than 18 digits too
+    except InvalidOperation:  # also raised for an exponent of more than 18 digits
         rough = _float(text, wrong)
         number = Decimal((math.copysign(1, rough) < 0, (1,), _MOST_DIGITS if rough else -_MOST_DIGITS))
     if not number.is_finite() or number == 0:
@@ -104,7 +109,7 @@ def _float(text: str, wrong: DeploymentError) -> float:
 
 
 def value_rows(value: Real) -> list[dict[str, Any]]:
-    """``value`` in each format: fields, bits, what it is rounded to, relative error, what happened."""
+    """Return one row per format with the stored value: fields, bits, relative error and kind of rounding."""
     rows = []
     for f in FLOATS:
         rows.append(_row(f, value))
@@ -146,7 +151,7 @@ def _row(f: FloatFormat, value: Real) -> dict[str, Any]:
 
 
 def _relative(value: Real, stored: float) -> float | None:
-    """|stored - value| / |value|; None where that is no number."""
+    """Return |stored - value| / |value|, or None where this is undefined."""
     if not math.isfinite(stored) or not is_finite(value) or value == 0:
         return None
     return float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
@@ -172,7 +177,7 @@ def _fields(f: FloatFormat, text: str) -> tuple[int, int, int]:
 
 
 def run(argv: list[str]) -> int:
-    """Run ``tonnage dtype``. Exit code 0, or 2 for bad input."""
+    """Run `tonnage dtype` and return its exit code: 0, or 2 for bad input."""
     try:
         args = parser().parse_args([_as_value(word) for word in argv])
         return _run(args)
@@ -183,7 +188,10 @@ def run(argv: list[str]) -> int:
 
 
 def _as_value(word: str) -> str:
-    """argparse (3.11) takes -7.9e-34 and -inf for flags; a word with a space in it is none."""
+    """Return a negative number with a leading space, so that argparse does not take it for an option.
+
+    argparse of Python 3.11 takes -7.9e-34 and -inf for options, but no word with a space.
+    """
     try:
         float(word)
     except ValueError:
@@ -192,7 +200,11 @@ def _as_value(word: str) -> str:
 
 
 def _format(name: str | None) -> str | None:
-    """Its name here. Raises DeploymentError."""
+    """Return the name in NAMES that the text of --format means, or None without --format.
+
+    Raises:
+        DeploymentError: no format has that name.
+    """
     if name is None:
         return None
     word = name.lower().replace("-", "_")
@@ -236,7 +248,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _of_a_block(name: str | None) -> DeploymentError:
-    """Why a format has no row for one value."""
+    """Return the error for a format that cannot store the given single value."""
     block = next((b for b in BLOCKS if b.name == name), None)
     if block is None:  # an integer format, and infinity or NaN
         return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")
@@ -249,7 +261,7 @@ def _of_a_block(name: str | None) -> DeploymentError:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity or NaN: their names."""
+    """Return a float that JSON cannot represent (infinity, NaN) as text, and any other value unchanged."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""The bits of one value drawn, with the formula that makes the value of them."""
+"""Drawing of one value's bits, with the formula that computes the value from them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, size_o
 
 
 def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
-    """Lines for a terminal: the fields of ``value`` (``said``: as it was written) and what each stands for."""
+    """Return terminal lines that show each field of a value and its meaning.
+
+    Args:
+        f: the number format.
+        value: the exact value.
+        said: the text in which the value was given.
+    """
     sign, exponent, mantissa = f.encode(value)
     stored = f.decode(sign, exponent, mantissa)
-    after = " " * f.exponent  # of the exponent's first bit, up to the mantissa
+    after = " " * f.exponent  # from the exponent's first bit to the mantissa
     lines = [
         f"{f.name}: 1 bit of sign, {f.exponent} of exponent (bias 2^{f.exponent - 1} - 1 = {f.bias}), "
         f"{f.mantissa} of mantissa",

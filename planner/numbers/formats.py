@@ -1,8 +1,11 @@
-"""Number formats bit by bit: encode, decode, round, overflow. Integers and fractions only, no float tricks.
+"""Number formats bit by bit: encoding, decoding, rounding and overflow, in integers and fractions only.
 
-IEEE 754 binary32 and binary16; bfloat16 and TF32 (NVIDIA A100 whitepaper); OCP 8-bit floating point (E4M3,
-E5M2) and OCP microscaling MX 1.0 (E2M1 elements, one E8M0 scale per 32 values); NVFP4 (E2M1, one E4M3 scale
-per 16 values and one fp32 per tensor); NF4 (QLoRA, arXiv 2305.14314, appendix E).
+- IEEE 754 binary32 and binary16
+- bfloat16 and TF32 (NVIDIA A100 whitepaper)
+- OCP 8-bit floating point (E4M3, E5M2)
+- OCP microscaling MX 1.0 (E2M1 elements, one E8M0 scale per 32 values)
+- NVFP4 (E2M1, one E4M3 scale per 16 values and one fp32 per tensor)
+- NF4 (QLoRA, arXiv 2305.14314, appendix E)
 """
 
 from __future__ import annotations
@@ -18,46 +21,58 @@ Real = float | Fraction
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """Sign, ``exponent`` and ``mantissa`` bits. ``stored_bits``: what one value takes in memory (tf32: 32).
-    ``overflow``: what becomes of a value too large. ``extra``: bits of shared scales per value."""
+    """A floating-point format with one sign bit, `exponent` bits and `mantissa` bits.
+
+    Attributes:
+        stored_bits: bits that one value occupies in memory (tf32: 32).
+        overflow: whether a value that is too large becomes infinity or the largest number.
+        top_exponent_is_number: whether the largest exponent field stands for numbers (E4M3, E2M1).
+        nan_at_top: whether only the pattern of all ones is NaN (E4M3).
+        scale: a note for the table of formats.
+    """
 
     name: str
     exponent: int
     mantissa: int
     stored_bits: int
     overflow: Overflow
-    top_exponent_is_number: bool = False  # E4M3 and E2M1 use the top exponent for numbers
-    nan_at_top: bool = False  # E4M3: only the all-ones pattern is NaN
+    top_exponent_is_number: bool = False
+    nan_at_top: bool = False
     scale: str = ""
 
     @property
     def bits(self) -> int:
+        """Return the significant bits of a value."""
         return 1 + self.exponent + self.mantissa
 
     @property
     def bias(self) -> int:
+        """Return the bias of the exponent field."""
         return int((1 << (self.exponent - 1)) - 1)
 
     @property
     def top(self) -> int:
-        """Largest exponent field of finite numbers."""
+        """Return the largest exponent field of a finite number."""
         return (1 << self.exponent) - (1 if self.top_exponent_is_number else 2)
 
     @property
     def largest(self) -> float:
+        """Return the largest finite number."""
         mantissa = (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
         return math.ldexp((1 << self.mantissa) + mantissa, self.top - self.bias - self.mantissa)
 
     @property
     def smallest_normal(self) -> float:
+        """Return the smallest positive normal number."""
         return math.ldexp(1.0, 1 - self.bias)
 
     @property
     def smallest(self) -> float:
+        """Return the smallest positive (subnormal) number."""
         return math.ldexp(1.0, 1 - self.bias - self.mantissa)
 
     def decode(self, sign: int, exponent: int, mantissa: int) -> float:
-        """Fields -> value (infinity and NaN included)."""
+        """Return the value of a sign, an exponent field and a mantissa field; it may be infinity or NaN."""
         if not self.top_exponent_is_number and exponent == (1 << self.exponent) - 1:
             return math.nan if mantissa else (-math.inf if sign else math.inf)
         if self.nan_at_top and exponent == self.top and mantissa == (1 << self.mantissa) - 1:
@@ -69,7 +84,7 @@ class FloatFormat:
         return -value if sign else value
 
     def encode(self, value: Real) -> tuple[int, int, int]:
-        """Value -> (sign, exponent field, mantissa field), rounded to nearest, ties to even."""
+        """Return (sign, exponent field, mantissa field) of a value, rounded to nearest, ties to even."""
         if isinstance(value, float) and not (math.isfinite(value) and value):
             sign = 1 if math.copysign(1.0, value) < 0 else 0
             if math.isnan(value):
@@ -109,7 +124,7 @@ class FloatFormat:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
 
     def formula(self, sign: int, exponent: int, mantissa: int) -> str:
-        """How these fields make the value, with the numbers in it."""
+        """Return the formula that computes a value from its fields, with the numbers in it."""
         value = self.decode(sign, exponent, mantissa)
         if not math.isfinite(value):
             return "exponent all ones"
@@ -118,16 +133,17 @@ class FloatFormat:
         return f"(-1)^{sign} x 2^({exponent} - {self.bias}) x (1 + {mantissa}/2^{self.mantissa})"
 
     def pattern(self, sign: int, exponent: int, mantissa: int) -> str:
-        """``0 10000000 1001...``: the three fields in binary."""
+        """Return the three fields in binary, for example `0 10000000 1001...`."""
         return f"{sign} {exponent:0{self.exponent}b} {mantissa:0{self.mantissa}b}"
 
 
 def is_finite(value: Real) -> bool:
-    """Whether it is a number (``math.isfinite`` takes no fraction above the largest float)."""
+    """Return whether a value is a finite number; math.isfinite fails for fractions above the largest float."""
     return isinstance(value, Fraction) or math.isfinite(value)
 
 
 def size_of(value: Real) -> Real:
+    """Return the absolute value of a number."""
     return -value if value < 0 else value
 
 
@@ -140,7 +156,7 @@ FLOATS = (
     FloatFormat("tf32", 8, 10, 32, "infinity", scale="19 bits used, stored in 4 bytes"),
     FloatFormat("fp16", 5, 10, 16, "infinity"),
     FloatFormat("bf16", 8, 7, 16, "infinity"),
-    # OCP OFP8 1.0 lets a conversion saturate or give NaN; torch 2.13's .to() saturates E4M3, not E5M2
+    # OCP OFP8 1.0 allows a conversion to saturate or to give NaN. torch 2.13's .to() saturates E4M3, not E5M2.
     FloatFormat(
         "fp8_e4m3",
         4,
@@ -167,7 +183,13 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A format whose values share scales: ``bits`` of a value, ``group`` values per scale of ``scale_bits``."""
+    """A format in which a group of values shares a scale.
+
+    Attributes:
+        bits: bits of one value.
+        group: values per scale.
+        scale_bits: bits of one scale.
+    """
 
     name: str
     bits: int
@@ -177,6 +199,7 @@ class Block:
 
     @property
     def bits_per_value(self) -> float:
+        """Return the bits of one value with its share of the scale."""
         return self.bits + self.scale_bits / self.group
 
 
@@ -189,10 +212,11 @@ BLOCKS = (
 
 
 def float_format(name: str) -> FloatFormat:
+    """Return the floating-point format called `name`."""
     return next(f for f in FLOATS if f.name == name)
 
 
 def nearest_nf4(value: Real) -> tuple[int, float]:
-    """Index and level next to ``value`` in [-1, 1] (values are divided by their block's absmax before)."""
+    """Return index and level of the nearest NF4 level to a value in [-1, 1] (divided by its block's absmax)."""
     index = min(range(16), key=lambda i: abs(NF4_LEVELS[i] - value))
     return index, NF4_LEVELS[index]

@@ -1,1 +1,1 @@
-"""A plan as text, JSON, tables, a page, and as the settings of a deployment."""
+"""Output of a plan: terminal text, tables, JSON, and settings of a deployment."""

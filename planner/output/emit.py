@@ -1,7 +1,7 @@
-"""A Plan as the settings of a deployment: ``tonnage plan --emit helm-values | compose-env | k8s-resources``.
+"""A plan as settings of a deployment: `tonnage plan --emit helm-values | compose-env | k8s-resources`.
 
-What is written carries the plan's bytes, so that a container with less memory than planned is refused when the
-chart is rendered or the server starts, and not by the kernel under load.
+The settings contain the plan's bytes. A container with less memory than planned is therefore rejected when the
+chart is rendered or the server starts, not killed by the kernel under load.
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit, did_you_mean
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
 
-# A container may hold this much beyond the upper ends of the plan's intervals: page tables and the kernel's
-# own memory count for its cgroup too. benchmarks/memory_limit.py runs servers under plan + 3 %.
+# Share of memory that a container gets beyond the plan's upper bounds, because page tables and kernel memory
+# count for its cgroup too. benchmarks/memory_limit.py runs servers under plan + 3 %.
 MEMORY_MARGIN = 0.03
-# Compose keeps /tmp and the home in memory (tmpfs), where kernels compiled for a GPU may lie: assumed.
+# Compose mounts /tmp and the home as tmpfs. The size of kernels compiled there for a GPU is an assumption.
 SCRATCH_BYTES = GiB
 
 
 def emit(plan: Plan, form: str) -> str:
-    """The text of ``form``, one of FORMS. Raises DoesNotFit for a plan that does not fit, DeploymentError for
-    another form."""
+    """Return the text of one form of settings.
+
+    Args:
+        plan: the plan.
+        form: a key of FORMS.
+
+    Raises:
+        DoesNotFit: the plan does not fit.
+        DeploymentError: FORMS has no such form.
+    """
     if form not in FORMS:
         raise DeploymentError(
             f"{form!r} is not one of {', '.join(FORMS)}", field="--emit", hint=did_you_mean(form, FORMS)
@@ -36,8 +44,10 @@ def emit(plan: Plan, form: str) -> str:
 
 
 def memory_limit_bytes(plan: Plan) -> int | None:
-    """Memory for a container: on a CPU the plan, on GPUs the host's memory, at its upper end and MEMORY_MARGIN,
-    in whole MiB. None: not known."""
+    """Return the memory limit of a container in bytes, in whole MiB, or None if it is not known.
+
+    It is the upper bound of the plan on a CPU, or of the host memory beside GPUs, plus MEMORY_MARGIN.
+    """
     if plan.host is None:
         _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
         high = max(high, plan.rank.used_bytes)
@@ -49,19 +59,21 @@ def memory_limit_bytes(plan: Plan) -> int | None:
 
 
 def shared_memory_bytes(plan: Plan) -> int | None:
-    """Size of /dev/shm, in whole MiB; None: the 64 MiB that every container has are enough, or it is not known.
-    Several ranks have at least a GiB there, whatever the engine."""
+    """Return the size of /dev/shm in bytes, in whole MiB, or None if a container's default of 64 MiB is enough.
+
+    Several ranks get at least 1 GiB with every engine. Returns None too if the need is not known.
+    """
     held = 0 if plan.host is None else ceil(plan.host.shared_bytes / MiB) * MiB
     return max(held, GiB if gpus(plan) > 1 else 0) or None
 
 
 def gpus(plan: Plan) -> int:
-    """Devices of one replica: tensor x pipeline parallel; 0 on a CPU."""
+    """Return the GPUs of one replica (tensor x pipeline parallel); 0 on a CPU."""
     return len(plan.ranks) if plan.deployment.device != "cpu" else 0
 
 
 def _settings(plan: Plan) -> dict[str, object]:
-    """Settings of ``tonnage serve`` that make it compute this plan again; None: leave out."""
+    """Return the settings with which `tonnage serve` computes the same plan again; None values are omitted."""
     chosen = plan.deployment
     return {
         "device": chosen.device,
@@ -81,7 +93,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 
 
 def _own_quantization(plan: Plan) -> str | None:
-    """What has to be asked for; a checkpoint that is quantized says so itself."""
+    """Return the quantization to request; None if the checkpoint is quantized already or not at all."""
     return (
         plan.deployment.quantization if plan.deployment.quantization in ("int8", "nf4", "nf4-double") else None
     )
@@ -135,7 +147,7 @@ def _k8s_resources(plan: Plan) -> str:
 
 
 def _resources(plan: Plan, indent: str) -> str:
-    # request = limit: what is planned is needed, so the scheduler must set it aside
+    # The request equals the limit, so that the scheduler reserves all planned memory.
     limit = memory_limit_bytes(plan)
     memory = "" if limit is None else f"{indent}  memory: {limit // MiB}Mi\n"
     devices = f"{indent}  nvidia.com/gpu: {gpus(plan)}\n" if gpus(plan) else ""
@@ -163,15 +175,15 @@ def _helm_values(plan: Plan) -> str:
             lines.append(f"  {name}: {_quoted(value) if isinstance(value, str) else value}")
     limit, shared = memory_limit_bytes(plan), shared_memory_bytes(plan)
     lines.append("resources:")
-    # 0: no limit; the host's memory is not known
+    # 0 means no limit, because the host memory is not known.
     lines.append(f"  memoryBytes: {limit or 0}")
     if gpus(plan):
         lines.append(f"  gpus: {gpus(plan)}")
     if shared:
-        # NCCL, the workers' queues and a KV tier live in /dev/shm, of which a container gets 64 MiB unasked
+        # NCCL, the workers' queues and a KV tier use /dev/shm, which has 64 MiB in a container by default.
         lines.append(f"sharedMemoryBytes: {shared}")
     if gpus(plan) and (options := engine_of(plan.deployment.engine).own_flags(plan.deployment)):
-        # vLLM's own command has them, the server's settings do not
+        # Flags of `vllm serve` that are no settings of `tonnage serve`.
         lines += ["vllmServe:", f"  args: [{', '.join(map(_quoted, options))}]"]
     return "\n".join(lines) + "\n"
 

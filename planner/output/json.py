@@ -1,4 +1,4 @@
-"""A Plan as JSON: the contract of ``tonnage plan --json``."""
+"""A plan as JSON: the stable format of `tonnage plan --json`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tonnage.planner.plans import Plan, RankPlan
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The JSON object: keys are only ever added. All bytes are ints; a figure that has no single meaning
-    for a hybrid is None beside its groups."""
+    """Return the JSON object of a plan; future versions only add keys.
+
+    All sizes are integers in bytes. A figure that is not constant for a hybrid model is None; `groups` then has
+    the figures of each group.
+    """
     cache, layout = plan.kv_cache, plan.kv_cache.layout
     return {
         "schema_version": plan.schema_version,
@@ -67,7 +70,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _host(host: HostMemory) -> dict[str, Any]:
-    """Of one replica; figures are None where it is not known."""
+    """Return the host memory of one replica; figures are None if it is not known."""
     known = not host.unknown
     return {
         "memory_bytes": host.value if known else None,
@@ -81,7 +84,7 @@ def _host(host: HostMemory) -> dict[str, Any]:
 
 
 def _law(law: RequestLaw | None) -> dict[str, Any] | None:
-    """What a request takes by its lengths; None where that is not known."""
+    """Return what a request needs for its lengths, or None if that is not known."""
     if law is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""Plain tables: CSV and Markdown of a plan or a sweep."""
+"""Plans and sweeps as plain tables in CSV or Markdown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tonnage.planner.plans import Plan
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``rows``: one value a column; bytes are ints."""
+    """A table for CSV or Markdown; each row has one value per column, and sizes are integers in bytes."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
 
 
 def plan_table(plan: Plan) -> Table:
-    """Components of the worst rank, then the capacity."""
+    """Return the components of the worst rank, followed by the capacity."""
     rows: list[tuple[object, ...]] = [(name, size, note) for name, size, note in plan.memory_rows()]
     cache = plan.kv_cache
     rows += [
@@ -48,6 +48,7 @@ def _bounds(plan: Plan, name: str) -> str:
 
 
 def print_table(table: Table, file: TextIO, *, markdown: bool) -> None:
+    """Print a table as CSV or as Markdown."""
     if not markdown:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(table.columns)

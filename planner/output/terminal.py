@@ -10,11 +10,11 @@ from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
-_OTHER_COLUMNS = 68  # what the columns beside the bar need
+_OTHER_COLUMNS = 68  # width of the columns beside the bar
 
 
 def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
-    """``explain``: with every term."""
+    """Print a plan; with `explain`, also every term with its formula."""
     if file.isatty():
         _draw(plan, explain, file)
         return
@@ -23,8 +23,14 @@ def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
 
 
 def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:
-    """The first line of an answer about a CPU that no flag named; None where one did. ``gpu``, ``device`` and
-    ``memory``: the flags as they were given."""
+    """Return a line that says the plan is for a CPU because no GPU was named, or None if a flag named a device.
+
+    Args:
+        plan: the plan.
+        gpu: the --gpu that was given, or None.
+        device: the --device that was given, or None.
+        memory: the --device-memory that was given, or None.
+    """
     if plan.deployment.device != "cpu" or device is not None or (gpu or "auto").lower() != "auto":
         return None
     whose = "this machine's CPU" if memory is None else "a CPU"
@@ -35,6 +41,7 @@ def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | 
 
 
 def plain_lines(plan: Plan, explain: bool) -> list[str]:
+    """Return the plan as lines of plain text; with `explain`, also every term with its formula."""
     lines = [*plan.headline(), ""]
     for name, size, note in plan.memory_rows():
         lines.append(f"{name:<14}{size:>20,} bytes {gib(size):>14}  {note}".rstrip())
@@ -50,7 +57,7 @@ def _terms(plan: Plan) -> list[str]:
 
 
 def _draw(plan: Plan, explain: bool, file: TextIO) -> None:
-    """Table of the worst rank with a bar per component, capacity, verdict and, if asked, every term."""
+    """Print the worst rank as a table with bars, the capacity, the verdict and, with `explain`, every term."""
     screen = Screen(file)
     for line in plan.headline():
         screen.print(line)

@@ -1,1 +1,1 @@
-"""A page that plans: the same commands, run in a browser by Pyodide; written as files for any web host."""
+"""`tonnage page`: a web page that runs `tonnage plan` and `tonnage train` in the browser with Pyodide."""

@@ -1,5 +1,7 @@
-"""What the page asks: the commands themselves, and what its lists offer. Runs in the browser; standard library
-only."""
+"""Functions that the web page calls: the commands themselves and the choices of its lists.
+
+They run in the browser and need only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tonnage.planner.source.resolve import forget, keep, resolve_model
 from tonnage.planner.training.setup import TrainingSetup
 
 _COMMANDS = {"plan": "tonnage.planner.command", "train": "tonnage.planner.training.command"}
-# Of each engine's --kv-cache-dtype those that a list of a few should have; the flag takes them all.
+# The most useful values of each engine's --kv-cache-dtype; the flag accepts all of them.
 _KV_CACHE_DTYPES = {
     "vllm": ("fp8", "bfloat16", "float16", "nvfp4", "turboquant_k8v4", "turboquant_4bit_nc"),
     "sglang": ("fp8_e5m2", "fp8_e4m3"),
@@ -37,11 +39,11 @@ _TRAINING = ("stack", "method", "precision", "optimizer", "checkpointing", "atte
 
 
 def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of ``tonnage`` ``command`` (plan or train) with ``argv``."""
+    """Run `tonnage plan` or `tonnage train` and return (exit code, standard output, standard error)."""
     argv = list(argv)
     if argv:
-        with suppress(TonnageError):  # the command says it in its words
-            keep(resolve_model(argv[0]))  # read once: a header may be long
+        with suppress(TonnageError):  # the command reports the error itself
+            keep(resolve_model(argv[0]))  # a long header is read only once
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = import_module(_COMMANDS[command]).run(argv)
@@ -49,7 +51,7 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
 
 
 def choices() -> str:
-    """JSON: what each list of the page offers."""
+    """Return as JSON the entries of each list on the page."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
@@ -68,14 +70,21 @@ def choices() -> str:
 
 
 def anew(path: str) -> None:
-    """The first file of a model comes: what was read under its name, or its folder's, counts no more."""
+    """Drop stored data of a model whose files are about to be written again."""
     forget(path)
     forget(str(Path(path).parent))
 
 
 def begins(path: str, size: int) -> bool:
-    """``path``, just written, is the beginning of a file of ``size`` bytes: a header is all that is read.
-    False: more of a GGUF header is needed (of a safetensors header all is there, which says its own length)."""
+    """Register a file that holds the first bytes of a checkpoint and return whether its header is complete.
+
+    A GGUF header may need more bytes. A safetensors header states its length, so that the page provides all of
+    it.
+
+    Args:
+        path: the file, which was just written.
+        size: bytes of the whole checkpoint file.
+    """
     partial.begins(Path(path), size)
     if not path.endswith(".gguf"):
         return True
@@ -87,8 +96,12 @@ def begins(path: str, size: int) -> bool:
 
 
 def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes, str]]) -> str:
-    """JSON: what is to be fetched next of a model of the hub, as page/hub.py's Reading says it; its name, once
-    it is here; or why it is refused. ``answers``: to what was wanted before; none: from the beginning."""
+    """Return as JSON the next requests for a hub model, its name once it is complete, or an error.
+
+    Args:
+        name: the model's name or address.
+        answers: status, headers, body and error of each request wanted before; empty at the beginning.
+    """
     from tonnage.planner.page.hub import Answer, Reading  # loads an HTTP client
 
     given = [Answer(status, tuple(headers), bytes(body), failed) for status, headers, body, failed in answers]
@@ -109,13 +122,13 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
 
 
 def costs(gpus: int) -> str:
-    """JSON: by GPU the lowest listed price of so many for an hour in USD, and whose list of what day."""
+    """Return as JSON the lowest listed hourly price in USD of `gpus` GPUs of each type, and its source."""
     found = {gpu.name: cost_of(gpu.name, gpus) for gpu in catalogue()}
     return json.dumps({name: None if cost is None else [cost.usd, cost.source] for name, cost in found.items()})
 
 
 def _versions() -> dict[str, list[str]]:
-    """Engine -> versions to choose from, the newest known first; none where a plan does not ask."""
+    """Return the versions to choose from by engine, newest first; engines without versions are absent."""
     newest = {name: engine_of(name).newest for name in ENGINES}
     found = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
     return found | {"vllm": releases()}

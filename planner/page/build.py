@@ -1,4 +1,4 @@
-"""The page as a folder of files that any web host can serve."""
+"""The web page as a folder of static files for any web server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 _DATA = Path(__file__).parent / "data"
 _FIELD = "--build"
 _KEEPER = "offline.js"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the same planner gives the same bytes
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time stamp makes the archive reproducible
 
 
 def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> None:
-    """Write the page into ``folder``, which is made, or holds an older page. Raises PageError, before
-    anything there is touched where it can be known.
+    """Write the page into a new or empty folder, or over an older page.
 
-    ``kept``: browsers keep it, so that it opens without a network.
+    Args:
+        folder: the folder.
+        pyodide: a folder with Pyodide's files; None uses the shipped or cached ones.
+        kept: whether browsers store the page, so that it opens offline.
+
+    Raises:
+        PageError: the folder has other files or cannot be written, or Pyodide is missing. Checks precede
+            changes.
     """
     source = pyodide_folder(pyodide)
     try:
@@ -38,7 +44,7 @@ def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> No
             if kept:
                 _keep(made)
             (folder / "pyodide").mkdir(parents=True, exist_ok=True)
-            for path in [path for path in made.rglob("*") if path.is_file()]:  # what else is there stays
+            for path in [path for path in made.rglob("*") if path.is_file()]:  # other files stay
                 os.replace(path, folder / path.relative_to(made))
     except OSError as error:
         raise PageError(f"cannot be written: {error.strerror}", field=_FIELD, hint=str(folder)) from None
@@ -53,7 +59,7 @@ def _write(made: Path) -> None:
 
 
 def _keep(made: Path) -> None:
-    """A service worker, told all files, and the page told of it."""
+    """Add a service worker that stores all files, and register it in the page."""
     names = ["./", *sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())]
     for path, empty, full in (
         (_DATA / _KEEPER, "const FILES = [];", f"const FILES = {json.dumps(names)};"),
@@ -65,21 +71,21 @@ def _keep(made: Path) -> None:
 
 
 def planner_files() -> dict[str, bytes]:
-    """Path in the archive -> content: the planner as it is here, without the page's own files."""
+    """Return path in the archive -> content of the planner's modules and data, without the page's own files."""
     root = Path(tonnage.planner.__file__).parent
     files = {
         f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()
         for path in sorted(root.rglob("*"))
         if path.suffix in (".py", ".json") and _DATA not in path.parents and "_tonnage" not in path.parts
     }
-    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # installed, in a checkout
+    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # installation, checkout
         if first.is_file():
             files["tonnage/__init__.py"] = first.read_bytes()
     return files
 
 
 def model_files() -> dict[str, bytes]:
-    """org/name/config.json -> content, of the models that the page knows."""
+    """Return org/name/config.json -> content of the models that the page offers."""
     found = sorted((_DATA / "models").glob("*.json"))
     return {f"{path.stem.replace('__', '/', 1)}/config.json": path.read_bytes() for path in found}
 

@@ -1,4 +1,4 @@
-"""``tonnage page``: serve the page on this machine, or write its files."""
+"""The command `tonnage page`: serve the page locally, or write its files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ examples:
 
 
 def parser() -> Parser:
+    """Return the parser of `tonnage page`."""
     p = Parser(
         "tonnage page", "A page that plans: tonnage plan and train in the browser, nothing leaves it.", _EPILOG
     )
@@ -30,7 +31,7 @@ def parser() -> Parser:
     p.add_argument("--port", metavar="N", help=f"0: any that is free (default: {_PORT})")
     p.add_argument("--build", metavar="FOLDER", help="write the files there and end")
     p.add_argument(
-        "--pyodide", metavar="FOLDER", help="Pyodide's files (default: those shipped, else fetched once by npm)"
+        "--pyodide", metavar="FOLDER", help="Pyodide's files (default: shipped, else fetched once by npm)"
     )
     return p
 
@@ -50,7 +51,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    """Listens on IPv4 and IPv6 alike."""
+    """A server that listens on an IPv4 or IPv6 address."""
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self.address_family, *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
@@ -58,7 +59,11 @@ class _Server(ThreadingHTTPServer):
 
 
 def server(folder: Path, host: str, port: int) -> ThreadingHTTPServer:
-    """Serves the files of ``folder``; not started. Raises DeploymentError where it cannot listen."""
+    """Return an HTTP server of a folder's files, which is not started yet.
+
+    Raises:
+        DeploymentError: the address or port cannot be used.
+    """
     try:
         return _Server((host, port), partial(_Handler, directory=str(folder)))
     except (OSError, OverflowError) as error:
@@ -69,7 +74,11 @@ def server(folder: Path, host: str, port: int) -> ThreadingHTTPServer:
 
 
 def run(argv: list[str]) -> int:
-    """Run ``tonnage page`` with ``argv`` (without the sub-command's name). Returns the exit code."""
+    """Run `tonnage page` and return its exit code.
+
+    Args:
+        argv: the words after the sub-command's name.
+    """
     try:
         args = parser().parse_args(argv)
         if args.build is not None:

@@ -1,7 +1,7 @@
-"""A model of the hub on the page: what ``tonnage plan org/name`` asks for, fetched by the page itself.
+"""Fetching a hub model on the web page, with the browser's own requests.
 
-Python says what is wanted, the page fetches it and gives the answers, until nothing more is: rules, limits and
-refusals are those of headers/remote.py.
+Python lists the requests that it needs and the page makes them, until the model is complete. Rules, limits and
+errors are the same as in headers/remote.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from tonnage.planner.source.resolve import ModelSource, keep
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``failed``: why there is none, in the browser's words; ``body``: of a range no more than that."""
+    """The browser's response to one request.
+
+    Attributes:
+        body: the content; for a range request only the range.
+        failed: the browser's error message if there was no response.
+    """
 
     status: int = 0
     headers: tuple[tuple[str, str], ...] = ()
@@ -34,15 +39,20 @@ class Answer:
 
 
 class _Wanted(Exception):
-    """What was asked for is not here yet."""
+    """Signal that a response is not available yet."""
 
 
 class _NoRange(Exception):
-    """The beginning of a file cannot be read from here."""
+    """Signal that the first bytes of a file cannot be requested."""
 
 
 class Reading(Remote):
-    """What was read of a model so far. ``wanted``: (address, Range header or "", bytes at most) to fetch."""
+    """The connection to a hub model that requests files through the browser.
+
+    Attributes:
+        wanted: (address, Range header or "", maximum bytes) of each request to make next.
+        note: why the model was read from its index or config alone, or empty.
+    """
 
     def __init__(self, model: HubModel) -> None:
         super().__init__(model, self._answer)
@@ -53,7 +63,11 @@ class Reading(Remote):
         self._headers: dict[str, tuple[HeaderTensor, ...]] = {}
 
     def go_on(self, answers: list[Answer]) -> bool:
-        """Whether the model is here, after the answers to what was wanted. Raises what fetch does."""
+        """Process the responses to the wanted requests and return whether the model is complete.
+
+        Raises:
+            TonnageError: the model cannot be fetched.
+        """
         for (address, span, _), answer in zip(self.wanted, answers, strict=True):
             self._answers[address, span] = answer
         self.wanted = []
@@ -72,12 +86,13 @@ class Reading(Remote):
         return True
 
     def headers(self, names: list[str]) -> list[tuple[HeaderTensor, ...]]:
+        """Return the tensors of several safetensors files; request all missing headers at once."""
         for name in names:
             if name not in self._headers:
                 try:
                     self._headers[name] = self.header(name)
                 except _Wanted:
-                    continue  # all of them are asked for at once
+                    continue  # all headers are requested together
         if self.wanted:
             raise _Wanted
         return [self._headers[name] for name in names]

@@ -1,4 +1,4 @@
-"""Pyodide, the Python that the page runs the planner with: where it is, and how it is fetched once."""
+"""Pyodide, the Python interpreter of the web page: finding its files and fetching them once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.source.resolve import cache_folder
 
 VERSION = "314.0.7"
-# What the page loads, of the npm package of that version, with their SHA-256.
+# Files of the npm package that the page loads, with their SHA-256.
 FILES = {
     "pyodide.mjs": "6f1d60f7bf529beb300f0f47983c921d3982363640ba20af0e38efdddbc66109",
     "pyodide.asm.mjs": "f7cdc8ece80678ceb712f8e65ebe6d3a83203a180c399865f49612a051693635",
@@ -22,17 +22,18 @@ FILES = {
     "python_stdlib.zip": "fa1957e5777068fc4f7437f96d860ae2fbe9c19732ba06c84e004ec16dd7dd7a",
     "pyodide-lock.json": "5dc2fc119108bc148c7457dc86e7675b5c87e1cafd420b9c34c1eaef7b36c010",
 }
-SHIPPED = Path(__file__).parent / "data" / "pyodide"  # in wheels and images built after make pyodide
+SHIPPED = Path(__file__).parent / "data" / "pyodide"  # exists in wheels and images built after make pyodide
 
 
 class PageError(TonnageError):
-    """The page cannot be written."""
+    """Error for a page that cannot be written or Pyodide files that are missing."""
 
 
 def pyodide_folder(given: str | None = None) -> Path:
-    """The folder with FILES: ``given``, the one shipped, or the cache's, which npm fills once.
+    """Return a folder with Pyodide's files: `given`, the shipped one, or the cached one, which npm fills once.
 
-    Raises PageError where a file is missing or is not the version's, or there is no npm to fetch it with.
+    Raises:
+        PageError: a file is missing or of another version, or npm is needed and missing.
     """
     if given is not None:
         return checked(Path(given))
@@ -44,7 +45,11 @@ def pyodide_folder(given: str | None = None) -> Path:
 
 
 def present() -> Path:
-    """The folder shipped or cached; nothing is fetched. Raises PageError where there is none."""
+    """Return the shipped or cached folder with Pyodide's files, without fetching anything.
+
+    Raises:
+        PageError: there is none, or a file is of another version.
+    """
     for folder in (SHIPPED, _cached()):
         if folder.is_dir():
             return checked(folder)
@@ -56,7 +61,7 @@ def _cached() -> Path:
 
 
 def checked(folder: Path) -> Path:
-    """``folder``, where all FILES are in it. Raises PageError."""
+    """Return `folder` if it has all files of the required version; raise PageError otherwise."""
     for name, digest in FILES.items():
         try:
             content = (folder / name).read_bytes()
@@ -72,7 +77,11 @@ def checked(folder: Path) -> Path:
 
 
 def fetch(folder: Path) -> None:
-    """Fill ``folder`` by npm, from its registry (6 MB). Raises PageError; nothing half is left."""
+    """Fetch Pyodide (6 MB) by npm into a folder; on failure nothing is left there.
+
+    Raises:
+        PageError: npm is missing or fails, or the folder cannot be written.
+    """
     npm = shutil.which("npm")
     if npm is None:
         raise PageError(
@@ -106,12 +115,12 @@ def _fill(folder: Path, npm: str) -> None:
                 if (member := archive.extractfile(f"package/{name}")) is not None:
                     (made / name).write_bytes(member.read())
         checked(made)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged folder may exist
         made.rename(folder)
 
 
 def _why(said: str) -> str:
-    """Of npm's lines, the first that is a sentence: before it stand error codes, below it are traces."""
+    """Return the first sentence of npm's error output, which follows error codes and precedes stack traces."""
     lines = [line.removeprefix("npm error ").strip() for line in said.splitlines()]
     sentences = [line for line in lines if line and not line.startswith(("code ", "syscall ", "errno "))]
     return sentences[0] if sentences else "no word"

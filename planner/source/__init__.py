@@ -1,1 +1,1 @@
-"""Where a model comes from: the demo, a folder, a GGUF file, the hub's cache or the hub."""
+"""Resolution of a model's name: the demo, a folder, a GGUF file, the hub's local cache or the hub."""

@@ -1,6 +1,6 @@
-"""Models of the hub: the local hub cache first, then the hub itself by range request.
+"""Models of the hub, from the local hub cache or by HTTP range requests.
 
-Only config.json, the index and the headers of safetensors files are fetched; weights stay where they are.
+Only config.json, the index and the headers of safetensors files are fetched, no weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HINT = "give a local folder with config.json, or a name the hub knows"
 
 
 def cached_snapshot(model: HubModel) -> Path | None:
-    """The snapshot of its revision in the local cache, if it has a config.json."""
+    """Return the local folder of a model's revision if the hub cache has its config.json, else None."""
     if modelscope():
         revision = revision_of(model)
         folders = modelscope_caches(model.repo, revision)[: None if revision == "master" else 1]
@@ -36,8 +36,11 @@ def cached_snapshot(model: HubModel) -> Path | None:
 
 
 def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
-    """config.json, and what its safetensors files or their index say. Raises ModelNotFound naming
-    what was tried and what to do."""
+    """Return config.json and the tensor headers (or index) of a model, fetched from the hub.
+
+    Raises:
+        ModelNotFound: the model cannot be fetched; the message says what was tried and what to do.
+    """
     if offline():
         raise ModelNotFound(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT
@@ -48,7 +51,16 @@ def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
 
 
 def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict[str, Any], Checkpoint]:
-    """The same by ``remote``. ``headers``: or the index alone."""
+    """Return config.json and the tensor headers of a model through an open connection.
+
+    Args:
+        model: the model's name and revision.
+        remote: the connection to its files.
+        headers: whether to read the headers; otherwise only the index.
+
+    Raises:
+        ModelNotFound: the model cannot be fetched.
+    """
     from tonnage.planner.headers.remote import fetch_checkpoint, fetch_config
 
     try:

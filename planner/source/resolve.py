@@ -1,4 +1,4 @@
-"""A model's name -> ``ModelSource``: ``demo``, a folder, a file or a model of the hub."""
+"""Resolution of a model's name to a ModelSource: its config and, if available, its tensor headers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """``path``: what the engine loads from (a folder, a file, or the hub id when only its config is here).
+    """A model's config and the headers of its checkpoint.
 
-    ``tensors``: the checkpoint's headers, or None when there is no checkpoint to read; ``index``: of one whose
-    files are not here.
+    Attributes:
+        path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.
+        tensors: headers of the checkpoint, or None without a readable checkpoint.
+        index: the checkpoint's index, if its files are not available.
     """
 
     id: str
@@ -38,19 +40,20 @@ _KEPT: dict[str, ModelSource] = {}
 
 
 def keep(source: ModelSource) -> None:
-    """``resolve_model`` answers with it from now on: in a browser, where a slider's every step is a plan."""
+    """Make `resolve_model` return this source from now on; the browser page plans on each step of a slider."""
     _KEPT[source.id] = source
 
 
 def forget(model: str) -> None:
-    """Its files may be others now."""
+    """Drop the source that `keep` stored for a model, because its files may have changed."""
     _KEPT.pop(model, None)
 
 
 def cache_folder() -> Path:
-    """``$TONNAGE_CACHE``, else ``$XDG_CACHE_HOME/tonnage``, else ``~/.cache/tonnage``.
+    """Return Tonnage's cache: `$TONNAGE_CACHE`, else `$XDG_CACHE_HOME/tonnage`, else `~/.cache/tonnage`.
 
-    Raises ModelNotFound where this user has no home.
+    Raises:
+        ModelNotFound: the user has no home directory.
     """
     if own := os.environ.get("TONNAGE_CACHE"):
         return Path(own)
@@ -58,22 +61,26 @@ def cache_folder() -> Path:
         return Path(shared) / "tonnage"
     try:
         return Path.home() / ".cache" / "tonnage"
-    except RuntimeError:  # no HOME, and nobody of that number in passwd: a container under any user id
+    except RuntimeError:  # a container's user id without HOME and without an entry in passwd
         raise ModelNotFound(
-            "this user has no home for the cache", field="model", hint="set TONNAGE_CACHE to a folder"
+            "this user has no home directory for the cache", field="model", hint="set TONNAGE_CACHE to a folder"
         ) from None
 
 
 def demo_folder() -> Path:
-    """Where the converted demo model lives."""
+    """Return the folder of the converted demo model."""
     return cache_folder() / "models" / DEMO_NAME
 
 
 def resolve_model(model: str) -> ModelSource:
-    """Find a model by name. Reads config.json and headers, never weights.
+    """Find a model by its name and read its config.json and headers, never its weights.
 
-    ``demo`` means SmolLM2-135M-Instruct; before it is converted its config comes with the package. Raises
-    ModelNotFound with what to do, ConfigError or CheckpointError when what was found is broken.
+    `demo` is SmolLM2-135M-Instruct; until it is converted, the config in the package is used.
+
+    Raises:
+        ModelNotFound: no model has this name; the message says what to do.
+        ConfigError: config.json is broken.
+        CheckpointError: a header or index is broken.
     """
     if (kept := _KEPT.get(model)) is not None:
         return kept
@@ -102,7 +109,7 @@ def _hub(model: str) -> ModelSource:
         raise ModelNotFound(
             f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
         )
-    from tonnage.planner.source.hub import cached_snapshot, fetch  # loads an HTTP client
+    from tonnage.planner.source.hub import cached_snapshot, fetch  # loads an HTTP client, slow to import
 
     name, snapshot = str(named), cached_snapshot(named)
     if snapshot is None:
@@ -124,9 +131,11 @@ def _demo() -> ModelSource:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the ``hf_quant_config.json`` that ModelOpt writes beside it where the config itself
-    does not say how the weights are stored, an encoder's longest text from sentence_bert_config.json, and the
-    processor's files of a model that reads pictures."""
+    """Return config.json of a folder, extended by other files that affect memory.
+
+    These are `hf_quant_config.json` of ModelOpt (if the config has no quantization), the longest text of an
+    encoder in sentence_*_config.json, and the picture sizes in the processor's files.
+    """
     config = load_config(folder / "config.json")
     beside = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
@@ -138,7 +147,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # how large pictures may be
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # limits of the size of pictures
         if "vision_config" in config and (beside := folder / f"{name}.json").is_file():
             config[name] = load_config(beside)
     return config
@@ -161,7 +170,7 @@ def _file(path: Path, model: str) -> ModelSource:
         )  # fmt: skip
     if path.is_file() and path.name in ("config.json", INDEX):
         return _folder(path.parent, str(path.parent))
-    if path.is_file() and path.suffix.lower() == ".json":  # one that was saved under a name of its own
+    if path.is_file() and path.suffix.lower() == ".json":  # a config.json under another name
         return ModelSource(model, str(path), load_config(path), "folder")
     if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(

@@ -1,1 +1,1 @@
-"""Many plans at once: quantization x KV dtype x ranks x GPU."""
+"""Many plans at once: tables over models, quantizations, KV cache dtypes, ranks and GPUs."""

@@ -1,5 +1,7 @@
-"""What is planned side by side: several models, and the values between the commas of --gpu (2xa100-80g: two of
-them), --quantization and --kv-cache-dtype."""
+"""Values to plan side by side: several models, and comma-separated --gpu, --quantization and --kv-cache-dtype.
+
+`--gpu 2xa100-80g` means two GPUs of this type.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Values of the flags that were given, in their order; an empty tuple: not given. ``gpus``: name and how
-    many of them share a model, None where nothing says."""
+    """The values given for each flag, in their order; an empty tuple if a flag was not given.
+
+    Attributes:
+        gpus: name of a GPU and how many of them share a model, or None if no count was given.
+    """
 
     models: tuple[str, ...]
     gpus: tuple[tuple[str, int | None], ...] = ()
@@ -32,20 +37,26 @@ class Choices:
 
     @property
     def lists(self) -> tuple[tuple[object, ...], ...]:
+        """Return the values of each flag."""
         return self.models, self.gpus, self.quantizations, self.kv_cache_dtypes
 
     @property
     def several(self) -> bool:
+        """Return whether any flag has more than one value."""
         return max(map(len, self.lists)) > 1
 
     @property
     def of_models(self) -> Choices:
-        """The models alone."""
+        """Return choices with the models only."""
         return Choices(self.models)
 
 
 def read_choices(args: argparse.Namespace) -> Choices:
-    """Take them out of ``args``, which keeps the first of each. Raises DeploymentError."""
+    """Read the comma-separated values from parsed options, and leave the first value of each in the options.
+
+    Raises:
+        DeploymentError: a value is invalid or contradicts --tensor-parallel-size.
+    """
     gpus, formats, caches = args.gpu or "", args.quantization or "", args.kv_cache_dtype or ""
     found = Choices(
         tuple(dict.fromkeys((args.model, *getattr(args, "others", ())))),
@@ -72,17 +83,23 @@ def read_choices(args: argparse.Namespace) -> Choices:
 
 
 def one_of(choices: Choices) -> None:
-    """For a question about one plan: raises DeploymentError where several values were given."""
+    """Raise DeploymentError if several values were given for a question about one plan."""
     if choices.several:
         given = zip(("MODEL", "--gpu", "--quantization", "--kv-cache-dtype"), choices.lists, strict=True)
         field = next(name for name, values in given if len(values) > 1)
-        raise DeploymentError("several are for a table of many plans, this is about one", field=field)
+        raise DeploymentError("several values give a table of plans; this option needs one plan", field=field)
 
 
 def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole: Grid | None) -> list[Grid]:
-    """What to combine. ``every``: the GPUs where none was named; ``whole``: of --sweep, all that a flag leaves
-    open is varied."""
-    from tonnage.planner.devices.catalogue import find_gpu  # a plan alone needs none of these
+    """Return the grids to sweep, one per GPU in the order of --gpu.
+
+    Args:
+        choices: the values that were given.
+        deployment: the flags that are the same in every plan.
+        every: GPUs to use if none was given.
+        whole: the grid of --sweep, in which every flag that was not given varies; or None.
+    """
+    from tonnage.planner.devices.catalogue import find_gpu  # slow to import and unused by a single plan
     from tonnage.planner.quantization.read import quantized_to
     from tonnage.planner.sweep.grid import Grid
 
@@ -90,7 +107,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     formats = tuple("as is" if name == UNQUANTIZED else name for name in choices.quantizations)
     for name in formats:
         if name != "as is":
-            quantized_to(name)  # refuses an unknown one
+            quantized_to(name)  # raises for an unknown name
     caches = choices.kv_cache_dtypes or (deployment.kv_cache_dtype,)
     base = Grid(tuple(every), formats or ("as is",), caches, (ranks,))
     if whole is not None:
@@ -102,7 +119,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     if not choices.gpus:
         return [base]
     found = []
-    # One after the other: rows in the order of the flag. Each once, whatever its spellings.
+    # One grid per GPU keeps the order of the flag; a GPU given in two spellings occurs once.
     for gpu, count in dict.fromkeys((find_gpu(name), count) for name, count in choices.gpus):
         sizes = base.tensor_parallel_sizes if count is None else (count,)
         found.append(replace(base, gpus=(gpu,), tensor_parallel_sizes=sizes))
@@ -110,7 +127,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
 
 
 def _parts(text: str, name: str) -> list[str]:
-    """The values between commas, each read as the flag reads it."""
+    """Return the values between commas, each parsed as the flag parses it."""
     flag = flags_of(Deployment)[name]
     parts = [part.strip() for part in text.split(",")] if text else []
     if parts and not all(parts):

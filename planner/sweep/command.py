@@ -1,4 +1,4 @@
-"""``tonnage plan`` about many plans: several models or values, ``--sweep`` and ``--target-concurrency``."""
+"""`tonnage plan` for many plans: several models or values, `--sweep` and `--target-concurrency`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,22 @@ from tonnage.planner.sweep.table import length_lines, price_lines, print_rows
 from tonnage.planner.units import parse_count
 
 _SHOWN = 12  # offers printed for --target-concurrency
-_TOP = 20  # rows of a sweep printed as text where nothing says how many
-_REASONS = 3  # printed of why combinations were left out
+_TOP = 20  # rows of a sweep printed as text without --top
+_REASONS = 3  # most frequent reasons printed for combinations that were left out
 
 
 def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args: argparse.Namespace) -> int:
-    """Print the table, or the offers that hold ``wanted`` sequences. Returns the exit code."""
+    """Print the table of plans, or the offers that hold `wanted` sequences, and return the exit code.
+
+    Args:
+        choices: the models and values to combine.
+        deployment: the flags that are the same in every plan.
+        wanted: the sequences of --target-concurrency, or None.
+        args: the parsed options.
+
+    Raises:
+        TonnageError: the flags are invalid, or the only model is not supported.
+    """
     many = args.sweep or wanted is not None
     here = not many and not choices.gpus
     deployment = _settled(choices, deployment, wanted, args.engine is not None or here)
@@ -85,7 +95,11 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
 
 
 def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engine_given: bool) -> Deployment:
-    """The flags of every row. Raises DeploymentError for one that a table cannot have."""
+    """Return the flags that are the same in every row.
+
+    Raises:
+        DeploymentError: a flag has a value that a table cannot have.
+    """
     alone = (
         ("device_memory", None, "the memory of each GPU is the catalogue's"),
         ("pipeline_parallel_size", 1, "a table divides models by tensor parallelism alone"),
@@ -98,23 +112,23 @@ def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engin
     if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
         deployment = replace(deployment, engine="vllm")
     if deployment.calibration is not None:
-        from tonnage.planner.planning.calibration import read_calibration  # few have one
+        from tonnage.planner.planning.calibration import read_calibration  # rarely used
 
-        read_calibration(deployment.calibration)  # refused before each row is
+        read_calibration(deployment.calibration)  # raises once, not in each row
     if wanted is not None and deployment.max_num_seqs is None:
         deployment = replace(deployment, max_num_seqs=wanted)
     return deployment
 
 
 def _grids(choices: Choices, deployment: Deployment, wanted: int | None, every: bool) -> list[Grid]:
-    """What is combined: of --sweep and --target-concurrency whatever no flag fixes."""
+    """Return the grids to sweep; --sweep and --target-concurrency vary every flag that was not given."""
     from tonnage.planner.devices.catalogue import catalogue, find_gpu
 
     if wanted is None and not every:
         return grids(choices, deployment, [find_gpu("cpu")], None)
     gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name).runs]
     whole = default_grid(deployment, gpus)
-    if not every:  # another format needs another checkpoint: offered only when asked for
+    if not every:  # another format needs another checkpoint, so that only --sweep offers it
         whole = replace(whole, quantizations=("as is",))
     return grids(choices, deployment, gpus, whole)
 
@@ -162,7 +176,7 @@ def _print_all(
 
 
 def _notes(rows: Sequence[SweepRow]) -> list[str]:
-    """Each once, however many rows have it."""
+    """Return each note of the rows once."""
     return [f"Note: {note}" for note in dict.fromkeys(note for row in rows for note in row.notes)]
 
 

@@ -1,5 +1,7 @@
-"""Quantization x KV dtype x TP x GPU: one row a combination, which is a division once its parts are there
-(``parts``): 0.05 ms (benchmarks/plan_speed.py)."""
+"""Sweep over quantization, KV cache dtype, tensor parallelism and GPU, with one row per combination.
+
+Combinations share their parts (`parts.py`), so that a row takes 0.05 ms (benchmarks/plan_speed.py).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ from tonnage.planner.sweep.rows import SweepRow
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is combined. ``quantizations``: names of --quantization, or "as is" for the checkpoint's own."""
+    """The values to combine in a sweep.
+
+    Attributes:
+        quantizations: values of --quantization, or "as is" for the checkpoint's own.
+    """
 
     gpus: tuple[Gpu, ...]
     quantizations: tuple[str, ...]
@@ -47,9 +53,18 @@ def sweep(
     source: ModelSource, deployment: Deployment, grid: Grid, lengths: Sequence[tuple[int, int]] = (),
     prices: Mapping[str, float] | None = None,
 ) -> list[SweepRow]:  # fmt: skip
-    """Every combination of ``grid``; other flags are ``deployment``'s. ``lengths``: prompt and output tokens of
-    requests to be counted; ``prices``: USD an hour by GPU, before those of the lists. Raises what the model
-    does."""
+    """Plan every combination of a grid; a combination that cannot be planned becomes a row with the reason.
+
+    Args:
+        source: the model.
+        deployment: the flags that do not vary.
+        grid: the values to combine.
+        lengths: (prompt, output) tokens of the requests to count.
+        prices: USD per hour by the GPU's name; these prices precede the lists.
+
+    Raises:
+        TonnageError: the model itself is not supported.
+    """
     parts = Parts(source, deployment)
     rows = []
     for gpu, ranks in product(grid.gpus, grid.tensor_parallel_sizes):
@@ -66,7 +81,11 @@ def sweep(
 def _filled(
     row: SweepRow, parts: Parts, gpu: Gpu, price: Cost | None, lengths: Sequence[tuple[int, int]]
 ) -> SweepRow:
-    """``row``, which says what is combined, with its figures. Raises the TonnageError of a part."""
+    """Return the row of one combination with its figures.
+
+    Raises:
+        TonnageError: a part of the plan is not possible.
+    """
     scheme = row.quantization
     chosen, notes = parts.resolve(gpu, row.kv_cache_dtype, row.gpus)
     pool = parts.pool(chosen)
@@ -83,8 +102,19 @@ def _row(
     row: SweepRow, engine: Engine, architecture: Architecture, chosen: Resolved, pool: PoolSpec, stage: Stage,
     price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]], notes: tuple[str, ...],
 ) -> SweepRow:  # fmt: skip
-    """``row`` with its figures, as Sizer has them of one plan. ``stage``: what a rank holds beside the pool;
-    ``asked``: lengths of requests, each with what one takes."""
+    """Return `row` with the figures that Sizer computes for a single plan.
+
+    Args:
+        row: the row with the combined values.
+        engine: the engine.
+        architecture: the model.
+        chosen: the resolved flags.
+        pool: geometry of the block pool.
+        stage: memory that a rank holds beside the pool.
+        price: hourly price of the GPUs, or None.
+        asked: the request law with (prompt, output) tokens of each request to count.
+        notes: notes of the row.
+    """
     size, weights = stage.block_bytes, stage.loaded_bounds
     pool = engine.settle_pool(architecture, chosen, pool, weights[0])
     blocks = engine.num_blocks(chosen, pool, size, stage.rank.used_bytes, weights[0])
@@ -127,7 +157,7 @@ def _row(
 
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
-    """Whatever a flag fixes is not varied."""
+    """Return the grid of --sweep, in which every flag that was given keeps its value."""
     schemes: tuple[str, ...] = ("as is", *flag_formats())
     if deployment.quantization is not None:
         schemes = (deployment.quantization,)

@@ -1,4 +1,4 @@
-"""Rows in an order that somebody can decide by."""
+"""Sort orders of a table of plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.sweep.rows import SweepRow
 
 _LAST = float("inf")
-# figure by which the lower comes first
+# Name of each order -> sort key; rows with a lower key come first
 SORTS: dict[str, Callable[[SweepRow], float]] = {
     "price-per-sequence": lambda row: _LAST if row.usd_per_sequence is None else row.usd_per_sequence,
     "price": lambda row: _LAST if row.usd_per_hour is None else row.usd_per_hour,
@@ -21,14 +21,17 @@ SORTS: dict[str, Callable[[SweepRow], float]] = {
 
 
 def check_sort(by: str) -> None:
-    """Raise DeploymentError for what is not one of SORTS."""
+    """Raise DeploymentError unless `by` is a key of SORTS."""
     if by not in SORTS:
         why = f"{by[:40]!r} is not one of {', '.join(SORTS)}"
         raise DeploymentError(why, field="--sort", hint=did_you_mean(by, SORTS))
 
 
 def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
-    """What fits first, by one of SORTS (None: as it is), then what does not, then what is refused."""
+    """Sort rows by a key of SORTS; rows that do not fit come after all others, and failed ones last.
+
+    Without a key the order is unchanged.
+    """
 
     def key(row: SweepRow) -> tuple[int, float, float]:
         figure = SORTS[by](row) if by and row.fits else 0.0
@@ -38,8 +41,10 @@ def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
 
 
 def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
-    """Rows that run so many sequences at once, the cheapest first: at the lower end of what
-    their pools may be, since somebody buys them."""
+    """Return the rows that certainly run `concurrency` sequences at once, cheapest first.
+
+    The lower bound of the pool decides, because hardware is bought on this answer.
+    """
     return sorted(
         (row for row in rows if row.fits and row.least_sequences >= concurrency), key=lambda r: r.cost
     )

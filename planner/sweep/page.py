@@ -1,4 +1,4 @@
-"""Sweeps and upgrades as HTML pages."""
+"""HTML pages of sweeps and of version comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import device_cell
 from tonnage.planner.units import gib
 
-_MOST_NAMED = 6  # GPUs in a page's head
+_MOST_NAMED = 6  # GPUs named in a page's head
 _LEGEND = (("weights", "weights"), ("activation", "runtime, LoRA slots and draft"),
            ("kv_pool", "KV cache pool"), ("free", "left over"))  # fmt: skip
 
@@ -18,8 +18,16 @@ _LEGEND = (("weights", "weights"), ("activation", "runtime, LoRA slots and draft
 def write_sweep_page(
     path: str, model: str, rows: Sequence[SweepRow], engine: str, words: Sequence[str], lines: Sequence[str]
 ) -> None:
-    """One row with a bar per combination. ``engine``: its name and version; ``words``: the command line;
-    ``lines``: below the table."""
+    """Write a page with one row and one memory bar per combination.
+
+    Args:
+        path: the file to write.
+        model: names of the models.
+        rows: the combinations.
+        engine: name and version of the engine.
+        words: the command line.
+        lines: paragraphs below the table.
+    """
     many = len({row.model for row in rows}) > 1
     body = []
     for row in rows:
@@ -77,8 +85,18 @@ def write_upgrade_page(
     path: str, headline: Sequence[str], heads: Sequence[str], terms: Sequence[Sequence[str]],
     reasons: Sequence[str], steps: Sequence[tuple[str, str]], words: Sequence[str], facts: Facts,
 ) -> None:  # fmt: skip
-    """``terms``: rows under ``heads``; ``reasons``: why one of the versions does not run it; ``steps``: the
-    releases with what changed, and what that did to the plan."""
+    """Write a page that compares two versions of an engine.
+
+    Args:
+        path: the file to write.
+        headline: paragraphs at the top.
+        heads: titles of the columns of the table of terms.
+        terms: rows of that table.
+        reasons: why one of the versions does not run the deployment.
+        steps: (release with its changes, their effect on the plan).
+        words: the command line.
+        facts: names and values at the top of the page.
+    """
     body = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in terms)
     told = (
         f"<tr><td class=words>{escape(step)}</td><td class=words>{escape(did)}</td></tr>" for step, did in steps

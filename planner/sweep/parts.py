@@ -1,6 +1,6 @@
-"""What the combinations of a sweep share, each part computed once.
+"""Parts of plans that the combinations of a sweep share, each computed once.
 
-Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batch), the runtime terms on
+Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batch), and the runtime terms on
 (GPU, KV dtype, TP).
 """
 
@@ -36,11 +36,21 @@ V = TypeVar("V")
 
 
 class Parts:
-    """Parts of the plans of one model; ``deployment``: the flags that no combination varies. ``scheme``: a name
-    of --quantization, or "as is" for the checkpoint's own. A part that cannot be made raises its TonnageError
-    for every combination that it belongs to; what the model itself is refused for, the constructor raises."""
+    """The shared parts of all plans of one model.
+
+    A part that cannot be computed raises its TonnageError again for every combination that uses it.
+    """
 
     def __init__(self, source: ModelSource, deployment: Deployment) -> None:
+        """Read the model.
+
+        Args:
+            source: the model.
+            deployment: the flags that no combination varies.
+
+        Raises:
+            TonnageError: the model itself is not supported.
+        """
         self.architecture = architecture_of(source.config)
         self.engine = engine_of(deployment.engine)
         self._source, self._deployment = source, deployment
@@ -49,7 +59,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int) -> tuple[Resolved, tuple[str, ...]]:
-        """The flags of a combination without its format, and notes on what they are not."""
+        """Return the resolved flags of a combination without its quantization, and notes on changed values."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
@@ -63,6 +73,8 @@ class Parts:
         return self._once(("resolve", gpu.name, kv_dtype, ranks), make)
 
     def pool(self, chosen: Resolved) -> PoolSpec:
+        """Return the geometry of the block pool."""
+
         def make() -> PoolSpec:
             pooled, *_ = with_draft(self._source, self.architecture, chosen.flags)
             return self.engine.build_pool(pooled, chosen)
@@ -70,14 +82,19 @@ class Parts:
         return self._once(("pool", *_of_pool(chosen)), make)
 
     def law(self, chosen: Resolved) -> RequestLaw:
-        """What a request takes of the pool."""
+        """Return the rules by which a request's blocks follow from its lengths."""
         return self._once(
             ("law", *_of_pool(chosen)),
             lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
         )
 
     def weights(self, chosen: Resolved, scheme: str) -> tuple[HeldWeights, Added]:
-        """Weights on the device, and bytes of LoRA slots and draft."""
+        """Return the weights on the device, and the bytes of LoRA slots and draft.
+
+        Args:
+            chosen: the resolved flags.
+            scheme: a value of --quantization, or "as is" for the checkpoint's own.
+        """
         asked = chosen.flags
         kernel = None if asked.gpu is None else self.engine.kernel_class(asked.gpu)
 
@@ -96,7 +113,10 @@ class Parts:
         return self._once(key, make)
 
     def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
-        """Of the formats, only one changes what a step takes: MXFP4's experts have no buffer of their own."""
+        """Return the engine's memory for a step.
+
+        Of all quantizations only MXFP4 changes it, because its experts need no buffer of their own.
+        """
         flags = chosen.flags
         kind = "mxfp4" if self._quantization(scheme).scheme == "mxfp4" else None
 
@@ -111,7 +131,7 @@ class Parts:
         return self._once(key, make)
 
     def support(self, chosen: Resolved, scheme: str) -> Support:
-        """Whether the engine runs it, whatever the memory."""
+        """Return whether the engine runs the combination, whatever the memory."""
         flags = chosen.flags
 
         def make() -> Support:
@@ -124,12 +144,12 @@ class Parts:
         return self._once(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
 
     def _part(self, ranks: int) -> Architecture:
-        """What one of ``ranks`` GPUs holds."""
+        """Return the share of the model that one of `ranks` GPUs holds."""
         flags = replace(self._deployment, tensor_parallel_size=ranks)
         return self._once(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
-        """The value of ``key``, made the first time; a TonnageError is kept and raised again as itself."""
+        """Return the value of `key`, computed on first use; a TonnageError is stored and raised again."""
         if key not in self._found:
             try:
                 self._found[key] = make()
@@ -143,11 +163,11 @@ class Parts:
 
 
 def _flag(scheme: str) -> str | None:
-    """What --quantization would be."""
+    """Return the value of --quantization for a scheme of the grid."""
     return None if scheme == "as is" else scheme
 
 
 def _of_pool(chosen: Resolved) -> tuple[object, ...]:
-    """What a pool's geometry depends on."""
+    """Return the values on which a pool's geometry depends."""
     flags = chosen.flags
     return flags.kv_cache_dtype, flags.device, flags.tensor_parallel_size, chosen.max_num_batched_tokens

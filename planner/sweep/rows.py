@@ -1,4 +1,4 @@
-"""A row of a sweep."""
+"""The row of a sweep."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One combination. Bytes are of one GPU; ``usd_per_hour`` of all of them, None where no list has a price
-    (``price_source`` says which has). ``refused``: why there is no plan (the other figures are 0 then);
-    ``unsupported``: why the engine does not run it on that GPU, or not by itself, whatever the memory;
-    ``stops``: why its start fails although the memory would do, and what would start. ``notes``: where the
-    plan is not what the flags say.
+    """One combination of a sweep with its figures; bytes are bytes of one GPU.
 
-    ``sequences``: of max_model_len tokens, or of the first of the lengths asked for, that run at once, at most
-    --max-num-seqs; ``least_sequences``: where the engine takes the most memory it may. ``requests``: of each of
-    these lengths, ``requests_held``: what the pool alone would hold of them. ``usd_per_sequence``: for an hour
-    of one of ``least_sequences``.
+    Attributes:
+        gpus: number of GPUs.
+        usd_per_hour: hourly price of all GPUs, or None if no list has one.
+        price_source: the price list.
+        refused: why no plan is possible; the other figures are then 0.
+        unsupported: why the engine does not run the combination on this GPU, whatever the memory.
+        stops: why the start fails although the memory suffices, and what would start.
+        notes: where the plan differs from the flags.
+        added_bytes: LoRA slots and the draft's weights.
+        max_concurrency: sequences of max_model_len tokens that the pool holds.
+        least_concurrency: `max_concurrency` if the engine uses the upper bound of its memory.
+        sequences: sequences that run at once, of max_model_len tokens or of the first requested length; at most
+            --max-num-seqs.
+        least_sequences: `sequences` if the engine uses the upper bound of its memory.
+        requests: requests of each requested length that run at once.
+        requests_held: requests of each requested length that the pool alone would hold.
     """
 
     gpu: str
@@ -33,8 +41,8 @@ class SweepRow:
     max_concurrency: float = 0.0
     usd_per_hour: float | None = None
     refused: str = ""
-    added_bytes: int = 0  # LoRA slots and the draft's weights
-    least_concurrency: float = 0.0  # ``max_concurrency`` where the engine takes the most it may
+    added_bytes: int = 0
+    least_concurrency: float = 0.0
     model: str = ""
     unsupported: str = ""
     max_model_len: int = 0
@@ -49,14 +57,14 @@ class SweepRow:
 
     @property
     def usd_per_sequence(self) -> float | None:
-        """None without a price, and where not one sequence is certain."""
+        """Return the hourly price of one of `least_sequences`, or None if there is no price or no sequence."""
         if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
             return None
         return self.usd_per_hour / self.least_sequences
 
     @property
     def cost(self) -> tuple[int, float]:
-        """Priced offers first, the cheapest first; the others by their memory."""
+        """Return a sort key: rows with a price first, by price, and the others by their memory."""
         if self.usd_per_hour is not None:
             return 0, self.usd_per_hour
         return 1, float(self.gpus * self.total_bytes)

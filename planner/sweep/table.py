@@ -1,4 +1,4 @@
-"""Rows side by side, for people: aligned columns, in a terminal as in a file."""
+"""Rows of a sweep as a text table with aligned columns, in a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ _Column = tuple[str, str, Callable[[SweepRow], str]]  # title, side, text of a r
 
 
 def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], file: TextIO) -> None:
-    """``lengths``: of requests, prompt and output tokens, a column each. Weights and pool are GiB of one GPU,
-    prices USD an hour: of all GPUs of the row, and of each of the sequences that run at least."""
+    """Print rows as a table.
+
+    Weights and pool are GiB of one GPU. Prices are USD per hour, of all GPUs of a row and of each sequence that
+    certainly runs.
+
+    Args:
+        rows: the rows.
+        lengths: (prompt, output) tokens of requests, which get one column each.
+        file: the terminal or file.
+    """
     columns = _columns(rows, lengths)
     lines = [[title for title, _, _ in columns], *([text(row) for _, _, text in columns] for row in rows)]
     right = [place for place, (_, side, _) in enumerate(columns) if side == "right"]
@@ -50,7 +58,7 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
 
 
 def device_cell(row: SweepRow) -> str:
-    """The GPUs of a row, with their number."""
+    """Return the GPU of a row with its count."""
     return f"{row.gpus} x {row.gpu}" if row.gpus > 1 else row.gpu
 
 
@@ -75,7 +83,7 @@ def _price_each(row: SweepRow) -> str:
 
 
 def _at_once(place: int) -> Callable[[SweepRow], str]:
-    """Of the requests whose lengths stand at ``place``."""
+    """Return the function that formats the requests with the length at index `place`."""
     return lambda row: _of(row.requests[place], row.requests_held[place])
 
 
@@ -84,7 +92,7 @@ def _sequences(row: SweepRow) -> str:
 
 
 def _of(running: float, held: float) -> str:
-    """What --max-num-seqs lets run, and where it is less, what the pool would hold."""
+    """Format the sequences that --max-num-seqs allows and, if larger, the number that the pool would hold."""
     return f"{_count(running)} of {_count(held)}" if held > running else _count(running)
 
 
@@ -93,7 +101,7 @@ def _count(figure: float) -> str:
 
 
 def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[str]:
-    """How long the sequences are that are counted: as many tokens as a model allows are not the same of all."""
+    """Return lines with the length of the counted sequences, which may differ between models."""
     own = {row.model: row.max_model_len for row in rows if row.max_model_len}
     if lengths:
         prompt, output = lengths[0]
@@ -106,11 +114,11 @@ def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -
 
 
 def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:
-    """Where the prices are from, and which GPUs have none."""
+    """Return lines with the source of the prices, and the GPUs without one."""
     sources: dict[str, list[str]] = {}
     for row in rows:
         if not row.total_bytes and row.refused:
-            continue  # no GPU of its own, or none that it runs on
+            continue  # the row has no GPU, or the model does not run on it
         cost = cost_of(row.gpu, row.gpus, prices)
         where = "no price" if cost is None else cost.source
         names = sources.setdefault(where, [])

@@ -1,7 +1,7 @@
-"""``tonnage plan --compare A B``: what an upgrade of the engine changes, term by term, and why.
+"""`tonnage plan --compare A B`: the effect of an engine upgrade, term by term, with its reasons.
 
-The plan is made under every version in between at which a rule changed, so that each difference has its release
-and its reason.
+The deployment is planned under every version between the two at which a rule changed. Each difference is
+thereby attributed to a release.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ _DEFAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A release at which the plan changes: what changed in the engine, and the terms before and after."""
+    """A release at which the plan changes.
+
+    Attributes:
+        version: the release.
+        reasons: the changes in the engine.
+        before: terms of the plan before the release.
+        after: terms of the plan from the release on.
+    """
 
     version: str
     reasons: tuple[str, ...]
@@ -42,12 +49,13 @@ class Step:
 
     @property
     def changed(self) -> tuple[str, ...]:
+        """Return the names of the terms that differ."""
         return tuple(name for name, value in self.after.items() if self.before.get(name) != value)
 
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """``steps``: the releases between that change the plan, in order."""
+    """The plans under two versions, and in order the releases between them that change the plan."""
 
     before: Plan
     after: Plan
@@ -55,8 +63,18 @@ class Upgrade:
 
 
 def compare_versions(source: ModelSource, deployment: Deployment, since: str, until: str) -> Upgrade:
-    """Plan ``source`` under both versions and those between. Raises DeploymentError for what is no release, and
-    what a plan raises."""
+    """Plan a deployment under two versions and the versions between them.
+
+    Args:
+        source: the model.
+        deployment: the flags.
+        since: the version to upgrade from.
+        until: the version to upgrade to.
+
+    Raises:
+        DeploymentError: a text is no release, or the engine has no rules by version.
+        TonnageError: a plan under one of the two versions is not possible.
+    """
     engine = engine_of(deployment.engine)
     first, last = _release(since), _release(until)
     if not any(engine.newest):
@@ -73,14 +91,14 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # between the two it may be what neither of them is
+        except TonnageError:  # a version in between may reject what both ends accept
             continue
         if found != known:
             steps.append(Step(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # nothing that is a rule here: a version that is refused, or a model it has no class for
+    if found != known:  # no known rule: the version is rejected, or has no class for the model
         steps.append(Step(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
@@ -99,7 +117,7 @@ def _release(text: str) -> Version:
 
 
 def terms_of(plan: Plan) -> dict[str, Any]:
-    """What may differ between two versions."""
+    """Return the terms of a plan that may differ between versions."""
     rank, cache, layout = plan.rank, plan.kv_cache, plan.kv_cache.layout
     found: dict[str, Any] = {
         "weights_bytes": rank.weights_bytes + rank.lora_bytes + rank.draft_bytes,
@@ -120,7 +138,7 @@ def terms_of(plan: Plan) -> dict[str, Any]:
 
 
 def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Namespace) -> int:
-    """Print the comparison. Returns the exit code: 0 where both fit, 1 where one does not."""
+    """Print the comparison and return the exit code: 0 if both plans fit, else 1."""
     since, until = args.compare
     if args.engine is None and not any(engine_of(deployment.engine).newest):
         deployment = replace(deployment, engine="vllm")  # as --sweep does
@@ -192,7 +210,7 @@ def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
 
 
 def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
-    """Of each term that either version has: name, both figures, difference."""
+    """Return name, both figures and difference of each term that is not zero in both versions."""
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     return [
         (_word(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
@@ -211,7 +229,7 @@ def _reasons(upgrade: Upgrade, since: str, until: str) -> list[str]:
 
 
 def _steps(upgrade: Upgrade) -> list[tuple[str, str]]:
-    """Of each release: why, and what changes."""
+    """Return (release with its reasons, changed terms) of each release."""
     lines = []
     for step in upgrade.steps:
         told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
@@ -239,7 +257,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _difference(before: Any, after: Any) -> str:
-    """In percent, or as a factor where it is more than twice or less than half."""
+    """Return the difference in percent, or as a factor if it is more than 2 or less than 0.5."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
     if not numbers or before == after or not before:
         return ""

@@ -166,7 +166,7 @@ def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
     """As in a container that runs under a user id of its own choice."""
     done = run(NO_HOME)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "this user has no home for the cache (set TONNAGE_CACHE to a folder)" in done.stderr
+    assert "this user has no home directory for the cache (set TONNAGE_CACHE to a folder)" in done.stderr
     assert "Traceback" not in done.stderr
     done = run(NO_HOME, TONNAGE_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr
