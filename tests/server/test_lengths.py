@@ -46,7 +46,7 @@ def test_the_mean_is_weighted_by_steps_and_the_shares_are_requests_of_the_trace(
 def test_in_text_and_beside_lengths_of_ones_own(capsys):
     assert main(["plan", *FLAGS, "--trace", str(TRACE), "--limit", "20", "--request", "100+20"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith(f"Requests with the lengths of {TRACE.name} (20): about ")]
+    assert any(line.startswith(f"Requests with the lengths of {TRACE.name} (20): about ") for line in lines)
     said = [line.partition(" tokens")[2][:20] for line in lines if line.startswith("Requests of")]
     assert len(said) == 5
     assert said[1].startswith(", half take no more")
