@@ -60,8 +60,9 @@ def test_the_python_page_has_every_name_that_is_offered() -> None:
 
 
 def test_examples_in_python_are_run() -> None:
-    """The second one by test_served.py."""
-    assert {page.name for page in PAGES if ">>> " in page.read_text()} == {"python.md", "openai.md"}
+    """openai.md by test_served.py, mechanism.md by test_mechanism.py."""
+    pages = {page.name for page in PAGES if ">>> " in page.read_text()}
+    assert pages == {"python.md", "openai.md", "mechanism.md"}
 
 
 def test_the_way_of_a_byte_has_today_s_figures() -> None:
