@@ -22,7 +22,7 @@ from tonnage.cache.scheduler import Scheduler, Sequence
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 PAGE = (documented.ROOT / "docs/mechanism.md").read_text()
-BLOCK_SIZE, NUM_BLOCKS, BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 40, 24, 8, 96
+BLOCK_SIZE, NUM_BLOCKS, BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 24, 24, 8, 96
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ class Known(Sequence):
 
 def prompt_of(draw: random.Random) -> list[int]:
     """Return a prompt that begins like some others: a system prompt, a document, own tokens."""
-    if draw.random() < 0.5:  # equal prompts at the same time: duplicate blocks are merged
+    if draw.random() < 0.85:  # equal prompts at the same time: duplicate blocks are merged
         return [draw.randrange(200, 202)] * 21
     system, document = draw.randrange(3), draw.randrange(4)
     tokens = [system] * draw.choice((0, 8, 16)) + [10 + document] * draw.choice((0, 4, 11))
@@ -70,7 +70,7 @@ def third_of(output_left: Int64Array) -> Int64Array:
     return np.maximum(1, output_left // 3).astype(np.int64)
 
 
-@pytest.mark.parametrize("seed", (3, 4))
+@pytest.mark.parametrize("seed", [0, 4])
 def test_mechanism_decides_as_the_block_manager_on_1000_random_steps(
     mechanism: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_mechanism_decides_as_the_block_manager_on_1000_random_steps(
         layout, NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=BUDGET, policy=Policy(AdmissionMode.GUARANTEED), eviction="lru",
     )  # fmt: skip
-    real: Scheduler[Known] = Scheduler(manager, budget=BUDGET, lookahead=0)
+    real: Scheduler[Known] = Scheduler(manager, budget=BUDGET, most_logits=BUDGET, lookahead=0)
     plain = mechanism.Scheduler(NUM_BLOCKS, BLOCK_SIZE, BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN)
     exact, exact_counts = mechanism.grant_exactly, []
     monkeypatch.setattr(mechanism, "grant_exactly", lambda *state: exact_counts.append(1) or exact(*state))
