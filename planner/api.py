@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Concatenate, ParamSpec
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
+from tonnage.planner.planning.advice import advise
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of, spelled
 from tonnage.planner.planning.size import Sizer
@@ -55,14 +57,10 @@ def plan(model: str, **fields: Any) -> Plan:
     return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)
 
 
-_last: list[Sizer] = []
-
-
+@lru_cache(1)  # the browser page plans the same source again with other flags
 def _sizer_of(source: ModelSource) -> Sizer:
-    """The last one again for the very same source, as in a browser, which keeps it."""
-    if not _last or _last[0].source is not source:
-        _last[:] = [Sizer(source)]
-    return _last[0]
+    """Return the cached computation of sizes for a source."""
+    return Sizer(source)
 
 
 def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given: bool = True) -> Plan:
@@ -95,6 +93,4 @@ def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given:
         found = replace(found, notes=(f"{why}planned for {elsewhere}", *found.notes))
     if found.fits:
         return found
-    from tonnage.planner.planning.advice import advise  # only where it is needed: a plan that fits takes 50 ms
-
     return replace(found, advice=advise(source, deployment, sizer))

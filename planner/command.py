@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tonnage.planner.api import plan_or_advise
 from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
+from tonnage.planner.output.json import plan_to_dict
+from tonnage.planner.output.terminal import for_this_cpu, print_plan
+from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.deployment import deployment_of
+from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
 from tonnage.planner.plans import Plan
+from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.sweep.choices import one_of, read_choices
 from tonnage.planner.units import parse_count
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -135,9 +144,6 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     Raises:
         DeploymentError: options contradict each other, or one needs an option that is missing.
     """
-    from tonnage.planner.planning.deployment import deployment_of  # not needed by --help
-    from tonnage.planner.sweep.choices import one_of, read_choices
-
     one_of(read_choices(args))
     deployment = deployment_of(given(args, Deployment))
     _check_outputs(args)
@@ -217,11 +223,6 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     Raises:
         TonnageError: the model or the options are not supported.
     """
-    # Imported here because --help does not need these modules.
-    from tonnage.planner.planning.deployment import deployment_of
-    from tonnage.planner.source.resolve import resolve_model
-    from tonnage.planner.sweep.choices import one_of, read_choices
-
     if args.trace is not None and trace is None:
         raise DeploymentError("traces are read by the command tonnage, not by the planner", field="--trace")
     _check_trace(args)
@@ -234,18 +235,15 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     deployment = deployment_of(given(args, Deployment))
     _check_outputs(args, choices.several)
     if args.compare is not None:
-        from tonnage.planner.sweep.versions import run_compare
+        from tonnage.planner.sweep.versions import run_compare  # a single plan does not need sweeps
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
-        from tonnage.planner.sweep.command import run_sweep
+        from tonnage.planner.sweep.command import run_sweep  # a single plan does not need sweeps
 
         target = args.target_concurrency
         wanted = None if target is None else parse_count(target, "--target-concurrency")
         return run_sweep(choices, deployment, wanted, args)
-    from tonnage.planner.api import plan_or_advise
-    from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
-
     asked = given(args, Deployment)
     lengths = [parse_request(text) for text in args.request or ()]
     plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
@@ -254,7 +252,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:
-        from tonnage.planner.markup import write_page
+        from tonnage.planner.markup import write_page  # only this output needs it
 
         write_page(args.html, "Memory plan", plan.html(), args.words, plan.facts())
     _print(plan, args)
@@ -262,11 +260,9 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 
 
 def _print(plan: Plan, args: argparse.Namespace) -> None:
-    from tonnage.planner.output.terminal import for_this_cpu
-
     settings = None
     if args.emit:
-        from tonnage.planner.output.emit import emit
+        from tonnage.planner.output.emit import emit  # only this output needs it
 
         settings = emit(plan, args.emit)  # may raise: before anything is printed
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
@@ -275,16 +271,10 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     if settings is not None:
         print(settings, end="")
     elif args.serve_line:
-        from tonnage.planner.planning.advice import serve_lines
-
         print("\n".join(serve_lines(plan)))
         for note in plan.notes:
             print(f"Note: {note}", file=sys.stderr)
     elif args.json:
-        import json
-
-        from tonnage.planner.output.json import plan_to_dict
-
         result = plan_to_dict(plan)
         if args.explain:
             result["terms"] = [
@@ -292,10 +282,8 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
             ]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
-        from tonnage.planner.output.tables import plan_table, print_table
+        from tonnage.planner.output.tables import plan_table, print_table  # only this output needs it
 
         print_table(plan_table(plan), sys.stdout, markdown=args.markdown)
     else:
-        from tonnage.planner.output.terminal import print_plan
-
         print_plan(plan, args.explain, sys.stdout)

@@ -10,17 +10,16 @@ a value against other flags and the model.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.dtypes import SPELLINGS
 from tonnage.planner.units import GiB, MiB, parse_count, parse_size
-
-if TYPE_CHECKING:
-    import argparse
 
 MAX_COUNT = 1 << 31
 MAX_BYTES = 1 << 60  # one EiB
@@ -150,8 +149,6 @@ class Flag:
                 raise DeploymentError(f"{text[:40]!r} is not true or false", field=field)
             value = text == "true"
         elif self.kind == "Path":
-            from pathlib import Path  # only the server has flags of this type
-
             value = Path(text)
         else:
             value = self.meant(text)
@@ -239,10 +236,8 @@ class Flag:
         """Add the option to a parser; the namespace holds `default` where the option is not given."""
         names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
-            from argparse import BooleanOptionalAction
-
             parser.add_argument(
-                *names, dest=self.name, action=BooleanOptionalAction, default=default, help=self.said
+                *names, dest=self.name, action=argparse.BooleanOptionalAction, default=default, help=self.said
             )
             return
         metavar = self.metavar or "|".join(self.choices) or _METAVARS.get(self.unit)

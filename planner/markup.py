@@ -6,8 +6,10 @@ affects nothing outside it. The colours are defined in planner/page/data/style.c
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
@@ -211,9 +213,7 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
         facts: names and values shown at the top; Tonnage's version and the date are added.
         style: more CSS.
     """
-    import shlex  # no notebook needs these
-    from datetime import UTC, datetime
-    from importlib.metadata import version
+    from importlib.metadata import version  # slow to import: 16 ms
 
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     told = "".join(

@@ -414,7 +414,7 @@ class Plan:
 
     def html(self) -> str:
         """Return an HTML section with verdict, figures, memory table with its bar, and capacity."""
-        from tonnage.planner.markup import memory_section  # for pages and notebooks alone
+        from tonnage.planner.markup import memory_section  # only HTML output needs it
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
         said = self.verdict_lines()
@@ -429,6 +429,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook, with a style that affects nothing outside it."""
-        from tonnage.planner.markup import fragment  # for pages and notebooks alone
+        from tonnage.planner.markup import fragment  # only HTML output needs it
 
         return fragment(self.html())

@@ -32,7 +32,7 @@ class Screen:
 
     def print(self, text: str = "", style: str = "") -> None:
         """Print one paragraph; its further lines are indented as its first line is."""
-        import textwrap  # loads `re`, which nothing else here needs
+        import textwrap  # JSON output does not need it
 
         plain = printable(text)
         indent = plain[: len(plain) - len(plain.lstrip())]

@@ -120,10 +120,10 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
             f"{name[:60]!r} is valid in a table of plans only; here --gpu names one GPU", field=field,
             hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
         )  # fmt: skip
-    import difflib
+    from difflib import get_close_matches  # only an error message needs it
 
     names = [gpu.name for gpu in catalogue()]
-    close = difflib.get_close_matches(name.lower(), names, 3, 0.5)
+    close = get_close_matches(name.lower(), names, 3, 0.5)
     raise DeploymentError(
         f"{name[:60]!r} is not in the catalogue",
         field=field,

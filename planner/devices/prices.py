@@ -13,6 +13,7 @@ from functools import cache
 from math import isfinite
 from pathlib import Path
 
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import ceil_div
 
@@ -91,8 +92,6 @@ def read_prices(texts: Iterable[str]) -> dict[str, float]:
     Raises:
         DeploymentError: a text is no price, or its GPU is unknown.
     """
-    from tonnage.planner.devices.catalogue import find_gpu
-
     found = {}
     for text in texts:
         name, _, figure = text.partition("=")

@@ -102,7 +102,7 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
         name: the model's name or address.
         answers: status, headers, body and error of each request wanted before; empty at the beginning.
     """
-    from tonnage.planner.page.hub import Answer, Reading  # loads an HTTP client
+    from tonnage.planner.page.hub import Answer, Reading  # loads an HTTP client, slow in a browser
 
     given = [Answer(status, tuple(headers), bytes(body), failed) for status, headers, body, failed in answers]
     try:

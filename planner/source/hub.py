@@ -45,7 +45,7 @@ def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
         raise ModelNotFound(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT
         )
-    from tonnage.planner.headers.remote import Remote
+    from tonnage.planner.headers.remote import Remote  # loads an HTTP client, slow to import
 
     return read(model, Remote(model))
 
@@ -61,7 +61,7 @@ def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict
     Raises:
         ModelNotFound: the model cannot be fetched.
     """
-    from tonnage.planner.headers.remote import fetch_checkpoint, fetch_config
+    from tonnage.planner.headers.remote import fetch_checkpoint, fetch_config  # loads an HTTP client
 
     try:
         config = fetch_config(remote)

@@ -18,9 +18,9 @@ _HINT = 'give a folder with config.json, a hub id "org/name" or "org/name@revisi
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model's config and the headers of its checkpoint.
+    """A model's config and the headers of its checkpoint; two sources are equal only if they are identical.
 
     Attributes:
         path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.
@@ -103,7 +103,7 @@ def _local(path: Path, model: str) -> ModelSource | None:
 
 
 def _hub(model: str) -> ModelSource:
-    from tonnage.planner.headers.names import hub_model
+    from tonnage.planner.headers.names import hub_model  # a local model does not need it
 
     if (named := hub_model(model)) is None:
         raise ModelNotFound(
@@ -177,7 +177,7 @@ def _file(path: Path, model: str) -> ModelSource:
             f"{model} is a file but not a .gguf or a config.json", field="model",
             hint="give the model's folder instead",
         )  # fmt: skip
-    from tonnage.planner.headers.gguf import read_gguf
+    from tonnage.planner.headers.gguf import read_gguf  # only this format needs them
     from tonnage.planner.headers.gguf_config import config_from_gguf
 
     header = read_gguf(path)

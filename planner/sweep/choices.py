@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import Gpu, find_gpu
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flags_of
+from tonnage.planner.quantization.read import quantized_to
 
 if TYPE_CHECKING:
-    from tonnage.planner.devices.catalogue import Gpu
     from tonnage.planner.sweep.grid import Grid
 
 UNQUANTIZED = "none"
@@ -99,9 +100,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
         every: GPUs to use if none was given.
         whole: the grid of --sweep, in which every flag that was not given varies; or None.
     """
-    from tonnage.planner.devices.catalogue import find_gpu  # slow to import and unused by a single plan
-    from tonnage.planner.quantization.read import quantized_to
-    from tonnage.planner.sweep.grid import Grid
+    from tonnage.planner.sweep.grid import Grid  # 5 ms, unused by a single plan
 
     ranks = deployment.tensor_parallel_size
     formats = tuple("as is" if name == UNQUANTIZED else name for name in choices.quantizations)

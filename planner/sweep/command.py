@@ -10,18 +10,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.devices.prices import read_prices
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import on_device
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import flags_of
 from tonnage.planner.output.tables import Table, print_table
+from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.calibration import read_calibration
 from tonnage.planner.planning.deployment import version_of
 from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, default_grid, sweep
 from tonnage.planner.sweep.order import cheapest, check_sort, ordered
+from tonnage.planner.sweep.page import write_sweep_page
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import length_lines, price_lines, print_rows
 from tonnage.planner.units import parse_count
@@ -70,8 +75,6 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     rows = ordered(rows, by) if wanted is None else cheapest(rows, wanted)
     rows = rows[:top]
     if args.html:
-        from tonnage.planner.sweep.page import write_sweep_page
-
         engine = engine_of(deployment.engine)
         flags = replace(deployment, engine_version=version_of(engine, deployment)[1])
         names, lines = ", ".join(choices.models), price_lines(rows, prices)
@@ -112,8 +115,6 @@ def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engin
     if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
         deployment = replace(deployment, engine="vllm")
     if deployment.calibration is not None:
-        from tonnage.planner.planning.calibration import read_calibration  # rarely used
-
         read_calibration(deployment.calibration)  # raises once, not in each row
     if wanted is not None and deployment.max_num_seqs is None:
         deployment = replace(deployment, max_num_seqs=wanted)
@@ -122,8 +123,6 @@ def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engin
 
 def _grids(choices: Choices, deployment: Deployment, wanted: int | None, every: bool) -> list[Grid]:
     """Return the grids to sweep; --sweep and --target-concurrency vary every flag that was not given."""
-    from tonnage.planner.devices.catalogue import catalogue, find_gpu
-
     if wanted is None and not every:
         return grids(choices, deployment, [find_gpu("cpu")], None)
     gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name).runs]
@@ -213,9 +212,6 @@ def _print_offers(
 
 
 def _command(source: ModelSource, deployment: Deployment, row: SweepRow) -> list[str]:
-    from tonnage.planner.planning.advice import serve_lines
-    from tonnage.planner.planning.build import plan_source
-
     scheme = None if row.quantization == "as is" else row.quantization
     flags = replace(
         deployment, gpu=row.gpu, quantization=scheme, kv_cache_dtype=row.kv_cache_dtype,

@@ -22,6 +22,7 @@ from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
+from tonnage.planner.sweep.page import write_upgrade_page
 from tonnage.planner.units import gib
 
 # Flags whose default depends on the version
@@ -145,8 +146,6 @@ def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Name
     upgrade = compare_versions(source, deployment, since, until)
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     if args.html:
-        from tonnage.planner.sweep.page import write_upgrade_page
-
         plan = upgrade.after
         facts = (("model", plan.model.id), ("engine", f"{plan.deployment.engine} {since} and {until}"),
                  ("device", plan.device_name()))  # fmt: skip

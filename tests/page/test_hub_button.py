@@ -234,7 +234,7 @@ def test_page_and_command_read_the_same(stranger: Sight, hub: Hub, told: Any) ->
     assert stranger.planned("in/shards@v2")
     before = len(hub.asked)
     stranger.page.goto(stranger.url + "?model=in/fp8")  # a link asks for nothing unless one says so
-    stranger.refused("its files can be read on the hub")
+    stranger.refused("to read it from the hub")
     assert stranger.page.is_visible("#hub")
     assert len(hub.asked) == before
 

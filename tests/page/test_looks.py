@@ -75,21 +75,21 @@ def test_the_keyboard_alone(sight: Sight) -> None:
         raise AssertionError(f"{name} is not reached: {page.evaluate(focused)}")
 
     press("Tab")
-    assert page.evaluate("() => document.activeElement.textContent") == "To the answer"
+    assert page.evaluate("() => document.activeElement.textContent") == "Skip to the answer"
     press("Enter")
     assert page.evaluate("() => document.activeElement.id") == "answer"
     assert page.evaluate("() => window.tonnage.settled()")  # nothing was asked again,
     assert page.evaluate("() => location.hash") == ""  # the address is the plan's still
     tab_to("weights")
     press("Enter")
-    assert page.evaluate("() => document.activeElement.textContent") == "Weights: how it comes about"
+    assert page.evaluate("() => document.activeElement.textContent") == "Weights: terms and formulas"
     tab_to("keep")
     page.locator("#flag-gpu").focus()
     press("ArrowDown")
     sight.settle()
     assert page.evaluate(focused) == "flag-gpu"  # drawing does not take it away
     assert sight.plan()["deployment"]["gpu"] != "h100-80g"
-    assert page.inner_text("#terms h2") == "Weights: how it comes about"  # and what was opened stays so
+    assert page.inner_text("#terms h2") == "Weights: terms and formulas"  # the opened component stays open
     page.locator("#gpus").get_by_role("button", name="a100-80g", exact=True).focus()
     press("Enter")
     sight.settle()

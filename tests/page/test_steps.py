@@ -92,7 +92,7 @@ def test_a_config_as_python_writes_it(sight: Sight, tmp_path: Path) -> None:
         ("?model=Qwen/Qwen3-8B&gpu=h100-80g&tensor_parallel=3", "did you mean --tensor-parallel-size?"),
         ("?model=Qwen/Qwen3-8B&gpu=nonesuch", "'nonesuch' is not in the catalogue"),
         ("?model=Qwen/Qwen3-8B&gpu=h100-80g" + VLLM.replace("0.33.0", "latest"), "'latest' is not a version"),
-        ("?model=--help", "That is no single plan"),
+        ("?model=--help", "The page shows single plans only"),
         ("?model=Qwen/Qwen3-8B&gpu=h100-80g&csv=true" + VLLM, ""),
     ],
 )

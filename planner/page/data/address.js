@@ -1,20 +1,20 @@
-// The state is the address: flags in its query, configs of one's own behind #, which no server is sent.
+// The page's state is its address: flags in the query, the user's own configs after #, which no server receives.
 export const FIRST = {
   plan: { model: "Qwen/Qwen3-8B", gpu: "h100-80g", engine: "vllm" },
   train: { model: "Qwen/Qwen3-8B", gpu: "h100-80g", method: "lora" },
 };
-export const KEPT = 3; // plans beside the one that is changed
-const LONGEST = 8000; // characters of a config in an address; browsers and chats cut longer ones
+export const KEPT = 3; // plans shown beside the current one
+const LONGEST = 8000; // characters of a config in an address; browsers and chats cut longer addresses
 
-// command: plan or train; flags: of the one that is changed, without those left out; kept: of the others
+// command: plan or train; flags: the current plan's flags; kept: the flags of plans shown beside it
 export const view = { command: "plan", flags: {}, kept: [] };
-const configs = new Map(); // name of a model of one's own -> its config.json, packed
+const configs = new Map(); // name of the user's own model -> its compressed config.json
 
 const commandOf = (flags) => (flags.do === "train" ? "train" : "plan");
-// those kept of the command that is shown
+// the kept plans of the current command
 export const keptHere = () => view.kept.filter((flags) => commandOf(flags) === view.command);
 
-// a link may say whatever it likes, but is no place for a token, nor for the name of a file to write
+// A link may contain any flag except a token and the name of a file to write.
 function read(query) {
   for (const name of ["hf-token", "html"]) query.delete(name);
   return Object.fromEntries(query);
@@ -33,7 +33,7 @@ export async function readAddress() {
     try {
       found.push([name, await unpacked(packed)]);
       configs.set(name, packed);
-    } catch { /* cut off: the plan says that the model is not here */ }
+    } catch { /* a truncated address: the plan then reports that the model is missing */ }
   }
   return found;
 }
@@ -53,14 +53,14 @@ export function argv({ model, do: _, ...flags } = view.flags) {
   return [model ?? "", ...Object.entries(given(flags)).flatMap(([name, value]) => (value === "true" ? [`--${name}`] : [`--${name}`, value]))];
 }
 
-// as a shell takes it
+// the command line, quoted for a shell
 export const quoted = (argv) => argv.map((word) =>
   (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`)).join(" ");
 
 // -- configs in the address --
 
 export async function keepConfig(name, text) {
-  const packed = await pack(text); // as it is: JavaScript would write 1e6 for 1000000.0
+  const packed = await pack(text); // unchanged text: JavaScript would write 1000000.0 as 1e6
   if (packed.length <= LONGEST) configs.set(name, packed);
 }
 

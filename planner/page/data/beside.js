@@ -1,13 +1,13 @@
-// What takes longer than an answer may: the lines to serve with, plans kept beside, the other GPUs with prices.
+// The slower parts of the page: serving commands, kept plans side by side, and other GPUs with prices.
 import { argv, given, KEPT, keptHere, quoted, view } from "./address.js";
 import { byId, grouped, line, make, size, table, term, valued, words } from "./dom.js";
 import { json, tell } from "./python.js";
 
-// places that the steps below fill
+// empty elements that the functions below fill
 export const places = () => ["line", "beside", "gpus"].map((id) => make("div", { id }));
 
 const shown = () => JSON.parse(window.tonnage.out);
-const own = () => make("p", { textContent: "own/... stands for the folder or file of your model." });
+const own = () => make("p", { textContent: "Replace own/... by the folder or file of your model." });
 
 export async function lines(current) {
   const found = view.command === "plan" && shown().fits ? await tell("ask", { command: "plan", argv: [...argv(), "--serve-line"] }) : null;
@@ -21,7 +21,7 @@ export async function lines(current) {
   );
 }
 
-// what differs between plans, and no more
+// only the flags that differ between plans
 function differences(all, one) {
   const names = new Set(all.flatMap((flags) => Object.keys(given(flags))));
   names.delete("do");
@@ -73,7 +73,7 @@ export async function beside(current) {
 
 const why = (plan) => (plan.refused ? "refused" : plan.unsupported?.length ? "does not run" : "too small");
 
-// those it fits first, the cheapest of them first
+// GPUs on which it fits come first, ordered by price
 export async function otherGpus(current, all) {
   const { gpu: mine, ...others } = view.flags, plan = shown(), training = view.command === "train";
   const count = training ? plan.setup.gpus * plan.setup.nodes : plan.ranks.length;

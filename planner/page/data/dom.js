@@ -1,4 +1,4 @@
-// Elements, numbers as people read them, tables that sort, commands to copy.
+// Helpers for elements, number formats, sortable tables and commands to copy.
 export const byId = (id) => document.getElementById(id);
 
 export function make(tag, properties = {}, ...children) {
@@ -22,13 +22,13 @@ export function size(bytes) {
 export const between = (range, words) => (range && range[0] !== range[1]
   ? make("small", { textContent: `${words(range[0])} to ${words(range[1])}` }) : "");
 
-// the figures to see first: name, value, interval, how it is written
+// the most important figures: [name, value, interval, format function]
 export function figures(shown) {
   return make("dl", { className: "figures" }, ...shown.map(([name, value, range, words]) =>
     make("div", {}, make("dt", { textContent: name }), make("dd", {}, words(value), between(range, words)))));
 }
 
-// a name of dots and underscores breaks behind them
+// Allow line breaks after dots and underscores of a name.
 export const breaking = (text) => text.split(/(?<=[._])/).flatMap((piece) => [piece, make("wbr")]);
 export const words = (...children) => make("td", { className: "words" }, ...children);
 export const valued = (content, value) => { const cell = make("td", {}, content); cell.dataset.value = value; return cell; };
@@ -62,7 +62,7 @@ function sort(cell, at) {
   body.replaceChildren(...rows);
 }
 
-// parts: [class, name, bytes, onclick] in `whole` bytes; where more is needed, a mark says where the device ends
+// parts: [class, name, bytes, onclick] of `whole` bytes; if they exceed it, a mark shows where the device ends
 export function bar(parts, whole, name) {
   const needed = parts.reduce((sum, [, , bytes]) => sum + bytes, 0), total = Math.max(whole, needed);
   const made = make("div", { className: "bar", role: "group", ariaLabel: name }, ...parts.map(([kind, title, bytes, onclick]) => {
@@ -78,7 +78,7 @@ export function bar(parts, whole, name) {
   return make("div", { className: "over" }, made, end);
 }
 
-// one command line, with a button that copies it
+// a command line with a copy button
 export function line(text, name, id = "") {
   const code = make("code", { textContent: text });
   const button = make("button", { type: "button", className: "noprint", textContent: "Copy", ariaLabel: `Copy ${name}`,
@@ -89,7 +89,7 @@ export function line(text, name, id = "") {
   return make("div", { className: "command", id }, make("pre", {}, code), button);
 }
 
-// over plain HTTP, but for this machine's own address, a browser lets no script write to the clipboard
+// Over plain HTTP, except from localhost, browsers do not let scripts write to the clipboard.
 async function copied(text, node) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// The controls: lists, sliders and fields, each of one flag.
+// The controls of the form: lists, sliders and text fields, one per flag.
 import { FIRST, view } from "./address.js";
 import { byId, grouped, make } from "./dom.js";
 
@@ -7,7 +7,7 @@ const SEQUENCES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
 const RANKS = [1, 2, 4, 8, 16];
 const ANOTHER = "any other release ...";
 
-// flag, label, kind, values; the first of a list, "", leaves the flag out
+// [flag, label, kind, values]; the value "" omits the flag
 function planControls(all) {
   return [
     ["Device", [
@@ -54,7 +54,7 @@ function trainControls(all) {
 
 let all, changed;
 
-// all: what the lists offer; changed: called when a flag has another value
+// choices: entries of the lists; whenChanged: called when a flag changes
 export function startForm(choices, whenChanged) {
   [all, changed] = [choices, whenChanged];
   const owners = Map.groupBy ? Map.groupBy(all.models, (name) => name.split("/")[0]) : new Map([["models", all.models]]);
@@ -63,7 +63,8 @@ export function startForm(choices, whenChanged) {
     make("optgroup", { label }, ...names.map((value) => make("option", { value, textContent: value.split("/").at(-1) })))));
 }
 
-// rules are a version's: the command says which, or it would answer for the one installed where it is run
+// Select the newest version of an engine. The command line then names it; without a version, the command would
+// plan for the version installed where it runs.
 export function newest(engine) {
   if (!all.kv_cache_dtype[engine]?.includes(view.flags["kv-cache-dtype"])) delete view.flags["kv-cache-dtype"];
   view.flags.engine = engine;
@@ -106,11 +107,11 @@ function list(name, id, values) {
   const field = make("select", { id, onchange: () => {
     if (name === "engine") newest(field.value);
     set(name, field.value, true);
-    byId(id).focus(); // the form may have been drawn anew
+    byId(id).focus(); // the form may have been redrawn
   } });
   field.append(...values.map((value) => make("option", { value, textContent: value || "default" })));
   const now = view.flags[name] ?? (values.includes("") ? "" : values[0]);
-  if (!values.includes(now)) { // a link may leave a GPU out, or have what the list has not
+  if (!values.includes(now)) { // a link may omit the GPU, or contain a value outside the list
     field.append(make("option", { value: now, textContent: now || "this machine's CPU" }));
   }
   field.value = now;
@@ -148,7 +149,7 @@ function text(name, id, placeholder) {
   return [field];
 }
 
-// a list of the releases that differ, and a field for any other
+// a list of the releases that changed a plan, and a text field for any other release
 function version(name, id, values, shown, label) {
   if (!values.length) return [make("input", { id, disabled: true, value: "none is needed" })];
   const now = view.flags[name] ?? "";
@@ -162,7 +163,7 @@ function version(name, id, values, shown, label) {
   field.append(...[...values, ANOTHER].map((value) => make("option", { value, textContent: value })));
   field.value = values.includes(now) ? now : ANOTHER;
   const help = make("small", { id: `${id}-help`, className: "soft",
-    textContent: "Listed are releases that changed a plan. One between them plans as the last before it." });
+    textContent: "The list has the releases that changed a plan. A release in between plans like the listed one before it." });
   for (const one of [field, other]) one.setAttribute("aria-describedby", help.id);
   return [field, other, help];
 }

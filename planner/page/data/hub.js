@@ -1,14 +1,14 @@
-// A model of the hub: config.json, index and the beginnings of its safetensors files, as tonnage plan reads them.
-// What is fetched, and what it means, the planner says (page/hub.py).
+// Fetches a model of the hub: config.json, index and the first bytes of its safetensors files. The planner decides
+// what to fetch and interprets it (page/hub.py).
 import { Refused } from "./files.js";
 import { tell } from "./python.js";
 
 const AT_ONCE = 8;
-const notes = new Map(); // model -> in what its plan is another than the command's
+const notes = new Map(); // model -> how its plan differs from the command's
 
 export const noteOf = (model) => notes.get(model);
 
-// said: called with words for what takes a while
+// said: called with progress messages
 export async function ofHub(name, said) {
   for (let answers = []; ;) {
     const { model, note, wanted, refused } = await tell("hub", { name, answers });
@@ -27,7 +27,7 @@ export async function ofHub(name, said) {
   }
 }
 
-// one is asked after another, AT_ONCE of them beside each other; the answers in the order of what was asked
+// Make the requests, AT_ONCE of them in parallel; return the responses in the order of the requests.
 async function each(all, ask) {
   const found = new Array(all.length), left = all.entries();
   await Promise.all(Array.from({ length: AT_ONCE }, async () => {
@@ -36,11 +36,11 @@ async function each(all, ask) {
   return found;
 }
 
-// [status, headers, body, why there is none]; no cookie, token or address of this page goes with it
+// [status, headers, body, error]; the request carries no cookie, token or address of this page
 async function fetched([address, range, most]) {
   try {
     const response = await fetch(address, { credentials: "omit", referrerPolicy: "no-referrer", headers: range ? { Range: range } : {} });
-    const whole = range && response.status === 200; // of many gigabytes
+    const whole = range && response.status === 200; // the server sends the whole file, possibly many gigabytes
     return [response.status, [...response.headers], await begins(response, whole ? 0 : most), ""];
   } catch (error) {
     return [0, [], new Uint8Array(), String(error.message ?? error)];

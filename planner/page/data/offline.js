@@ -1,7 +1,7 @@
-// A page that was read once opens without a network. The network comes first: what is kept answers only where there
-// is none, so that no old planner answers beside a new one.
+// Service worker that lets a visited page open offline. It prefers the network and uses stored files only without
+// it, so that files of different versions are never mixed.
 const KEPT = "tonnage";
-const FILES = []; // the build names them
+const FILES = []; // filled in by page/build.py
 
 const here = (name) => new URL(name, self.registration.scope).href;
 
@@ -9,7 +9,7 @@ oninstall = (event) => event.waitUntil(caches.open(KEPT).then((kept) => kept.add
 
 onfetch = (event) => {
   const address = new URL(event.request.url);
-  address.search = ""; // a link is a plan, of the same page
+  address.search = ""; // the query holds a plan; the page is the same
   if (event.request.method === "GET" && FILES.some((name) => here(name) === address.href)) {
     event.respondWith(answer(event.request, address.href));
   }

@@ -1,4 +1,4 @@
-// The page: what is chosen is asked of the planner, and what it answers is drawn. Every figure is the commands'.
+// The page: sends the chosen flags to the planner and shows its answer. All figures come from the commands.
 import { address, argv, inAddress, quoted, readAddress, view } from "./address.js";
 import { beside, lines, otherGpus, places } from "./beside.js";
 import { byId, make } from "./dom.js";
@@ -11,11 +11,11 @@ import { drawTraining, inShort as trainingInShort } from "./train.js";
 
 let all, turn = 0, settled = 0, running = false;
 
-// -- asking --
+// -- requests to the planner --
 
 const extra = ["--explain", "--json"];
 
-// step: a choice that "back" takes back, which a slider's every value is not
+// step: whether the browser's back button undoes this change; a slider's single values are not undone
 function changed(step = false) {
   const now = address(), old = location.search + location.hash;
   if (now !== old) step ? history.pushState(null, "", now) : history.replaceState(null, "", now);
@@ -26,7 +26,7 @@ function changed(step = false) {
 async function answer() {
   running = true;
   try {
-    for (let mine = -1; mine !== turn; ) { // what changed meanwhile is asked once, as it is now
+    for (let mine = -1; mine !== turn; ) { // changes made meanwhile are sent once, in their latest state
       mine = turn;
       const start = performance.now();
       const found = await tell("ask", { command: view.command, argv: [...argv(), ...extra] });
@@ -43,7 +43,7 @@ async function answer() {
   later(turn);
 }
 
-// what takes longer than an answer may, until something else is asked
+// Show the slower parts of the page; stop when the flags change.
 async function later(mine) {
   const current = () => mine === turn;
   for (const step of byId("line") ? [lines, beside, otherGpus] : []) {
@@ -66,7 +66,7 @@ function say(words, kind = "") {
   atGlance(words, kind, byId("status"));
 }
 
-// what is said, or the verdict, in a line at the lower edge while place, which says it, is out of sight
+// Show the message or verdict in a line at the lower edge while its place is scrolled out of view.
 const seen = new IntersectionObserver(([entry]) => { byId("glance").hidden = entry.isIntersecting; });
 
 function atGlance(words, kind, place) {
@@ -79,7 +79,7 @@ function atGlance(words, kind, place) {
 
 const fail = (words) => say(words, "no");
 
-// null: the help, a table, a comparison
+// The plan in the output of a command, or null for help, a table or a comparison.
 function planOf(out) {
   try {
     const found = JSON.parse(out);
@@ -100,13 +100,13 @@ function draw({ out, err }) {
   const plan = planOf(out), training = view.command === "train";
   if (!plan) {
     byId("result").replaceChildren();
-    return fail(`That is no single plan, which a page shows; on a command line: tonnage ${view.command} ${quoted(argv())}`);
+    return fail(`The page shows single plans only. Run this on a command line: tonnage ${view.command} ${quoted(argv())}`);
   }
   const within = byId("result").contains(document.activeElement);
-  const kept = [noteOf(view.flags.model), !inAddress(view.flags.model ?? "") && "The address has all of this plan but the files, which stay in this browser."]
+  const kept = [noteOf(view.flags.model), !inAddress(view.flags.model ?? "") && "The address contains this plan without its files, which stay in this browser."]
     .filter(Boolean).map((textContent) => make("p", { className: "soft noprint", textContent }));
   byId("result").replaceChildren(...(training ? drawTraining(plan) : drawPlan(plan)), ...kept, ...places());
-  if (within) byId("answer").focus({ preventScroll: true }); // what was pressed may be gone
+  if (within) byId("answer").focus({ preventScroll: true }); // the pressed button may no longer exist
   if (!underway && !objection) {
     atGlance((training ? trainingInShort : planInShort)(plan), plan.fits ? "yes" : "no", byId("result").querySelector(".verdict"));
   }
@@ -115,24 +115,24 @@ function draw({ out, err }) {
 
 // -- the model --
 
-// files of the hub are read when the button is pressed, and not before
+// Files of the hub are fetched only after the button is pressed.
 const fetched = new Set();
 const ofTheHub = (name) => name.includes("/") && !name.startsWith("own/") && !fetched.has(name);
 
 const elsewhere = (name) => (name.startsWith("own/")
-  ? "This link's model is a file of whoever made it: drop it here, or choose another model."
-  : `${name} is not in the list: its files can be read on the hub (the button below its name), or its config pasted.`);
+  ? "This link's model is a local file of the link's author. Drop the file here, or choose another model."
+  : `${name} is not in the list. Press the button below its name to read it from the hub, or paste its config.`);
 
-let choice = 0, underway = "", objection = ""; // what is said of the last choice, whatever is drawn meanwhile
+let choice = 0, underway = "", objection = ""; // messages about the latest chosen model, kept across redraws
 
-// finding: a name, or what will be one; words: what takes a while
+// finding: a model's name or a promise of it; words: a message to show until it resolves
 async function choose(finding, words = "") {
   const mine = ++choice;
   [underway, objection] = [words, ""];
   if (words) say(words);
   try {
     const found = await finding;
-    if (mine !== choice) return; // another was chosen meanwhile
+    if (mine !== choice) return; // another model was chosen meanwhile
     view.flags.model = found;
   } catch (error) {
     if (mine !== choice) return;
@@ -162,7 +162,7 @@ function listen() {
   const files = (list) => list.length && choose(ofFiles(list, view.flags.model ?? ""));
   byId("file").onchange = () => {
     files([...byId("file").files]);
-    byId("file").value = ""; // or the same files, mended, would be no change
+    byId("file").value = ""; // otherwise selecting the same files again fires no event
   };
   document.ondragover = (event) => { event.preventDefault(); document.body.classList.add("drop"); };
   document.ondragleave = () => document.body.classList.remove("drop");
@@ -172,9 +172,9 @@ function listen() {
     files(event.dataTransfer.files);
   };
   for (const name of ["plan", "train"]) byId(`tab-${name}`).onclick = () => { otherCommand(name); changed(true); };
-  document.addEventListener("flags", () => { drawForm(); changed(true); }); // a button of the answer
+  document.addEventListener("flags", () => { drawForm(); changed(true); }); // sent by buttons in the answer
   for (const link of document.querySelectorAll("a[href='#answer']")) {
-    link.onclick = (event) => { // the hash is a plan's
+    link.onclick = (event) => { // the hash holds configs and must not change
       event.preventDefault();
       byId("answer").scrollIntoView();
       byId("answer").focus();
@@ -183,9 +183,9 @@ function listen() {
   window.onpopstate = window.onhashchange = () => location.search + location.hash !== address() && open();
 }
 
-// the plan of the address
+// Show the plan in the address.
 async function open() {
-  choice += 1; // what was underway is of another plan
+  choice += 1; // a fetch in progress belongs to another plan
   underway = objection = "";
   for (const [name, config] of await readAddress()) await ofLink(name, config);
   const { command, flags } = view;
@@ -203,6 +203,6 @@ tell("start").then(async (found) => {
   listen();
   window.tonnage.loaded = performance.now();
   await open();
-  const { keeper } = document.documentElement.dataset; // absent where a command or a server is the host
-  if (keeper) await navigator.serviceWorker?.register(keeper).catch(console.info); // it may be forbidden
+  const { keeper } = document.documentElement.dataset; // absent if a Tonnage command or server serves the page
+  if (keeper) await navigator.serviceWorker?.register(keeper).catch(console.info); // browsers may forbid it
 }).catch((error) => fail(`Python did not start: ${error.message}`));

@@ -1,8 +1,8 @@
-// A plan as the page shows it.
+// The view of a plan.
 import { view } from "./address.js";
 import { bar, between, breaking, figures, grouped, make, size, table, term, words } from "./dom.js";
 
-// component of a rank, its name, and what its terms begin with
+// [component of a rank, title, prefix of its terms]
 const COMPONENTS = [
   ["weights", "Weights", "weights"], ["kv_pool", "KV cache pool", "kv_cache"], ["activation", "Activation peak", "activation"],
   ["cuda_graph", "CUDA graphs", "cuda_graph"], ["framework", "Engine and drivers", "framework"],
@@ -14,7 +14,7 @@ export const verdict = (fits) =>
 
 export const notes = (texts, kind = "") => texts.map((textContent) => make("p", { className: kind, textContent }));
 
-// in a sentence: what is seen while the answer itself is not
+// The verdict in one line, shown while the answer is out of view.
 export const inShort = (plan) => (plan.fits
   ? `Fits: ${grouped(plan.kv_cache.tokens)} tokens, ${plan.kv_cache.max_concurrency.toFixed(2)} sequences`
   : "Does not fit");
@@ -37,7 +37,7 @@ export function drawPlan(plan) {
       + `${plan.model.attention}; ${deployment.engine} ${deployment.engine_version ?? ""} on `
       + `${count}${deployment.gpu ?? "this machine's CPU"}` }),
     ...notes(plan.reasons, "no"),
-    ...(plan.advice.length ? [make("p", { textContent: "What would make it fit, one change at a time:" }),
+    ...(plan.advice.length ? [make("p", { textContent: "Each of these changes makes it fit:" }),
       make("ul", {}, ...plan.advice.map(advised))] : []),
     ...(cache?.tokens === undefined ? [] : [first(plan)]),
     make("h2", { textContent: plan.ranks.length > 1 ? "Memory of each GPU" : "Memory" }),
@@ -63,7 +63,7 @@ function first(plan) {
   ]);
 }
 
-// "--flag value: what it gives", as a button where it is one flag of the form
+// An advice "--flag value: effect", with a button if it changes one flag of the form.
 function advised(text) {
   const found = /^--([\w-]+) (\S+): (.*)$/.exec(text);
   if (!found) return make("li", { textContent: text });
@@ -74,9 +74,9 @@ function advised(text) {
   }), `: ${gives}`);
 }
 
-let opened = ""; // the component whose terms are shown: they stay, and follow what is changed
+let opened = ""; // the component whose terms are shown, also after a change
 
-// what a component's button does: its terms are drawn, and read from their beginning
+// The click handler of a component: shows its terms and moves the focus to them.
 export function opener(place, title, found) {
   if (title === opened) drawTerms(place, title, found);
   return () => {
@@ -87,8 +87,8 @@ export function opener(place, title, found) {
 }
 
 function drawTerms(place, title, found) {
-  place.replaceChildren(make("h2", { textContent: `${title}: how it comes about`, tabIndex: -1 }),
+  place.replaceChildren(make("h2", { textContent: `${title}: terms and formulas`, tabIndex: -1 }),
     found.length ? table(["term", "value", "formula", "source"], found.map((one) =>
       [words(...breaking(one.name)), grouped(one.value), words(one.formula), words(one.source)]), "Terms")
-      : make("p", { textContent: "What is left of the memory after the other components." }));
+      : make("p", { textContent: "The memory that remains after the other components." }));
 }

@@ -1,4 +1,4 @@
-// The planner, in worker.js: what is asked of it and what it answers.
+// Messages to and from the planner, which runs in worker.js.
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
 const waiting = new Map();
 let asked = 0;
@@ -13,7 +13,7 @@ export const onFailure = (fail) => {
   worker.onerror = (event) => fail(`Python did not start: ${event.message ?? "a file is missing"}`);
 };
 
-// kind: one of worker.js's KINDS
+// kind: a key of KINDS in worker.js
 export function tell(kind, rest = {}) {
   return new Promise((resolve, reject) => {
     waiting.set(++asked, { resolve, reject });
@@ -21,7 +21,7 @@ export function tell(kind, rest = {}) {
   });
 }
 
-// the JSON of a command, or its refusal in words
+// the JSON output of a command, or its error message
 export async function json(command, argv) {
   const found = await tell("ask", { command, argv: [...argv, "--json"] });
   return found.out ? JSON.parse(found.out) : { refused: found.err.replace(/^[^:]*: /, "").trim() };

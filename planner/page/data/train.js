@@ -1,4 +1,4 @@
-// A training plan as the page shows it.
+// The view of a training plan.
 import { bar, between, figures, grouped, make, size, table, term, words } from "./dom.js";
 import { notes, opener, verdict } from "./plan.js";
 

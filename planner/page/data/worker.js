@@ -1,4 +1,4 @@
-// The planner, in a thread of its own so that a slider never waits for it.
+// The planner in a thread of its own, so that the page stays responsive.
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 const HOME = "/models";
@@ -22,7 +22,7 @@ async function start() {
   python.unpackArchive(models, "zip", { extractDir: HOME });
   python.FS.chdir(HOME);
   browser = python.runPython(
-    "import os, sys; sys.path.insert(0, '/lib/planner'); os.environ['HF_HUB_OFFLINE'] = '1'\n" // page.js asks the hub
+    "import os, sys; sys.path.insert(0, '/lib/planner'); os.environ['HF_HUB_OFFLINE'] = '1'\n" // page.js fetches from the hub
     + "from tonnage.planner.page import browser; browser",
   );
   return JSON.parse(browser.choices());
@@ -42,15 +42,15 @@ const KINDS = {
     answer.destroy();
     return { code, out, err };
   },
-  // what to fetch next of a model of the hub, after the answers to what was wanted before
+  // the next requests for a model of the hub, given the responses to the previous ones
   hub: ({ name, answers }) => {
     const given = python.toPy(answers), found = JSON.parse(browser.hub(name, given));
     given.destroy();
     return found;
   },
   costs: ({ gpus }) => JSON.parse(browser.costs(gpus)),
-  // a file of a model; its folder is made, and emptied where it is the first of another model. Of a file of `size`
-  // bytes `content` may be the beginning: whether that is enough
+  // Write a file of a model, and clear the folder before the first file. `content` may be the first bytes of a file
+  // of `size` bytes; return whether these are enough.
   put: ({ path, content, first, size }) => {
     const full = `${HOME}/${path}`;
     const folder = full.slice(0, full.lastIndexOf("/"));
@@ -62,7 +62,7 @@ const KINDS = {
     python.FS.writeFile(full, content);
     return size > content.length ? browser.begins(full, size) : true;
   },
-  // the text of a file of a model; null: it is not here
+  // the text of a model's file, or null if it does not exist
   read: ({ path }) => {
     const full = `${HOME}/${path}`;
     return python.FS.analyzePath(full).exists ? python.FS.readFile(full, { encoding: "utf8" }) : null;
