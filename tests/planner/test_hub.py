@@ -386,7 +386,7 @@ def test_what_modelscope_has_downloaded(modelscope, monkeypatch, tmp_path, tiny_
 
 def test_where_the_switch_to_modelscope_is_missing(monkeypatch):
     address = "https://www.modelscope.cn/models/org/name/files"
-    with pytest.raises(ModelNotFound, match="VLLM_USE_MODELSCOPE=True plans from there"):
+    with pytest.raises(ModelNotFound, match="set VLLM_USE_MODELSCOPE=True"):
         hub_model(address)
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
     assert hub_model(address) == HubModel("org/name")
