@@ -290,16 +290,24 @@ def _eval(words: list[str], variables: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+def _git(words: list[str], variables: dict[str, str]) -> None:
+    assert words[0] == "clone", words
+
+
+def _cd(words: list[str], variables: dict[str, str]) -> None:
+    assert words == ["tonnage"], "the folder that git clone makes"
+
+
 def _vllm(words: list[str], variables: dict[str, str]) -> None:
     assert words[0] == "serve", words
 
 
 CHECKS: dict[str, Callable[..., None]] = {
-    "bash": _bash, "docker": _docker, "eval": _eval, "helm": _helm, "install": _install, "make": _make,
-    "pip": _pip, "pipx": _uvx, "printf": _printf, "python": _python, "python3": _python,
+    "bash": _bash, "cd": _cd, "docker": _docker, "eval": _eval, "git": _git, "helm": _helm, "install": _install,
+    "make": _make, "pip": _pip, "pipx": _uvx, "printf": _printf, "python": _python, "python3": _python,
     "systemctl": _systemctl, "tonnage": lambda words, variables: None, "uvx": _uvx, "vllm": _vllm,
 }  # fmt: skip
 
 
 def test_programs_are_known_where_spans_are_looked_for() -> None:
-    assert set(CHECKS) - {"install", "printf"} <= set(PROGRAMS)  # words of prose, too
+    assert set(CHECKS) - {"cd", "install", "printf"} <= set(PROGRAMS)  # words of prose, too
