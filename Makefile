@@ -242,7 +242,7 @@ wheel:
 	cp -r .venv-wheel/lib/python3*/site-packages/tonnage/cache/machine_code build/wheel/cache
 	.venv-wheel/bin/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist build/wheel
 
-# The page that plans, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print. And the
+# The planner page, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print. And the
 # documentation's pages, from their folder.
 .PHONY: page-check pictures-page
 page-check: docs $(VENV)/.test .venv-page/.ready

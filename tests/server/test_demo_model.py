@@ -385,7 +385,7 @@ def test_a_wrong_model_from_the_hub_is_not_taken(
         assert demo_model._from_hub(tmp_path / "made") is False
     assert served
     assert not (tmp_path / "made").exists()
-    assert "The hub did not work out" in capfd.readouterr().err
+    assert "The download from the hub failed" in capfd.readouterr().err
 
 
 def test_a_hub_that_does_not_answer_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

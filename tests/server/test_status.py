@@ -123,7 +123,7 @@ async def test_from_loading_to_draining(
         await asyncio.gather(*tasks, return_exceptions=True)
     lines = [record.getMessage() for record in caplog.records]
     first, second, *more = lines
-    assert re.fullmatch(r"tonnage [\d.]+\S* loads demo", first)
+    assert re.fullmatch(r"tonnage [\d.]+\S*: loading demo", first)
     assert vars(caplog.records[0])["plan_id"] == server.state.plan.plan_id
     assert second == "ready"
     assert more.count("draining: 2 requests in flight") >= 2
