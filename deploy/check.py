@@ -1,9 +1,12 @@
-"""``make deploy-check``: every deployment file held against the tool that reads it.
+"""Check every deployment file with the tool that reads it: ``make deploy-check``.
 
-Dockerfile by Hadolint, compose.yaml by Compose, the chart by Helm's own code and what it renders by the schemas
-of Kubernetes, the unit by systemd-analyze, YAML and shell by their linters; the unit started by a systemd, the
-image built and started. No cluster, no container engine. A check whose tool is missing fails;
-``--without image`` leaves one out.
+- Hadolint checks the Dockerfiles, and Compose its files.
+- Helm's own code renders the chart, and the schemas of Kubernetes validate the result.
+- systemd-analyze checks the unit, and a systemd starts it.
+- Linters check YAML and shell files. The image is built and started.
+
+No cluster and no container engine is needed. A check without its tool fails; ``--without image`` leaves one
+out.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ import yaml
 DEPLOY = Path(__file__).resolve().parent
 CHART = DEPLOY / "helm" / "tonnage"
 BIN = Path(sys.executable).parent
-# The unit's exposure on systemd-analyze's scale, 0 to 10.
+# Maximum exposure of the unit on systemd-analyze's scale from 0 to 10.
 MAX_EXPOSURE = 3.0
 
-# What every service of compose.yaml runs with.
+# Required settings of every service in the Compose files.
 CONFINED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
 
-# What the objects of controllers must at least look like; their own schemas are not shipped with Kubernetes'.
+# Minimal schemas of custom resources, whose own schemas are not shipped with Kubernetes.
 CUSTOM: dict[str, dict[str, Any]] = {
     "ServiceMonitor": {
         "required": ["selector", "endpoints"],
@@ -99,7 +102,7 @@ CUSTOM: dict[str, dict[str, Any]] = {
 
 VLLM_SERVE: dict[str, Any] = {"vllmServe": {"enabled": True}, "backend": "vllm", "model": "org/model"}
 
-# (values, part of the reason): what contradicts the plan or itself must not render.
+# (values, part of the message): values that contradict the plan or each other, which must not render.
 CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"plan": {"id": "p", "usedBytes": 3 << 30}, "resources": {"memoryBytes": 2 << 30}},
@@ -139,11 +142,15 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 class Failed(Exception):
-    """A check that did not pass; the message is what the tool said."""
+    """A failed check; the message is the tool's output."""
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """Output of a tool. Raises Failed with it, or when the tool is missing."""
+    """Return the output of a tool.
+
+    Raises:
+        Failed: the tool fails or is missing.
+    """
     try:
         done = subprocess.run(
             [str(part) for part in command], capture_output=True, text=True, env={**os.environ, **(env or {})}
@@ -156,12 +163,14 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def dockerfile() -> str:
+    """Check the Dockerfiles with Hadolint."""
     for file in (DEPLOY / "Dockerfile", DEPLOY / "vllm" / "Dockerfile"):
         run(BIN / "hadolint", file)
-    return "hadolint: nothing to say"
+    return "hadolint: no findings"
 
 
 def compose() -> str:
+    """Check the Compose files, and that each service is confined."""
     checked = 0
     for file in (DEPLOY / "compose.yaml", DEPLOY / "vllm" / "compose.yaml"):
         said = run(
@@ -180,7 +189,7 @@ def compose() -> str:
 
 @contextmanager
 def without_notices() -> Iterator[None]:
-    """Helm's own code tells on standard error of each symbolic link in the chart, dozens of times."""
+    """Hide the notices that Helm's code prints on standard error for each symbolic link in the chart."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as told:
@@ -197,6 +206,7 @@ def without_notices() -> Iterator[None]:
 
 
 def chart() -> str:
+    """Check the chart."""
     with without_notices():
         return _chart()
 
@@ -225,6 +235,7 @@ def _chart() -> str:
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects that the chart renders with ``values``."""
     loaded = helm.Chart.load(str(CHART))
     loaded.validate_schema(loaded.merge_values(values))
     files = loaded.render(values, name="check", namespace="serving")
@@ -233,6 +244,11 @@ def render(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_object(item: dict[str, Any], where: str) -> None:
+    """Validate one object.
+
+    Raises:
+        Failed: a tool rejects the object, or a dashboard differs from its file.
+    """
     kind = item["kind"]
     if kind in CUSTOM:
         jsonschema.validate(item["spec"], CUSTOM[kind])
@@ -250,11 +266,13 @@ def check_object(item: dict[str, Any], where: str) -> None:
 
 
 def unit() -> str:
+    """Check the systemd unit and start it."""
     text = (DEPLOY / "systemd" / "tonnage.service").read_text()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tonnage.service"
-        path.write_text(text.replace("/opt/tonnage/bin/tonnage", "/bin/true"))  # verify wants it to exist
-        said = run("systemd-analyze", "verify", path)  # unknown keys are told, and the exit status stays 0
+        # Verify requires an existing file.
+        path.write_text(text.replace("/opt/tonnage/bin/tonnage", "/bin/true"))
+        said = run("systemd-analyze", "verify", path)  # reports unknown keys, but exits with 0
         about_us = [line for line in said.splitlines() if "tonnage.service" in line]
         if about_us:
             raise Failed("\n".join(about_us))
@@ -267,6 +285,7 @@ def unit() -> str:
 
 
 def lint() -> str:
+    """Check YAML and shell files with their linters."""
     files = [path for path in DEPLOY.rglob("*.y*ml") if "templates" not in path.parts and not _linked(path)]
     config = """
         extends: default
@@ -286,6 +305,7 @@ def _linked(path: Path) -> bool:
 
 
 def image() -> str:
+    """Build the image and start it."""
     return run("bash", DEPLOY / "image_check.sh").strip().splitlines()[-1]
 
 
@@ -300,8 +320,9 @@ CHECKS: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
+    """Run all checks; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--without", action="append", default=[], choices=CHECKS, help="leave a check out")
+    parser.add_argument("--without", action="append", default=[], choices=CHECKS, help="skip this check")
     left_out = parser.parse_args().without
     failed = 0
     for name, check in CHECKS.items():

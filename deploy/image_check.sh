@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Build the image for real and start it as its own user, without a container engine: buildah in a chroot, on a
-# Debian base made by debootstrap. Ends with 0 when /health and /ready of the server in the container answered.
+# Build the image and start it as its own user, without a container engine: buildah runs in a chroot, on a Debian base
+# from debootstrap. The script exits with 0 when /health and /ready of the server in the container have answered.
 #   BUILD_ARGS   more options for buildah build, for example --volume and --build-arg of a package mirror
-#   WORK         where base and layers are kept between runs (default: a folder that is removed at the end)
+#   WORK         folder for base and layers, kept between runs (default: a folder that is removed at the end)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,7 +32,7 @@ if ! buildah "${store[@]}" images -q localhost/tonnage-base >/dev/null 2>&1; the
 fi
 
 echo "image check: building"
-# --format docker: OCI images carry no HEALTHCHECK
+# --format docker is needed because OCI images have no HEALTHCHECK.
 buildah "${store[@]}" build --isolation chroot --format docker --network host --target cpu \
     --build-arg BASE=localhost/tonnage-base "${more[@]}" -f deploy/Dockerfile -t localhost/tonnage:check . \
     >"$WORK/build.log" 2>&1 || { tail -n 40 "$WORK/build.log" >&2; exit 1; }
@@ -42,7 +42,7 @@ user=$(buildah "${store[@]}" inspect --type image --format '{{.OCIv1.Config.User
 buildah "${store[@]}" inspect --type image --format '{{.Docker.Config.Healthcheck}}' localhost/tonnage:check |
     grep -q /health || { echo "image check: the image has no health check" >&2; exit 1; }
 
-# The model cache of this machine, as a volume of the container's user.
+# This machine's model cache becomes a volume of the container's user.
 models="$WORK/models"
 mkdir -p "$models"
 cp -rn "${TONNAGE_CACHE:-$HOME/.cache/tonnage}/." "$models/" 2>/dev/null || true

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Start tonnage.service for real: the unit as it is, under a systemd that is process 1 of namespaces of its own, so
-# with its own filter, its own user and nothing writable but what it names. Each engine has to be ready, complete a
-# prompt and stop when it is asked to. The machine's own systemd, if it has one, takes no part.
+# Start the unchanged tonnage.service under a systemd that is process 1 of its own namespaces. The unit therefore has
+# its own system call filter, its own user, and only the writable folders that it names. Each engine must become ready,
+# complete a prompt and stop on request. The machine's own systemd is not involved.
 #   PYTHON    the interpreter of an environment with tonnage's dependencies (default: .venv/bin/python)
-#   BACKENDS  default: fake, hf, and vllm where the environment has it
+#   BACKENDS  default: fake, hf, and vllm if it is installed
 #   UNIT      another unit file
-#   WORK      where the models are kept between runs (default: a folder that is removed at the end)
+#   WORK      folder for the models, kept between runs (default: a folder that is removed at the end)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,7 +26,7 @@ lib=$("$PYTHON" -c 'import sys; print(sys.prefix)')/lib
 KEPT=${WORK:-}
 WORK=${WORK:-$(mktemp -d)}
 mkdir -p "$WORK/cache"
-# The model cache of this machine; the files become those of the service's user.
+# Copy this machine's model cache; the service's user will own the files.
 cp -rn "${TONNAGE_CACHE:-$HOME/.cache/tonnage}/." "$WORK/cache/" 2>/dev/null || true
 groups=$(findmnt -n -t cgroup2 -o TARGET | head -n 1)
 group=
@@ -34,7 +34,7 @@ pid=
 stop() {
     [ -z "$pid" ] || kill -KILL "$pid" 2>/dev/null || true
     pid=
-    for attempt in $(seq 1 50); do  # its groups go when its processes have gone
+    for attempt in $(seq 1 50); do  # cgroups can be removed only after their processes have ended
         find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || true
         [ -d "$group" ] || break
         sleep 0.1
@@ -46,7 +46,7 @@ finish() {
 }
 trap finish EXIT
 
-# What becomes process 1. Its own /run, /etc, /opt and /var/cache; units are read from /run/units only.
+# The script of process 1. It has its own /run, /etc, /opt and /var/cache, and reads units only from /run/units.
 cat >"$WORK/boot" <<'BOOT'
 set -eu
 mount --make-rprivate /
@@ -55,7 +55,7 @@ cp -a /etc /run/etc && mount --bind /run/etc /etc
 mkdir -p /run/units/tonnage.service.d /run/opt/python /run/opt/tonnage/bin /run/opt/tonnage/lib /run/cache/private/tonnage
 chmod 700 /run/cache/private
 mount --bind "$WORK/cache" /run/cache/private/tonnage
-# The environment and the sources where the unit has them: in /root or /home they would be hidden from it.
+# Mount environment and sources at the unit's paths, because ProtectHome hides /root and /home from it.
 mount --bind "$BASE" /run/opt/python
 mount --bind "$LIB" /run/opt/tonnage/lib
 ln -s /opt/python/bin/python3 /run/opt/tonnage/bin/python
@@ -73,7 +73,7 @@ mount -t proc proc /proc
 mkdir -p /sys/fs/cgroup
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 cp "$UNIT" /run/units/tonnage.service
-# There is no journal here, and what ended it should be seen.
+# There is no journal here, so the output goes to a file and the service is not restarted.
 printf '[Service]\nRestart=no\nLimitCORE=0\nStandardOutput=append:/run/log\nStandardError=append:/run/log\n' \
     >/run/units/tonnage.service.d/check.conf
 for name in sysinit basic shutdown network-online multi-user; do
@@ -81,7 +81,7 @@ for name in sysinit basic shutdown network-online multi-user; do
 done
 mkdir -p /etc/tonnage
 cp "$WORK/env" /etc/tonnage/tonnage.env
-mount --bind /dev/null /dev/console  # the machine's
+mount --bind /dev/null /dev/console  # hide the machine's console
 exec env -i container=check SYSTEMD_UNIT_PATH=/run/units PATH=/usr/bin:/bin \
     /lib/systemd/systemd --system --unit=tonnage.service --log-target=null --show-status=0
 BOOT
@@ -104,7 +104,7 @@ for backend in $BACKENDS; do
         echo $$ >"'"$group"'/cgroup.procs"
         exec unshare --mount --pid --cgroup --uts --ipc --fork --kill-child bash "$WORK/boot"' &
     pid=$!
-    disown  # or bash tells of its end
+    disown  # otherwise bash reports its end
     for attempt in $(seq 1 100); do
         first=$(pgrep -P "$pid" || true)
         [ -n "$first" ] && inside systemctl show >/dev/null 2>&1 && break

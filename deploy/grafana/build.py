@@ -1,7 +1,8 @@
-"""Write the Grafana dashboards of dashboards/ (``--check``: fail when a committed file is stale).
+"""Write the Grafana dashboards in dashboards/ (``--check``: fail if a committed file is out of date).
 
-Typed code, so that a wrong option fails here and not as an empty panel; the tests parse every query and hold
-its metric names, labels and label values against a live server's /metrics.
+The dashboards are typed code, so a wrong option fails here instead of as an empty panel. The tests parse every
+query
+and compare its metric names, labels and label values with a live server's /metrics.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ FOLDER = Path(__file__).resolve().parent / "dashboards"
 
 
 def rendered() -> dict[str, str]:
-    """File name -> JSON text of every dashboard."""
-    sys.path.insert(0, str(FOLDER.parent))  # the panels are no installed package
+    """Return the JSON text of every dashboard by file name."""
+    sys.path.insert(0, str(FOLDER.parent))  # the panels are not an installed package
     try:
         from panels.admission import admission
         from panels.fleet import fleet
@@ -35,20 +36,23 @@ def rendered() -> dict[str, str]:
 
 
 def _written(built: Dashboard) -> str:
-    """JSON, with what Grafana has moved since the schema that the SDK writes (10.1): as of 13.2
-    (types_check.py)."""
+    """Return the JSON of a dashboard, converted from the SDK's schema (10.1) to Grafana 13.2.
+
+    types_check.py validates the result.
+    """
     content = json.loads(JSONEncoder().encode(built))
-    content.pop("style", None)  # the user's now
+    content.pop("style", None)  # a user setting since
     for variable in content["templating"]["list"]:
         for name in ("id", "auto", "auto_min", "auto_count"):
             variable.pop(name, None)
     for panel in content["panels"]:
         if panel["type"] == "heatmap":
-            panel["options"]["tooltip"] = {"mode": "single"}  # show, before 10.4
+            panel["options"]["tooltip"] = {"mode": "single"}  # called "show" before 10.4
     return json.dumps(content, sort_keys=True, indent=2)
 
 
 def main() -> int:
+    """Write all dashboards, or check the committed files."""
     texts = rendered()
     if "--check" in sys.argv:
         stale = [name for name, text in texts.items() if _committed(name) != text]

@@ -1,8 +1,10 @@
-"""Pictures of the dashboards' data for docs/dashboards: ``make pictures``.
+"""Draw the dashboards with data for docs/dashboards: ``make pictures``.
 
-Grafana itself is not needed: every query of a dashboard is run on a real Prometheus that has scraped a real
-server under load for a while, and drawn by headless Chromium with uPlot, as Grafana draws time series. Needs
-prometheus, chromium and the npm package uplot (``--uplot`` names its dist folder).
+Grafana is not needed. Every query of a dashboard runs on a real Prometheus that has scraped a real server under
+load.
+Headless Chromium draws the results with uPlot, like Grafana's time series. It needs prometheus, chromium and
+the npm
+package uplot (``--uplot`` is its dist folder).
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ from typing import Any
 DEPLOY = Path(__file__).resolve().parents[1]
 DASHBOARDS = DEPLOY / "grafana" / "dashboards"
 PAGE = (Path(__file__).resolve().parent / "pictures.html").read_text()
-ROW_PIXELS = 38  # one row of Grafana's grid
+ROW_PIXELS = 38  # height of one row of Grafana's grid
 
 
 def get(url: str, **parameters: str | float) -> Any:
+    """Return the JSON answer of a GET request."""
     with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(parameters)}", timeout=60) as answer:
         return json.load(answer)
 
 
 @contextmanager
 def running(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a command and yield its process; end it afterwards."""
     process = subprocess.Popen(
         [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -51,7 +55,7 @@ def running(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """A server of the demo model with a pool that is tight for the load."""
+    """Start a server of the demo model, with a small pool for the load, and yield its URL."""
     with running(
         sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", "--max-num-seqs", "8",
         "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024",
@@ -61,7 +65,7 @@ def server() -> Iterator[str]:
 
 
 def load(url: str, stop: threading.Event, number: int) -> None:
-    """One conversation after another; comes and goes, so that the lines have something to show."""
+    """Run one conversation after another, with pauses so that the lines vary."""
     for turn in itertools.count():
         if stop.wait(0 if (turn // 4 + number) % 3 else 4):
             return
@@ -81,7 +85,7 @@ def load(url: str, stop: threading.Event, number: int) -> None:
 
 @contextmanager
 def prometheus(target: str) -> Iterator[str]:
-    """URL of a Prometheus that scrapes ``target`` each second."""
+    """Start a Prometheus that scrapes ``target`` every second and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +103,7 @@ def prometheus(target: str) -> Iterator[str]:
 
 
 def measure(seconds: int) -> dict[str, list[dict[str, Any]]]:
-    """Dashboard -> panels with their data, after so many seconds of load."""
+    """Return the panels with their data by dashboard, after ``seconds`` of load."""
     with server() as url, prometheus(url) as api:
         stop = threading.Event()
         threads = [threading.Thread(target=load, args=(url, stop, number)) for number in range(10)]
@@ -119,6 +123,7 @@ def measure(seconds: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def panels(path: Path, api: str, start: float) -> list[dict[str, Any]]:
+    """Return the panels of a dashboard with the data of their queries."""
     found = []
     for panel in json.loads(path.read_text())["panels"]:
         defaults = panel["fieldConfig"]["defaults"]
@@ -131,7 +136,7 @@ def panels(path: Path, api: str, start: float) -> list[dict[str, Any]]:
                 name = re.sub(
                     r"{{(\w+)}}", lambda m, of=one: of["metric"].get(m[1], ""), target["legendFormat"]
                 )
-                # a quantile of no observations is NaN: a gap
+                # A quantile without observations is NaN and leaves a gap.
                 values = [[float(t), float(v)] for t, v in one["values"] if math.isfinite(float(v))]
                 if values:
                     series.append({"name": name, "values": values})
@@ -153,6 +158,7 @@ def panels(path: Path, api: str, start: float) -> list[dict[str, Any]]:
 
 
 def draw(name: str, found: list[dict[str, Any]], uplot: Path, out: Path) -> None:
+    """Draw one dashboard as a PNG file."""
     title = json.loads((DASHBOARDS / f"{name}.json").read_text())["title"]
     height = 60 + ROW_PIXELS * max(panel["grid"]["y"] + panel["grid"]["h"] for panel in found)
     page = (
@@ -174,8 +180,9 @@ def draw(name: str, found: list[dict[str, Any]], uplot: Path, out: Path) -> None
 
 
 def main() -> int:
+    """Run the load and draw all dashboards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--uplot", type=Path, required=True, help="the dist folder of the npm package uplot")
+    parser.add_argument("--uplot", type=Path, required=True, help="dist folder of the npm package uplot")
     parser.add_argument("--out", type=Path, default=DEPLOY.parent / "docs" / "dashboards")
     parser.add_argument("--seconds", type=int, default=120, help="seconds of load before the pictures")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""The dashboards against Grafana's own TypeScript types: ``make dashboard-types`` (needs node and npm).
+"""Check the dashboards with Grafana's own TypeScript types: ``make dashboard-types`` (needs node and npm).
 
-Each JSON becomes a literal of the type ``Dashboard`` of @grafana/schema, and what a panel type has of its own
-(options, custom field options) one of that panel's types; tsc compiles them. Any finding fails.
+Each JSON file becomes a literal of the type ``Dashboard`` of @grafana/schema. The options and custom field
+options of
+each panel become literals of that panel's types. tsc compiles them, and any error fails the check.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 DASHBOARDS = Path(__file__).resolve().parent / "dashboards"
-# Panel type -> name in @grafana/schema, and whether it has custom field options.
+# Panel type -> (name in @grafana/schema, whether it has custom field options).
 PANELS = {
     "stat": ("Stat", False), "bargauge": ("BarGauge", False), "timeseries": ("TimeSeries", True),
     "heatmap": ("Heatmap", True),
 }  # fmt: skip
-# A string enum of TypeScript takes its own value from a JSON literal so.
+# These types let a TypeScript string enum accept its value as a plain string, as in JSON.
 _HEAD = """\
 import type { Dashboard } from "@grafana/schema";
 type Loose<T> = T extends string ? `${T}` : T extends object ? { [K in keyof T]: Loose<T[K]> } : T;
 type Part<T> = T extends string ? `${T}` : T extends object ? { [K in keyof T]?: Part<T[K]> } : T;
 """
-# A wrong value for each of these must be found, or the check checks nothing: (path, value).
+# Planted mistakes as (path, wrong value). The check is valid only if it finds each of them.
 MUTATIONS: tuple[tuple[tuple[str | int, ...], Any], ...] = (
     (("title",), 7),
     (("schemaVersion",), "39"),
@@ -41,7 +42,7 @@ MUTATIONS: tuple[tuple[tuple[str | int, ...], Any], ...] = (
 
 
 def findings(node_modules: Path, dashboards: dict[str, Any]) -> list[str]:
-    """What tsc says of each dashboard, with its name."""
+    """Return tsc's errors for the dashboards."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "node_modules").symlink_to(node_modules)
@@ -64,7 +65,7 @@ def findings(node_modules: Path, dashboards: dict[str, Any]) -> list[str]:
 
 
 def _literals(content: dict[str, Any]) -> list[str]:
-    """TypeScript: the dashboard, and of each panel what only its type knows."""
+    """Return TypeScript literals for the dashboard and for each panel's own options."""
     lines = [f"export const it: Loose<Dashboard> = {json.dumps(content, indent=1)};"]
     for at, panel in enumerate(content["panels"]):
         kind, has_fields = PANELS[panel["type"]]
@@ -83,6 +84,7 @@ def _literals(content: dict[str, Any]) -> list[str]:
 
 
 def mutated(dashboard: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    """Return a copy of ``dashboard`` with another value at ``path``."""
     copy: dict[str, Any] = json.loads(json.dumps(dashboard))
     place: Any = copy
     for step in path[:-1]:
@@ -92,6 +94,7 @@ def mutated(dashboard: dict[str, Any], path: tuple[str | int, ...], value: Any) 
 
 
 def main() -> int:
+    """Check all dashboards and the planted mistakes."""
     node_modules = Path(sys.argv[1]).resolve()
     dashboards = {path.stem: json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))}
     wrong = findings(node_modules, dashboards)

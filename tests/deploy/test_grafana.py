@@ -133,7 +133,7 @@ def test_every_figure_has_colours_and_its_zero_a_word(dashboards: Dashboards) ->
         assert steps[0]["value"] is None
         assert borders == sorted(borders)
         exact = [mapping for mapping in defaults.get("mappings", []) if mapping["type"] == "value"]
-        never_zero = panel["title"] in ("KV pool taken", "Different plans")
+        never_zero = panel["title"] in ("KV pool reserved", "Different plans")
         assert panel["type"] == "bargauge" or never_zero or "0" in exact[0]["options"], (title, panel["title"])
 
 

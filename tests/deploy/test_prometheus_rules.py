@@ -65,8 +65,8 @@ TRAFFIC = {
     "tonnage_requests_total": {'outcome="stop"': "0+98x60", 'outcome="error"': "0+2x60"},
 }
 SHARES = {
-    "First token, of its limit": ("first_token_limit_seconds", 0.495),
-    "Errors, of their limit": ("error_limit_ratio", 0.02),
+    "First token, share of limit": ("first_token_limit_seconds", 0.495),
+    "Errors, share of limit": ("error_limit_ratio", 0.02),
 }
 
 

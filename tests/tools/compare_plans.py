@@ -1,11 +1,12 @@
-"""Hold the plans of every stored config against those of another checkout, to the byte.
+"""Compare the plans of every stored config with another checkout's plans, to the byte.
 
     python tests/tools/compare_plans.py OTHER [--configs FOLDER]
 
 ``OTHER`` is a second checkout of this repository, for example ``git worktree add ../before REVISION``. Each
-side runs in a process of its own through the command line, which outlives its modules: ``tonnage plan`` and
-``tonnage train`` with ``--json --explain``, refusals included. Prints what differs and ends with one JSON
-object; exit code 1 where anything does.
+side runs
+in its own process through the command line, which changes less often than the modules: ``tonnage plan`` and
+``tonnage train`` with ``--json --explain``, refusals included. It prints the differences and ends with one JSON
+object; the exit code is 1 if there are differences.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ DEPLOYMENTS: tuple[tuple[str, ...], ...] = (
     ("train", "--gpu", "h100-80g", "--strategy", "zero3", "--gpus", "8", "--optimizer", "adamw-8bit"),
     ("train", "--gpu", "h100-80g", "--strategy", "fsdp", "--gpus", "4", "--precision", "bf16"),
 )  # fmt: skip
-# What a run says of itself, not of the plan.
+# Fields that describe the run instead of the plan.
 _NOT_COMPARED = ("plan_id", "planner", "tonnage_version")
 
 
 def dump(configs: Path) -> dict[str, Any]:
-    """Every answer of this process's tonnage: ``"config | flags" -> JSON`` or the refusal's text."""
+    """Return every answer of this process's tonnage: ``"config | flags"`` -> JSON, or the text of a refusal."""
     from tonnage.server.cli import main
 
     answers: dict[str, Any] = {}
@@ -77,7 +78,7 @@ def dump(configs: Path) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[str]:
-    """Where two JSON values differ, as ``path: before -> after``."""
+    """Return the differences between two JSON values as ``path: before -> after``."""
     if isinstance(before, dict) and isinstance(after, dict):
         found = []
         for key in sorted(before.keys() | after.keys()):
@@ -85,7 +86,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
                 found += differences(before.get(key), after.get(key), f"{path}.{key}")
         return found
     named = _by_name(before), _by_name(after)
-    if named[0] and named[1]:  # the order in which terms and lines are listed is not compared
+    if named[0] and named[1]:  # the order of terms and lines is not compared
         return differences(*named, path)
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         return [
@@ -97,7 +98,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
 
 
 def _by_name(value: Any) -> dict[str, Any]:
-    """A list of objects that all have a name, by that name (and which of that name it is); else nothing."""
+    """Return a list of named objects as a dict by name and occurrence, or an empty dict for another list."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and "name" in item for item in value):
         return {}
     found: dict[str, Any] = {}
@@ -113,7 +114,7 @@ def _short(value: Any) -> str:
 
 
 def ask(checkout: Path, configs: Path) -> dict[str, Any]:
-    """`dump` by the packages of ``checkout``."""
+    """Return the answers of ``dump`` with the packages of ``checkout``."""
     with tempfile.TemporaryDirectory() as side:
         packages = Path(side) / "tonnage"
         packages.mkdir()
@@ -132,6 +133,7 @@ def ask(checkout: Path, configs: Path) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Compare both checkouts; return 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", metavar="OTHER", type=Path, help="a second checkout")
     parser.add_argument("--configs", metavar="FOLDER", type=Path, default=CONFIGS, help="of config.json files")

@@ -1,1 +1,1 @@
-"""The dashboards as typed code: one file each, and ``parts`` for what they share."""
+"""The dashboards as typed code, one file each; ``parts`` has the common parts."""

@@ -1,4 +1,4 @@
-"""Admission and queue: who is let in, who waits and why, what becomes of all requests."""
+"""Admission and queue: admitted and waiting requests, reasons, and the outcomes of all requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from panels.parts import (
 
 
 def admission() -> dashboard.Dashboard:
+    """Return the dashboard "Admission and queue"."""
     return frame(
         "admission",
         "Admission and queue",
-        "Who is let in, who waits and why, and what becomes of every request.",
+        "Admitted and waiting requests, the reasons for waiting, and the outcome of every request.",
         number(
             "Running",
             'tonnage_engine_requests{state="running"}.',
@@ -37,14 +38,14 @@ def admission() -> dashboard.Dashboard:
         waiting(),
         number(
             "In flight",
-            "tonnage_requests_in_flight: received and without an outcome.",
+            "tonnage_requests_in_flight: received, and not finished yet.",
             "short",
             f"sum(tonnage_requests_in_flight{{{ONE}}})",
             steps=ACTIVE,
             mappings=(reads(_0=("none", "text")),),
         ),
         number(
-            "Received a second",
+            "Received per second",
             "tonnage_requests_received_total.",
             "reqps",
             f"sum({rate('tonnage_requests_received_total')})",
@@ -52,8 +53,8 @@ def admission() -> dashboard.Dashboard:
             mappings=NO_TRAFFIC,
         ),
         number(
-            "Refused a second",
-            'tonnage_requests_total{outcome="rejected"}: the reasons are in the panel of admission decisions.',
+            "Rejected per second",
+            'tonnage_requests_total{outcome="rejected"}: see Admission decisions for the reasons.',
             "reqps",
             f"""sum({rate("tonnage_requests_total", 'outcome="rejected"')})""",
             steps=((None, "green"), (0.1, "orange")),
@@ -61,7 +62,7 @@ def admission() -> dashboard.Dashboard:
         ),
         number(
             "Preemptions since the start",
-            "tonnage_preemptions_total. In guaranteed mode anything but 0 is a bug: an alert fires.",
+            "tonnage_preemptions_total. In guaranteed mode, any value but 0 is a bug and fires an alert.",
             "short",
             f"sum(tonnage_preemptions_total{{{ONE}}})",
             steps=((None, "green"), (1, "red")),
@@ -69,9 +70,9 @@ def admission() -> dashboard.Dashboard:
         ),
         lines(
             "Admission decisions",
-            "tonnage_admission_decisions_total per second, by outcome and reason: admit, wait (it fits, but "
-            "not now) and never (it cannot fit at all; retrying is useless). Many never: callers ask for "
-            "more than max_model_len or the pool; many wait for blocks: add memory or replicas.",
+            "tonnage_admission_decisions_total per second, by outcome and reason: admit, wait (no space "
+            "now) and never (it exceeds a limit or the whole pool, so a retry is useless). Many never: clients "
+            "request more than max_model_len or the pool. Many wait for blocks: add memory or replicas.",
             "reqps",
             query(
                 f"sum by (outcome, reason) ({rate('tonnage_admission_decisions_total')})",
@@ -81,7 +82,7 @@ def admission() -> dashboard.Dashboard:
         stacked(
             lines(
                 "Requests in the engine",
-                "tonnage_engine_requests by state, stacked. A queue that grows while headroom is left means "
+                "tonnage_engine_requests by state, stacked. If the queue grows while headroom is left, "
                 "max_num_seqs is too small.",
                 "short",
                 query(f"sum by (state) (tonnage_engine_requests{{{ONE}}})", "{{state}}"),
@@ -89,29 +90,29 @@ def admission() -> dashboard.Dashboard:
         ),
         lines(
             "Outcomes",
-            "tonnage_requests_total per second by outcome; received = all outcomes + in flight. error is the "
-            "engine's fault, aborted the client hung up.",
+            "tonnage_requests_total per second by outcome; received = all outcomes + in flight. error: the "
+            "server failed. aborted: the client disconnected.",
             "reqps",
             query(f"sum by (outcome) ({rate('tonnage_requests_total')})", "{{outcome}}"),
         ),
         lines(
             "Time in the queue",
-            "Median and 95th percentile of tonnage_queue_wait_seconds, until admission. Above what callers "
-            "accept: add replicas, or shed earlier with a smaller max_num_queued_reqs.",
+            "Median and 95th percentile of tonnage_queue_wait_seconds, until admission. If it is too long, add "
+            "replicas, or reject earlier with a smaller max_num_queued_reqs.",
             "s",
             query(quantile(0.5, "tonnage_queue_wait_seconds"), "median"),
             query(quantile(0.95, "tonnage_queue_wait_seconds"), "95 %"),
         ).no_value("no traffic"),
         heat(
             "Time in the queue, all requests",
-            "tonnage_queue_wait_seconds: how many requests were admitted within which time. A band at the "
-            "bottom is the good case; one far above it are those that waited for room.",
+            "tonnage_queue_wait_seconds: number of admitted requests by waiting time. Requests in the lowest "
+            "band did not wait; requests in a band far above waited for memory.",
             "tonnage_queue_wait_seconds",
         ),
         lines(
-            "KV blocks that were missing",
-            "tonnage_admission_refused_blocks_total per second: how much larger the pool would have had to "
-            "be for the requests that waited or never fit.",
+            "Missing KV blocks",
+            "tonnage_admission_refused_blocks_total per second: blocks that waiting or rejected requests "
+            "lacked.",
             "short",
             query(
                 f"sum by (outcome, reason) ({rate('tonnage_admission_refused_blocks_total')})",
@@ -120,17 +121,17 @@ def admission() -> dashboard.Dashboard:
         ),
         lines(
             "Preemptions and lost tokens",
-            "tonnage_preemptions_total and tonnage_preempted_tokens_total per second: work thrown away. "
-            "Only in auto, greedy and predictive mode; auto weighs its cost, guaranteed never preempts.",
+            "tonnage_preemptions_total and tonnage_preempted_tokens_total per second: lost computation. "
+            "Only auto, greedy and predictive mode preempt; auto weighs the cost.",
             "short",
             query(f"sum by (instance) ({rate('tonnage_preemptions_total')})", "preemptions {{instance}}"),
             query(f"sum by (instance) ({rate('tonnage_preempted_tokens_total')})", "lost tokens {{instance}}"),
         ),
         stacked(
             lines(
-                "KV memory asked for by tenant",
-                "tonnage_tenant_asked_bytes: what the unfinished requests of each tenant may come to hold. "
-                "One tenant that fills the pool: give its key a quota.",
+                "KV memory requested by tenant",
+                "tonnage_tenant_asked_bytes: upper bound of the KV memory of each tenant's unfinished "
+                "requests. If one tenant fills the pool, give its key a quota.",
                 "bytes",
                 query(f"sum by (tenant) (tonnage_tenant_asked_bytes{{{ONE}}})", "{{tenant}}"),
             )

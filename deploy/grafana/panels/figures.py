@@ -1,5 +1,7 @@
-"""Figures that stand on several dashboards: the same query, colours and words on each; a dashboard gives
-``width`` and ``more`` of ``panels.parts.number``."""
+"""Panels that appear on several dashboards with the same query, colours and words.
+
+A dashboard passes ``width`` and ``more`` of ``panels.parts.number``.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from panels.parts import DRIFT, DRIFT_STEPS, ONE, QUEUE, ROOM, number, reads
 
 ready = partial(
     number,
-    "Can it serve",
-    "tonnage_engine_ready of the worst server: no while one loads or is dead; GET /ready there says why.",
+    "Ready to serve",
+    "tonnage_engine_ready of the worst server: no while a server loads or is dead. GET /ready returns the "
+    "reason.",
     "short",
     f"min(tonnage_engine_ready{{{ONE}}})",
     steps=((None, "red"), (1, "green")),
@@ -19,17 +22,17 @@ ready = partial(
 waiting = partial(
     number,
     "Waiting",
-    'tonnage_engine_requests{state="waiting"}: requests in all queues; autoscaling watches it.',
+    'tonnage_engine_requests{state="waiting"}: requests in all queues. Autoscaling uses it.',
     "short",
     f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
     steps=QUEUE,
-    mappings=(reads(_0=("nobody", "green")),),
+    mappings=(reads(_0=("none", "green")),),
 )
 room = partial(
     number,
     "Room for more requests",
-    "tonnage_headroom_requests of the fullest server: more requests of the present mix that fit now. At "
-    "0 new ones wait: add a replica, or lower max_tokens of the callers.",
+    "tonnage_headroom_requests of the fullest server: further requests of the current mix that fit now. At "
+    "0, new requests wait: add a replica, or let clients lower max_tokens.",
     "short",
     f"min(tonnage_headroom_requests{{{ONE}}})",
     steps=ROOM,
@@ -38,8 +41,8 @@ room = partial(
 drift = partial(
     number,
     "Plan drift",
-    "How far measured memory is off its plan at worst (tonnage_memory_measured_to_planned_ratio): "
-    "weights and pool in either direction, the process above it. From 3 % on an alert fires: run tonnage "
+    "Largest deviation of measured memory from the plan (tonnage_memory_measured_to_planned_ratio): "
+    "weights and pool in both directions, the process only above. From 3 % on an alert fires: run tonnage "
     "verify.",
     "percentunit",
     f"max({DRIFT})",

@@ -1,4 +1,4 @@
-"""Fleet: all servers beside each other, and which plan each runs."""
+"""Fleet: all servers side by side, and the plan of each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from panels.parts import (
 
 
 def fleet() -> dashboard.Dashboard:
+    """Return the dashboard "Fleet"."""
     return frame(
         "fleet",
         "Fleet",
-        "All servers beside each other: who is up, who has room, who works.",
+        "All servers side by side: availability, headroom and load.",
         number(
             "Servers ready",
-            "tonnage_engine_ready added up.",
+            "Sum of tonnage_engine_ready.",
             "short",
             f"sum(tonnage_engine_ready{{{ONE}}})",
             steps=((None, "red"), (1, "green")),
@@ -36,7 +37,7 @@ def fleet() -> dashboard.Dashboard:
         ),
         number(
             "Servers not answering",
-            "up is 0: the process is gone or /metrics does not answer.",
+            "up is 0: the process has ended, or /metrics does not answer.",
             "short",
             'count(up{job=~"$job", instance=~"$instance"} == 0) or vector(0)',
             steps=((None, "green"), (1, "red")),
@@ -44,7 +45,7 @@ def fleet() -> dashboard.Dashboard:
         ),
         number(
             "Room for more requests",
-            "tonnage_headroom_requests added up over the servers: more requests of the present mix that fit.",
+            "Sum of tonnage_headroom_requests over the servers: further requests of the current mix that fit.",
             "short",
             f"sum(tonnage_headroom_requests{{{ONE}}})",
             steps=ROOM,
@@ -53,7 +54,7 @@ def fleet() -> dashboard.Dashboard:
         waiting(),
         number(
             "Different plans",
-            "Different plans at work (tonnage_plan_info, revision 0); more than one in a fleet of equals "
+            "Number of different plans (tonnage_plan_info, revision 0). More than one among equal servers "
             "means that settings or versions differ.",
             "short",
             f'count(count by (plan_id) (tonnage_plan_info{{{ONE}, revision="0"}}))',
@@ -61,7 +62,7 @@ def fleet() -> dashboard.Dashboard:
         ),
         number(
             "Engine restarts, one hour",
-            "tonnage_engine_restarts_total. Repeated ones: see the log of that server.",
+            "tonnage_engine_restarts_total. After repeated restarts, read that server's log.",
             "short",
             f"sum(increase(tonnage_engine_restarts_total{{{ONE}}}[1h]))",
             steps=((None, "green"), (1, "orange"), (3, "red")),
@@ -69,15 +70,15 @@ def fleet() -> dashboard.Dashboard:
         ),
         instances(
             "KV pool in use by server",
-            "tonnage_pool_usage_ratio. Far apart under equal load: the router is not balancing.",
+            "tonnage_pool_usage_ratio. If servers differ widely, the router does not balance the load.",
             "percentunit",
             f"tonnage_pool_usage_ratio{{{ONE}}}",
             LEGEND,
             steps=IN_USE,
         ),
         instances(
-            "Room left by server",
-            "tonnage_headroom_bytes: what admission can still reserve there.",
+            "Headroom by server",
+            "tonnage_headroom_bytes: memory that admission can still reserve on each server.",
             "bytes",
             f"tonnage_headroom_bytes{{{ONE}}}",
             LEGEND,
@@ -91,15 +92,15 @@ def fleet() -> dashboard.Dashboard:
         ),
         lines(
             "Waiting by server",
-            'tonnage_engine_requests{state="waiting"}. One server that queues while others have headroom: '
+            'tonnage_engine_requests{state="waiting"}. If one server queues while others have headroom, '
             "route by headroom.",
             "short",
             query(f'tonnage_engine_requests{{{ONE}, state="waiting"}}'),
         ),
         lines(
             "Plan drift by server",
-            "How far measured memory is off its plan at worst (tonnage_memory_measured_to_planned_ratio): "
-            "weights and pool in either direction, the process above it. From 3 % on an alert fires.",
+            "Largest deviation of measured memory from the plan (tonnage_memory_measured_to_planned_ratio): "
+            "weights and pool in both directions, the process only above. From 3 % on an alert fires.",
             "percentunit",
             query(f"max by (model, instance) ({DRIFT})"),
         ),
@@ -112,14 +113,14 @@ def fleet() -> dashboard.Dashboard:
         ),
         lines(
             "Ready and answering",
-            "tonnage_engine_ready and up: 0 is a server that cannot serve, or one that is gone.",
+            "tonnage_engine_ready and up: 0 is a server that is not ready, or does not answer.",
             "short",
             query(f"tonnage_engine_ready{{{ONE}}}", "ready {{instance}}"),
             query('up{job=~"$job", instance=~"$instance"}', "answering {{instance}}"),
         ),
         lines(
             "Accounting errors",
-            "tonnage_invariant_violations_total: blocks lost or counted twice. Anything but 0 is a bug: keep "
+            "tonnage_invariant_violations_total: blocks lost or counted twice. Any value but 0 is a bug: keep "
             "the log and restart that server.",
             "short",
             query(f"tonnage_invariant_violations_total{{{ONE}}}"),

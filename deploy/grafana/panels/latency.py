@@ -1,4 +1,4 @@
-"""Latency and throughput: what callers feel, and what the engine gets done."""
+"""Latency and throughput: response times for clients, and the engine's throughput."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from panels.parts import (
 )
 
 _SHARES = ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))
-# MLPerf Inference 5.0, Llama 2 70B: 99 % within, of the interactive scenario (orange) and of the server's
-# (red).
+# Limits of the 99th percentile in MLPerf Inference 5.0, Llama 2 70B: interactive scenario (orange) and server
+# scenario (red).
 _FIRST_TOKEN = ((None, "green"), (0.45, "orange"), (2, "red"))
 _TOKEN = ((None, "green"), (0.04, "orange"), (0.2, "red"))
 
@@ -40,28 +40,29 @@ def _latency(title: str, text: str, metric: str, limit: str | None = None) -> ti
 
 
 def latency() -> dashboard.Dashboard:
+    """Return the dashboard "Latency and throughput"."""
     return frame(
         "latency",
         "Latency and throughput",
-        "What callers feel, and what the engine gets done.",
+        "Response times for clients, and the engine's throughput.",
         number(
-            "First token, 95 % within",
-            "tonnage_time_to_first_token_seconds: waiting plus prefill.",
+            "Time to first token, 95 %",
+            "95th percentile of tonnage_time_to_first_token_seconds: waiting plus prefill.",
             "s",
             quantile(0.95, "tonnage_time_to_first_token_seconds", "model"),
             steps=_FIRST_TOKEN,
             mappings=NO_TRAFFIC,
         ),
         number(
-            "Between tokens, 95 % within",
-            "tonnage_inter_token_latency_seconds: the pace of a stream.",
+            "Time between tokens, 95 %",
+            "95th percentile of tonnage_inter_token_latency_seconds: the pace of a stream.",
             "s",
             quantile(0.95, "tonnage_inter_token_latency_seconds", "model"),
             steps=_TOKEN,
             mappings=NO_TRAFFIC,
         ),
         number(
-            "Generated a second",
+            "Generated tokens per second",
             "tonnage_generation_tokens_total.",
             "short",
             f"sum({rate('tonnage_generation_tokens_total')})",
@@ -69,15 +70,15 @@ def latency() -> dashboard.Dashboard:
             mappings=NO_TRAFFIC,
         ),
         number(
-            "Prompt tokens a second",
-            "tonnage_prompt_tokens_total, those from the prefix cache included.",
+            "Prompt tokens per second",
+            "tonnage_prompt_tokens_total, including tokens from the prefix cache.",
             "short",
             f"sum({rate('tonnage_prompt_tokens_total')})",
             steps=ACTIVE,
             mappings=NO_TRAFFIC,
         ),
         number(
-            "Completed a second",
+            "Completed per second",
             "tonnage_requests_total with the outcomes stop and length.",
             "reqps",
             f"""sum({rate("tonnage_requests_total", 'outcome=~"stop|length"')})""",
@@ -88,15 +89,15 @@ def latency() -> dashboard.Dashboard:
         _latency(
             "Time to first token",
             "tonnage_time_to_first_token_seconds, and the limit of its alert "
-            "(tonnage:first_token_limit_seconds). Rises with the queue: see Admission and queue; without "
-            "one, prompts are long: lower max_num_batched_tokens does not help, a faster device does.",
+            "(tonnage:first_token_limit_seconds). It rises with the queue: see Admission and queue. Without a "
+            "queue, prompts are long: only a faster device helps, not a lower max_num_batched_tokens.",
             "tonnage_time_to_first_token_seconds",
             FIRST_TOKEN_LIMIT,
         ),
         _latency(
             "Time between tokens",
             "tonnage_inter_token_latency_seconds, and the limit of its alert (tonnage:token_limit_seconds). "
-            "Rises with the batch: lower max_num_seqs for faster streams.",
+            "It rises with the batch: lower max_num_seqs for faster streams.",
             "tonnage_inter_token_latency_seconds",
             TOKEN_LIMIT,
         ),
@@ -107,37 +108,38 @@ def latency() -> dashboard.Dashboard:
         ),
         _latency(
             "Time in the queue",
-            "tonnage_queue_wait_seconds: the part of the first token that memory and batch are to blame for.",
+            "tonnage_queue_wait_seconds: the part of the time to first token spent waiting for memory or a "
+            "sequence.",
             "tonnage_queue_wait_seconds",
         ),
         heat(
             "Time to first token, all requests",
-            "tonnage_time_to_first_token_seconds: how many requests got their first token within which time.",
+            "tonnage_time_to_first_token_seconds: number of requests by their time to first token.",
             "tonnage_time_to_first_token_seconds",
         ),
         heat(
             "Time between tokens, all tokens",
-            "tonnage_inter_token_latency_seconds: how many tokens came within which time of the one before.",
+            "tonnage_inter_token_latency_seconds: number of tokens by the time since the previous token.",
             "tonnage_inter_token_latency_seconds",
         ),
         heat(
             "Request duration, all requests",
-            "tonnage_request_duration_seconds: how many completed requests took how long.",
+            "tonnage_request_duration_seconds: number of completed requests by duration.",
             "tonnage_request_duration_seconds",
             width=24,
         ),
         lines(
-            "Tokens a second",
-            "tonnage_generation_tokens_total and tonnage_prompt_tokens_total by server. Flat while the queue "
-            "grows: this is the throughput of the hardware.",
+            "Tokens per second",
+            "tonnage_generation_tokens_total and tonnage_prompt_tokens_total by server. A flat line while the "
+            "queue grows is the throughput limit of the hardware.",
             "short",
             query(f"sum by (instance) ({rate('tonnage_generation_tokens_total')})", "generated {{instance}}"),
             query(f"sum by (instance) ({rate('tonnage_prompt_tokens_total')})", "prompt {{instance}}"),
         ),
         lines(
-            "Tokens a second and sequence",
-            "tonnage_generation_tokens_total over running tonnage_engine_requests: the pace of one stream as "
-            "the engine sees it.",
+            "Tokens per second and sequence",
+            "tonnage_generation_tokens_total over running tonnage_engine_requests: the pace of one stream in "
+            "the engine.",
             "short",
             query(
                 f"sum by (instance) ({rate('tonnage_generation_tokens_total')}) / clamp_min(sum by "

@@ -1,4 +1,4 @@
-"""Memory: plan against reality, the pool by state, what still fits and for how long."""
+"""Memory: planned and measured bytes, the pool by state, and its headroom."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from panels.parts import (
     stacked,
 )
 
-# 600 s: the alert TonnageTimeToFull.
+# The alert TonnageTimeToFull fires below 600 s.
 _SOON = ((None, "red"), (600, "orange"), (3600, "green"))
-# 30 s: what --drain-seconds gives running requests where it is not set.
+# --drain-seconds is 30 s by default.
 _STOP = ((None, "green"), (30, "orange"), (300, "red"))
-_HOUR = 3600  # of the panel that shows the next hour
+_HOUR = 3600  # range of the panel that shows the next hour
 
 
 def memory() -> dashboard.Dashboard:
+    """Return the dashboard "Memory"."""
     measured = f'tonnage_memory_measured_bytes{{{ONE}, component!="free"}}'
     planned = f'tonnage_memory_planned_bytes{{{ONE}, component!="free"}}'
     return frame(
         "memory",
         "Memory",
-        "What was planned, what is really held, and what still fits.",
+        "Planned and measured memory, and the remaining headroom.",
         room(),
         number(
             "Largest prompt that fits now",
-            "tonnage_headroom_prompt_tokens: the largest prompt that would be admitted now with the default "
+            "tonnage_headroom_prompt_tokens: the largest prompt that can be admitted now with the default "
             "max_tokens.",
             "short",
             f"min(tonnage_headroom_prompt_tokens{{{ONE}}})",
@@ -45,8 +46,8 @@ def memory() -> dashboard.Dashboard:
             mappings=(reads(_0=("none", "red")),),
         ),
         number(
-            "Full in",
-            "tonnage_time_to_full_seconds at the growth of the last two minutes. Under ten minutes an alert "
+            "Time until the pool is full",
+            "tonnage_time_to_full_seconds at the growth of the last two minutes. Below ten minutes an alert "
             "fires: scale out before requests wait.",
             "s",
             f"min(tonnage_time_to_full_seconds{{{ONE}}})",
@@ -54,29 +55,29 @@ def memory() -> dashboard.Dashboard:
             mappings=(reads(_0=("full", "red")), from_on(FOREVER_SECONDS, "not filling", "green")),
         ),
         number(
-            "A stop would take",
-            "tonnage_drain_seconds: until the requests in flight are through, at the rate of the last ones. "
-            "Give a stop at least this long (terminationGracePeriodSeconds).",
+            "Drain time",
+            "tonnage_drain_seconds: time until the requests in flight finish, at the recent rate. "
+            "terminationGracePeriodSeconds must be at least as long.",
             "s",
             f"max(tonnage_drain_seconds{{{ONE}}})",
             steps=_STOP,
-            mappings=(reads(_0=("nothing runs", "green")), from_on(FOREVER_SECONDS, "not known yet", "text")),
+            mappings=(reads(_0=("idle", "green")), from_on(FOREVER_SECONDS, "not known yet", "text")),
         ),
         drift(),
         number(
             "KV pool in use",
-            "tonnage_pool_usage_ratio of the fullest server: blocks in use over usable ones, cached prefixes "
-            "not counted. High is good as long as headroom is left.",
+            "tonnage_pool_usage_ratio of the fullest server: blocks in use over usable blocks, without cached "
+            "prefixes. A high value is good as long as headroom is left.",
             "percentunit",
             f"max(tonnage_pool_usage_ratio{{{ONE}}})",
             steps=IN_USE,
             mappings=(reads(_0=("empty", "text")),),
         ),
         lines(
-            "Plan against reality",
-            "tonnage_memory_planned_bytes (dashed; revision 0, computed before anything was loaded) and "
-            "tonnage_memory_measured_bytes by component; tonnage_process_memory_peak_bytes against the sum "
-            "of the plan. Lines of one component that part are a plan that is wrong: run tonnage verify.",
+            "Planned and measured memory",
+            "tonnage_memory_planned_bytes (dashed; revision 0, computed before the load) and "
+            "tonnage_memory_measured_bytes by component; tonnage_process_memory_peak_bytes and the sum "
+            "of the plan. If the two lines of a component differ, the plan is wrong: run tonnage verify.",
             "bytes",
             query(planned, "{{component}} planned"),
             query(measured, "{{component}}"),
@@ -87,9 +88,9 @@ def memory() -> dashboard.Dashboard:
             lines(
                 "KV pool by state",
                 "tonnage_pool_bytes, stacked: used by running requests, cached (reusable prefixes, evicted "
-                "when needed), free, reserved (never given out). The line is "
-                "tonnage_pool_promised_unused_bytes: reserved to admitted requests, not yet held. When it "
-                "fills what is not used, new requests wait.",
+                "when needed), free, reserved (never allocated). The line is "
+                "tonnage_pool_promised_unused_bytes: reserved for admitted requests and not yet allocated. "
+                "When it reaches the unused memory, new requests wait.",
                 "bytes",
                 query(f"tonnage_pool_bytes{{{ONE}}}", "{{state}}"),
                 query(f"tonnage_pool_promised_unused_bytes{{{ONE}}}", "reserved, not yet held"),
@@ -98,48 +99,47 @@ def memory() -> dashboard.Dashboard:
         ),
         lines(
             "Reserved and not yet used",
-            "tonnage_pool_promised_unused_blocks beside the used tonnage_pool_blocks: what max_tokens "
-            "reserves and answers do not use. Far above the used blocks: callers ask for more max_tokens "
-            "than they need, or choose --admission-mode auto.",
+            "tonnage_pool_promised_unused_blocks beside the used tonnage_pool_blocks: blocks that max_tokens "
+            "reserves and answers have not used. If they far exceed the used blocks, clients set max_tokens "
+            "too high: lower it, or use --admission-mode auto.",
             "short",
             query(f'tonnage_pool_blocks{{{ONE}, state="used"}}', "used"),
             query(f"tonnage_pool_promised_unused_blocks{{{ONE}}}", "reserved, not yet held"),
         ),
         lines(
-            "Unused ends of blocks",
-            "tonnage_pool_tail_waste_bytes: slots in used blocks that hold no token (the unfilled ends). "
-            "Large beside the used tonnage_pool_bytes: sequences are short for this block size; lower "
-            "--block-size.",
+            "Unused slots in blocks",
+            "tonnage_pool_tail_waste_bytes: slots at the end of used blocks without a token. If they are many "
+            "beside the used tonnage_pool_bytes, sequences are short for this block size: lower --block-size.",
             "bytes",
-            query(f"tonnage_pool_tail_waste_bytes{{{ONE}}}", "unused ends"),
+            query(f"tonnage_pool_tail_waste_bytes{{{ONE}}}", "unused slots"),
             query(f'tonnage_pool_bytes{{{ONE}, state="used"}}', "used"),
         ),
         lines(
             "Room for more requests, by server",
-            "tonnage_headroom_requests: more requests of the present mix that fit. A line that falls to 0 "
-            "under constant load: this is the capacity, add a replica.",
+            "tonnage_headroom_requests: further requests of the current mix that fit. If a line falls to 0 "
+            "under constant load, the server is at capacity: add a replica.",
             "short",
             query(f"tonnage_headroom_requests{{{ONE}}}"),
         ),
         lines(
-            "Full in, a stop would take: within the hour",
-            "tonnage_time_to_full_seconds and tonnage_drain_seconds; no line: not within the next hour, or "
-            "not known. Full before the stop would be through: requests will wait.",
+            "Time until full and drain time, within the hour",
+            "tonnage_time_to_full_seconds and tonnage_drain_seconds; no line means not within the next "
+            "hour, or not known. If the pool is full before a drain would end, requests will wait.",
             "s",
             query(f"tonnage_time_to_full_seconds{{{ONE}}} < {_HOUR}", f"full in {LEGEND}"),
-            query(f"tonnage_drain_seconds{{{ONE}}} < {_HOUR}", f"stop {LEGEND}"),
+            query(f"tonnage_drain_seconds{{{ONE}}} < {_HOUR}", f"drain {LEGEND}"),
         ).no_value("not within the hour"),
         lines(
             "Weights by format",
-            "tonnage_weights_planned_bytes by stored dtype and quantization: what a quantization left as it "
-            "was (embeddings, head, norms) stands apart.",
+            "tonnage_weights_planned_bytes by stored dtype and quantization. Tensors that a quantization "
+            "leaves unchanged (embeddings, head, norms) are separate.",
             "bytes",
             query(f"tonnage_weights_planned_bytes{{{ONE}}}", "{{dtype}} {{quantization}}"),
         ),
         lines(
             "Process memory",
-            "tonnage_process_memory_bytes now, tonnage_process_memory_peak_bytes at its peak. A climb "
-            "without an end is a leak.",
+            "tonnage_process_memory_bytes now, tonnage_process_memory_peak_bytes at its peak. An unlimited "
+            "rise is a leak.",
             "bytes",
             query(f"tonnage_process_memory_bytes{{{ONE}}}", "now"),
             query(f"tonnage_process_memory_peak_bytes{{{ONE}}}", "peak"),

@@ -1,4 +1,4 @@
-"""What the dashboards share: queries, panels, colours, variables, the frame."""
+"""Common parts of the dashboards: queries, panels, colours, variables, the frame."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-# Every query takes the three variables, so that servers and models are never added up by accident.
+# Every query filters by the three variables, so that servers and models are never summed by accident.
 ONE = 'job=~"$job", model=~"$model", instance=~"$instance"'
 LEGEND = "{{model}} {{instance}}"
 
-# How far measured memory is off its plan, the one meaning of drift: that of the rule
-# instance:tonnage_plan_drift:ratio.
-# Weights and pool are exact figures, so both directions count; the process may stay below its plan.
+# Drift is the deviation of measured memory from its plan, as in the rule instance:tonnage_plan_drift:ratio.
+# Weights and pool are exact figures, so both directions count. The process may stay below its plan.
 _RATIO = "tonnage_memory_measured_to_planned_ratio"
 DRIFT = (
     f'abs({_RATIO}{{{ONE}, component=~"weights|kv_pool"}} - 1) '
@@ -59,14 +58,14 @@ DRIFT = (
 )
 DRIFT_STEPS = ((None, "green"), (0.03, "red"))  # the alert TonnagePlanDrift
 
-# What alerts compare with (prometheus/rules/thresholds.yml): the strictest, where labels keep several apart.
+# Limits of the alerts (prometheus/rules/thresholds.yml); with several series, the strictest counts.
 FIRST_TOKEN_LIMIT = "min(tonnage:first_token_limit_seconds)"
 TOKEN_LIMIT = "min(tonnage:token_limit_seconds)"
 ERROR_LIMIT = "min(tonnage:error_limit_ratio)"
 
-IN_USE = ((None, "green"), (0.95, "orange"))  # a full pool is well used as long as there is room for a request
+IN_USE = ((None, "green"), (0.95, "orange"))  # a full pool is good as long as a further request fits
 
-# Steps of figures that are neither good nor bad: whether something is going on.
+# Colour steps of figures that are neither good nor bad: grey for zero, green for activity.
 ACTIVE = ((None, "text"), (1e-9, "green"))
 QUEUE = ((None, "green"), (1, "orange"), (20, "red"))
 ROOM = ((None, "red"), (1, "orange"), (4, "green"))
@@ -94,7 +93,7 @@ Panel = timeseries.Panel | stat.Panel | table.Panel | bargauge.Panel | heatmap.P
 
 
 def reads(**texts: tuple[str, str]) -> ValueMap:
-    """``reads(_0=("none", "red"))``: text and colour of a value."""
+    """Return a mapping of values to (text, colour), such as ``reads(_0=("none", "red"))`` for 0."""
     found = enumerate(texts.items())
     return ValueMap(
         {name[1:]: ValueMappingResult(text, colour, index=at) for at, (name, (text, colour)) in found}
@@ -102,40 +101,41 @@ def reads(**texts: tuple[str, str]) -> ValueMap:
 
 
 def from_on(value: float, text: str, colour: str) -> RangeMap:
-    """What all values from ``value`` on are told as."""
+    """Return a mapping of all values from ``value`` on to a text and colour."""
     return RangeMap(DashboardRangeMapOptions(value, None, ValueMappingResult(text, colour, index=9)))
 
 
 def nothing(text: str) -> SpecialValueMap:
-    """What no value, as a quantile of nothing, is told as."""
+    """Return a mapping of missing values and NaN, such as a quantile without data, to a text."""
     result = ValueMappingResult(text, "text", index=10)
     return SpecialValueMap(DashboardSpecialValueMapOptions(SpecialValueMatch.NULL_AND_NAN, result))
 
 
 NO_TRAFFIC = (reads(_0=("no traffic", "text")), nothing("no traffic"))
-# tonnage.server.observe.metrics.headroom: what stands for no end in sight.
+# Value of "never" in tonnage.server.observe.metrics.headroom.
 FOREVER_SECONDS = 86_400
 
 
 def to(uid: str, title: str) -> dashboard.DashboardLink:
-    """From a panel to another of our dashboards, with the same servers and time."""
+    """Return a link from a panel to another dashboard, with the same servers and time range."""
     link = dashboard.DashboardLink(title).type("link")  # type: ignore[arg-type]
     return link.url(f"/d/tonnage-{uid}?${{__url_time_range}}&${{__all_variables}}")
 
 
 def query(expression: str, legend: str = LEGEND) -> prometheus.Dataquery:
+    """Return a Prometheus query."""
     return prometheus.Dataquery().datasource(SOURCE).expr(expression).legend_format(legend)
 
 
 def rate(metric: str, more: str = "") -> str:
-    """Per second over Grafana's rate interval, of the series of this dashboard."""
+    """Return the per-second rate of a metric over Grafana's rate interval, filtered by the variables."""
     return f"rate({metric}{{{ONE}{', ' + more if more else ''}}}[$__rate_interval])"
 
 
 def lines(
     title: str, text: str, unit: str, *queries: prometheus.Dataquery, width: int = 12
 ) -> timeseries.Panel:
-    """Lines over time; a legend with the last value."""
+    """Return a panel with lines over time and the last value in its legend."""
     built = (
         timeseries.Panel()
         .title(title)
@@ -165,7 +165,7 @@ def lines(
 
 
 def stacked(built: timeseries.Panel, *lines_on_top: str) -> timeseries.Panel:
-    """Areas that add up; the series named ``lines_on_top`` stay lines."""
+    """Stack the panel's series as areas; the series named ``lines_on_top`` stay lines."""
     built.stacking(common.StackingConfig().mode(StackingMode.NORMAL).group("stack")).fill_opacity(40)
     for name in lines_on_top:
         built.override_by_regexp(
@@ -190,8 +190,12 @@ def number(
     width: int = 4,
     more: dashboard.DashboardLink | None = None,
 ) -> stat.Panel:
-    """The last value, large. ``steps``: (from this value on, colour); ``mappings``: values told in words, all
-    that stand for something else among them; ``more``: where a click on the title leads."""
+    """Return a panel with the last value in large type.
+
+    ``steps`` is (first value, colour) pairs, ``mappings`` is texts for special values, and ``more`` is the link
+    behind the
+    title.
+    """
     built = (
         stat.Panel()
         .title(title)
@@ -213,8 +217,10 @@ def number(
 
 
 def heat(title: str, text: str, metric: str, width: int = 12) -> heatmap.Panel:
-    """How many fell into each bucket of a histogram in seconds, over time: a second hump hides in no
-    percentile."""
+    """Return a heatmap of a histogram in seconds: events per bucket over time.
+
+    It shows a second maximum, which percentiles hide.
+    """
     built = (
         heatmap.Panel().title(title).description(text).datasource(SOURCE).unit("short").span(width).height(9)
     )
@@ -238,7 +244,7 @@ def instances(
     steps: Sequence[tuple[float | None, str]],
     height: int = 5,
 ) -> bargauge.Panel:
-    """One bar for each series of an instant query."""
+    """Return a panel with one bar per series of an instant query."""
     built = bargauge.Panel().title(title).description(text).datasource(SOURCE).unit(unit).span(12)
     built.height(height).min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     built.no_value("no data").thresholds(_thresholds(steps))
@@ -252,7 +258,7 @@ def _thresholds(steps: Sequence[tuple[float | None, str]]) -> dashboard.Threshol
 
 
 def alert_line(built: timeseries.Panel) -> timeseries.Panel:
-    """The series ``alert limit`` is dashed."""
+    """Draw the series ``alert limit`` dashed."""
     return built.override_by_regexp("/^alert limit$/", [DASHED])
 
 
@@ -262,7 +268,7 @@ def _targets(built: Panel, queries: Sequence[prometheus.Dataquery]) -> None:
 
 
 def quantile(share: float, metric: str, by: str = "model, instance") -> str:
-    """Of a histogram; NaN, so nothing, while nothing is counted."""
+    """Return the quantile of a histogram; it is NaN, so not drawn, without data."""
     return f"histogram_quantile({share}, sum by (le, {by}) ({rate(metric + '_bucket')}))"
 
 
@@ -281,7 +287,7 @@ def _variable(name: str, label: str, values: str) -> dashboard.QueryVariable:
 
 
 def frame(uid: str, title: str, text: str, *panels: Panel) -> dashboard.Dashboard:
-    """A dashboard with the variables that every query takes, linked with the others by its tag."""
+    """Return a dashboard with the variables of all queries, linked with the other dashboards by its tag."""
     built = (
         dashboard.Dashboard(f"Tonnage / {title}")
         .uid(f"tonnage-{uid}")

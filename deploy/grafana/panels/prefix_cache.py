@@ -1,4 +1,4 @@
-"""Prefix cache and evictions: how much prefill is saved, and what room it has."""
+"""Prefix cache and evictions: saved prefill, and the memory for cached prefixes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def _hit_share(by: str) -> str:
 
 
 def prefix_cache() -> dashboard.Dashboard:
+    """Return the dashboard "Prefix cache and evictions"."""
     return frame(
         "prefix-cache",
         "Prefix cache and evictions",
-        "How much prefill the prefix cache saves, and what room it has.",
+        "Prefill that the prefix cache saves, and the memory it has.",
         number(
             "Prompt tokens from the cache",
             "tonnage_prefix_hit_tokens_total over tonnage_prefix_query_tokens_total.",
@@ -28,7 +29,7 @@ def prefix_cache() -> dashboard.Dashboard:
             width=6,
         ),
         number(
-            "Saved tokens a second",
+            "Saved tokens per second",
             "tonnage_prefix_hit_tokens_total: prompt tokens that were not computed again.",
             "short",
             f"sum({rate('tonnage_prefix_hit_tokens_total')})",
@@ -38,7 +39,7 @@ def prefix_cache() -> dashboard.Dashboard:
         ),
         number(
             "Cached",
-            'tonnage_pool_bytes{state="cached"}: prefixes that can be hit and are given up when needed.',
+            'tonnage_pool_bytes{state="cached"}: reusable prefixes, evicted when needed.',
             "bytes",
             f'sum(tonnage_pool_bytes{{{ONE}, state="cached"}})',
             steps=ACTIVE,
@@ -46,7 +47,7 @@ def prefix_cache() -> dashboard.Dashboard:
             width=6,
         ),
         number(
-            "Evicted a second",
+            "Evicted per second",
             "tonnage_evictions_total, blocks.",
             "short",
             f"sum({rate('tonnage_evictions_total')})",
@@ -56,8 +57,8 @@ def prefix_cache() -> dashboard.Dashboard:
         ),
         lines(
             "Share of prompt tokens from the cache",
-            "tonnage_prefix_hit_tokens_total over tonnage_prefix_query_tokens_total, by server. Low though "
-            "prompts share beginnings: the requests of one conversation go to different replicas (route by "
+            "tonnage_prefix_hit_tokens_total over tonnage_prefix_query_tokens_total, by server. If it is low "
+            "although prompts share prefixes, requests of one conversation reach different replicas (route by "
             "prefix), or each has its own cache_salt.",
             "percentunit",
             query(_hit_share("model, instance")),
@@ -68,8 +69,8 @@ def prefix_cache() -> dashboard.Dashboard:
             lines(
                 "Prompt tokens: computed and from the cache",
                 "tonnage_prefix_hit_tokens_total by source, and the rest of "
-                "tonnage_prefix_query_tokens_total. salt: blocks that only requests with the same salt read; "
-                "shared: blocks for everybody.",
+                "tonnage_prefix_query_tokens_total. salt: blocks only for requests with the same salt; "
+                "shared: blocks for all requests.",
                 "short",
                 query(f"sum by (source) ({rate('tonnage_prefix_hit_tokens_total')})", "cached: {{source}}"),
                 query(
@@ -81,23 +82,23 @@ def prefix_cache() -> dashboard.Dashboard:
         ),
         lines(
             "Evictions",
-            "tonnage_evictions_total per second by cause: prefill, decode, copy_on_write or reset. Many, and "
-            "a falling share of hits: the pool is too small to keep prefixes; a larger one, or fewer "
-            "conversations per replica.",
+            "tonnage_evictions_total per second by cause: prefill, decode, copy_on_write or reset. Many "
+            "evictions and a falling hit share mean that the pool is too small for the prefixes: enlarge "
+            "it, or route fewer conversations to a replica.",
             "short",
             query(f"sum by (cause, instance) ({rate('tonnage_evictions_total')})", "{{cause}} {{instance}}"),
         ),
         stacked(
             lines(
                 "Pool by state, blocks",
-                "tonnage_pool_blocks: what running requests leave to the cache.",
+                "tonnage_pool_blocks by state: running requests leave the rest to the cache.",
                 "short",
                 query(f"sum by (state) (tonnage_pool_blocks{{{ONE}}})", "{{state}}"),
             )
         ),
         lines(
             "Token slots by state",
-            "tonnage_pool_tokens: how many tokens the cached prefixes amount to.",
+            "tonnage_pool_tokens by state, such as the tokens of cached prefixes.",
             "short",
             query(f"sum by (state) (tonnage_pool_tokens{{{ONE}}})", "{{state}}"),
             width=24,

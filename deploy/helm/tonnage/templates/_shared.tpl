@@ -14,7 +14,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{/* Values that contradict the plan, or each other, end the render with the reason. */}}
+{{/* Fail with the reason if values contradict the plan or each other. */}}
 {{- define "tonnage.check" -}}
 {{- $v := .Values -}}
 {{- $memory := int64 $v.resources.memoryBytes -}}
@@ -77,12 +77,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* A value as a flag or a variable takes it: Helm reads every number as a float. */}}
+{{/* Format a value for a flag or a variable; Helm reads every number as a float. */}}
 {{- define "tonnage.text" -}}
 {{ if kindIs "float64" . }}{{ if eq . (floor .) }}{{ . | int64 }}{{ else }}{{ . }}{{ end }}{{ else }}{{ . }}{{ end }}
 {{- end -}}
 
-{{/* What vllm serve is started with: the model, the settings by vLLM's names, which are ours, and what is asked for. */}}
+{{/* Arguments of vllm serve: the model, the settings (with vLLM's names), and vllmServe's own values. */}}
 {{- define "tonnage.vllmArgs" -}}
 {{- $v := .Values -}}
 {{- $same := list "gpu_memory_utilization" "dtype" "kv_cache_dtype" "kv_cache_memory_bytes" "max_model_len" "max_num_seqs" "max_num_batched_tokens" "block_size" "tensor_parallel_size" "pipeline_parallel_size" -}}
