@@ -1,16 +1,21 @@
 """Admission: which requests may start, and which sequences may take more blocks. It owns no blocks.
 
 =============== ==================================================================================
-``types``       requests, limits and results ``reservation`` the upper bound of the blocks of one request;
-requests that can never fit ``ledger``      the reservations of the running requests ``snapshot``    what
-admission reads of the running requests ``safety``      guaranteed mode: states in which every request can still
-finish ``peak``        the largest number of blocks in use over time, for given remaining lengths ``forecast``
-remaining output lengths, learned from requests that have ended ``loops``       the loops of peak and forecast
-over the running requests (compiled, not imported here) ``passing``     when the head of the queue can start,
-and which requests may pass it ``policy``      the modes guaranteed, predictive, greedy, no_evict and auto
-``decide``      the decisions, as pure functions of a state ``controller``  the decisions applied to our block
-manager (compiled, not imported here) ``cost``        the seconds of an engine step, fitted online ``rehearsal``
-a simulation of a load under a rule, for the mode auto ``auto``        the mode auto: the choice between rules
+``types``       requests, limits and results
+``reservation`` the upper bound of the blocks of one request; requests that can never fit
+``ledger``      the reservations of the running requests
+``snapshot``    what admission reads of the running requests
+``safety``      guaranteed mode: states in which every request can still finish
+``peak``        the largest number of blocks in use over time, for given remaining lengths
+``forecast``    remaining output lengths, learned from requests that have ended
+``loops``       the loops of peak and forecast over the running requests (compiled, not imported here)
+``passing``     when the head of the queue can start, and which requests may pass it
+``policy``      the modes guaranteed, predictive, greedy, no_evict and auto
+``decide``      the decisions, as pure functions of a state
+``controller``  the decisions applied to our block manager (compiled, not imported here)
+``cost``        the seconds of an engine step, fitted online
+``rehearsal``   a simulation of a load under a rule, for the mode auto
+``auto``        the mode auto: the choice between rules
 =============== ==================================================================================
 """
 

@@ -8,8 +8,8 @@
 ``predictive``  the peak forecast by the learned lengths fits under the watermark. Sequences stall when
                 blocks run out; if all stall, the one with the least to recompute is preempted.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest is preempted.
-``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang). ``auto``
-greedy, or predictive with another quantile if a rehearsal shows that it serves the load better
+``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
+``auto``        greedy, or predictive with another quantile if a rehearsal shows that it serves the load better
                 (`tonnage.cache.admission.auto`).
 =============== ============================================================================================
 

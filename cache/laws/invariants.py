@@ -3,10 +3,10 @@
 `InvariantViolation.law` has one of these names:
 
 =================== =========================================================================================
-conservation        every usable block is free, cached or used, and in that state's structure exactly once null
-block          block 0 is in no state and in no index reference counts    a block's reference count is the
-number of table entries that name it tables              a row has blocks where it must, the null block
-elsewhere, and no block twice; sequences
+conservation        every usable block is free, cached or used, and in that state's structure exactly once
+null block          block 0 is in no state and in no index
+reference counts    a block's reference count is the number of table entries that name it
+tables              a row has blocks where it must, the null block elsewhere, and no block twice; sequences
                     that share a block have it at the same place; of cached states a row has the one it
                     continues from and the one it writes, at most two
 exclusive writes    a block with positions still to be written has one owner, or its owners must copy first

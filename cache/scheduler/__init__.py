@@ -16,10 +16,10 @@ One step, in order (`scheduler.Scheduler.step`):
 The engine then performs the copies, computes, and reports back (`computed`, `fork`, `append`, `end`).
 
 =============== =====================================================================================
-``sequence``    a sequence, a step, its decisions, and the counters ``queue``       the waiting queue: its
-order, and which requests may pass the head ``scheduler``   the step; it owns running and waiting sequences and
-is the only caller of the manager ``chunks``      where chunks of prompts end so that recurrent states can be
-cached
+``sequence``    a sequence, a step, its decisions, and the counters
+``queue``       the waiting queue: its order, and which requests may pass the head
+``scheduler``   the step; it owns running and waiting sequences and is the only caller of the manager
+``chunks``      where chunks of prompts end so that recurrent states can be cached
 =============== =====================================================================================
 """
 

@@ -5,8 +5,8 @@ Preemption is by recompute. Each admission mode has one rule:
 =============== =============================================================================================
 ``guaranteed``  never: some sequence can always continue (`tonnage.cache.admission.safety`). If all running
                 sequences stall, the safety invariant is broken and the step raises.
-``no_evict``    never, because all reservations fit together. ``greedy``      vLLM's
-(v1/core/sched/scheduler.py, 0.32): while the running sequences need more blocks than
+``no_evict``    never, because all reservations fit together.
+``greedy``      vLLM's (v1/core/sched/scheduler.py, 0.32): while the running sequences need more blocks than
                 the pool has, the last of them is preempted. (vLLM asks one sequence after the other, and
                 preempts the last one until the asking one has its blocks or is itself the victim. A
                 sequence's need does not depend on later ones, so both preempt the same sequences.)
