@@ -83,12 +83,10 @@ def step(
                 return TOO_LONG, i
             if end - written > pool.max_step:
                 return STEP_TOO_LONG, i
-            if row.shared_tail != 0 and end > written:
-                most += pool.num_groups
-            if end > row.room:
-                most += pool.num_groups * ((end - row.room + size - 1) // size)
+            if end > row.room or (row.shared_tail != 0 and end > written):
+                most += demand(core, batch[i], written, end, False)
         row.written, row.end = written, end
-    if most > pool.free + pool.cached:  # a row takes at most one block per group for each of its table entries
+    if most > pool.free + pool.cached:  # an upper bound: blocks that the call itself releases are left out
         short_at = _first_without_room(core, batch, copies)
         if short_at >= 0:
             return NO_ROOM, short_at
@@ -112,6 +110,24 @@ def step(
 
 
 @inner
+def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) -> int:
+    """Return the blocks that a row takes for positions below ``end``: new ones, and copies of a shared tail.
+
+    ``computed`` positions of the row are written. ``full_only`` counts full-attention groups only.
+    """
+    row, size, blocks = core.rows[at_row], core.pool[0].block_size, 0
+    for group in range(core.groups.size):
+        kind = core.groups[group].kind
+        if full_only and kind != FULL:
+            continue
+        if end > row.room:
+            blocks += blocks_to_grow(kind, computed, row.room, end, size)
+        if row.shared_tail & COPY_TAIL and end > computed:
+            blocks += core.refs[core.tables[group, at_row, entry_of(kind, computed, size)]] > 1
+    return blocks
+
+
+@inner
 def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> int:
     """Return the index of the first row that would not get all the blocks that `_grow` takes, or -1.
 
@@ -122,26 +138,22 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
     pool, size = core.pool[0], core.pool[0].block_size
     available = pool.free + pool.cached
     copied, done, short_at = 0, 0, -1
-    for i in range(batch.size):
-        row = core.rows[batch[i]]
-        computed, end = row.written, row.end
-        done += 1
-        if row.shared_tail & COPY_TAIL and end > computed:
+    while done < batch.size and short_at < 0:
+        at_row = batch[done]
+        row = core.rows[at_row]
+        available -= demand(core, at_row, row.written, row.end, False)
+        if row.shared_tail & COPY_TAIL and row.end > row.written:
             for group in range(pool.num_groups):
-                block = core.tables[group, batch[i], entry_of(core.groups[group].kind, computed, size)]
+                block = core.tables[group, at_row, entry_of(core.groups[group].kind, row.written, size)]
                 if core.refs[block] > 1:
                     core.refs[block] -= 1
                     copies[0, copied] = block
                     copied += 1
-                    available -= 1
-        if pool.windowed and _moves_on(core, batch[i]):
-            available += windows.count_left(core, batch[i], computed, -1)
-        if end > row.room:
-            for group in range(pool.num_groups):
-                available -= blocks_to_grow(core.groups[group].kind, computed, row.room, end, size)
+        if pool.windowed and _moves_on(core, at_row):
+            available += windows.count_left(core, at_row, row.written, -1)
         if available < 0:
-            short_at = i
-            break
+            short_at = done
+        done += 1
     for i in range(copied):
         core.refs[copies[0, i]] += 1
     if pool.windowed:
@@ -161,18 +173,8 @@ def _moves_on(core: Core, at_row: int) -> bool:
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
     """Write to ``wanted[i]`` the full-attention blocks that EXTEND would take for row i, with its copy."""
-    size = core.pool[0].block_size
     for i in range(batch.size):
-        row, end, count = core.rows[batch[i]], ends[i], 0
-        for group in range(core.groups.size):
-            if core.groups[group].kind != FULL:
-                continue
-            if end > row.room:
-                count += (end + size - 1) // size - row.room // size
-            tail = core.tables[group, batch[i], row.computed // size]
-            if row.shared_tail & COPY_TAIL and end > row.computed and core.refs[tail] > 1:
-                count += 1
-        wanted[i] = count
+        wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 
 
 @inner
@@ -193,9 +195,7 @@ def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) ->
         return copied
     held = (end + size - 1) // size
     if pool.num_groups * held > pool.free:
-        short = -pool.free
-        for group in range(pool.num_groups):
-            short += blocks_to_grow(core.groups[group].kind, row.computed, row.room, end, size)
+        short = demand(core, at_row, row.computed, end, False) - pool.free
         if short > 0:
             evict(core, short, FOR_PREFILL if end <= core.requests[slot].prompt else FOR_DECODE)
     for group in range(pool.num_groups):

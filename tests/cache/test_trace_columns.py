@@ -77,7 +77,7 @@ def test_more_than_is_needed_is_read(tmp_path: Path) -> None:
     ("columns", "says"),
     [
         ("arival=t", "did you mean arrival"), ("arrival", "NAME=COLUMN"), ("arrival=", "NAME=COLUMN"),
-        ("arrival=t,arrival_ms=u", "twice"), ("colour=t", "one of arrival"),
+        ("arrival=t,arrival_ms=u", "both"), ("colour=t", "one of arrival"),
     ],
 )  # fmt: skip
 def test_columns_that_say_nothing_are_refused(columns: str, says: str) -> None:
