@@ -1,1 +1,1 @@
-"""Engines behind one async protocol (base.py): hf (a child process), vllm, fake (tests)."""
+"""Inference engines behind one async interface (base.py): hf (a child process), vllm, and fake (for tests)."""

@@ -1,7 +1,8 @@
-"""The protocol of an engine: what the API may ask of HF, vLLM, replicas on Ray and the fake.
+"""The engine interface: what the API can request from the HF, vLLM, Ray and fake engines.
 
-The API process owns text (tokenizing, detokenizing, stop strings); engines see token ids only. What crosses the
-border: ``request`` and ``chunk`` there and back, ``stats``, ``capacity`` and ``errors``.
+The API process handles text (tokenization, detokenization, stop strings); an engine receives and returns token
+ids only. The types that cross this interface are in ``request``, ``chunk``, ``stats``, ``capacity`` and
+``errors``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from tonnage.server.engines.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do beyond what every engine must. The API refuses the rest by name.
+    """The optional features of an engine; the API rejects a request for any other feature by name.
 
-    ``honours``: the fields of SamplingParams (and ``priority``) it acts on. ``embeds``: it gives a vector for
-    each prompt instead of text. ``own_metrics``: ``Engine.own_metrics`` has a page.
+    Attributes:
+        honours: the fields of SamplingParams (and ``priority``) that the engine acts on.
+        embeds: whether the engine returns an embedding of each prompt instead of text.
+        own_metrics: whether ``Engine.own_metrics`` returns a page.
     """
 
     honours: frozenset[str] = BASIC_PARAMS
@@ -31,7 +34,7 @@ class Capabilities:
 
 
 def common(each: Iterable[Capabilities]) -> Capabilities:
-    """What all of several engines can do; of none, what every engine must."""
+    """Return the capabilities that all given engines share, or the mandatory ones if no engine is given."""
     first, *others = tuple(each) or (Capabilities(),)
     for other in others:
         first = Capabilities(
@@ -43,55 +46,70 @@ def common(each: Iterable[Capabilities]) -> Capabilities:
 
 
 class Engine(ABC):
-    """One running model. All methods are called from the API process's event loop."""
+    """One running model. The event loop of the API process calls all methods."""
 
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The plan printed before the load (revision 0)."""
+        """The memory plan that was made before the model was loaded (revision 0)."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """May be asked at any time, also before the start."""
+        """The optional features of this engine; available before the start, too."""
         return Capabilities()
 
     @abstractmethod
     async def start(self) -> None:
-        """Load; returns when it can serve. Raises TonnageError with what to do."""
+        """Load the model and return when the engine can serve.
+
+        Raises:
+            TonnageError: the engine cannot start; the message says what to do.
+        """
 
     @abstractmethod
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Submit. Raises NeverFits / QueueFull / EngineDead before the first chunk.
+        """Submit a request and yield chunks of new tokens until each of its n sequences has finished.
 
-        Ends after each of the n sequences sent a finish_reason. Closing the generator aborts the request
-        and frees its blocks within one step.
+        Closing the generator aborts the request and frees its blocks within one step.
+
+        Raises:
+            NeverFits: the request can never fit the pool; raised before the first chunk.
+            QueueFull: the engine cannot take the request now; raised before the first chunk.
+            EngineDead: the engine process ended; raised at any time.
         """
 
     @abstractmethod
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its n sequences where the engine can: its last chunk says ``abort``."""
+        """Abort a request, or only sequence ``index`` of it where the engine can.
+
+        The last chunk of an aborted sequence has the finish reason ``abort``.
+        """
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """A snapshot, from what is known: it never waits."""
+        """Return the most recent statistics without waiting for the engine."""
 
     @property
     def ready(self) -> bool:
-        """It serves now. Asked for every request: to be answered without a snapshot where that costs."""
+        """Whether the engine can serve now. Engines override it where a snapshot is slow."""
         return self.stats().ready
 
     @abstractmethod
     def capacity(self) -> Capacity:
-        """What it has after the load. Raises QueueFull before."""
+        """Return the capacity measured after the load.
+
+        Raises:
+            QueueFull: the engine has not loaded yet.
+        """
 
     def own_metrics(self) -> bytes:
-        """The backend's own page of metrics, under its own names; where ``capabilities`` says so."""
+        """Return the engine's own metrics page; empty without that capability."""
         return b""
 
     @abstractmethod
     async def drain(self, seconds: float) -> None:
-        """Admit no more; return when the running requests ended or the time is up."""
+        """Stop admitting requests; return when the running ones have finished or ``seconds`` have passed."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End it, also in the middle of its start. May be called more than once."""
+        """End the engine, also during its start. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""What an engine may use, by its plan, and what it really has after the load."""
+"""The capacity of an engine: the limits set by its plan, and the capacity measured after the load."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from tonnage.planner.source.resolve import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the engine really has after load, to hold against the Plan."""
+    """The capacity of an engine as measured after the load, for comparison with the plan."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
-    plan: Plan  # revision 1
+    plan: Plan  # revision 1: with the measured bytes
 
 
 def limits_of(plan: Plan) -> Limits:
-    """What admission may reserve from: the Plan's pool and lengths. Raises DeploymentError on an open value."""
+    """Return the admission limits of a plan: its block pool and its length limits.
+
+    Raises:
+        DeploymentError: the plan leaves a limit open.
+    """
     deployment = plan.deployment
     values = {
         "max_model_len": deployment.max_model_len,
@@ -42,9 +46,12 @@ def limits_of(plan: Plan) -> Limits:
 
 
 def held_to(plan: Plan, source: ModelSource, deployment: Deployment) -> Plan:
-    """``plan`` of ``source`` under ``deployment`` with a pool that an engine on a GPU can be held to: requests
-    reserve blocks of it, and the engine is told its size instead of measuring what is left. That is the lower
-    end of its interval, where it holds one sequence; a pool that a flag decides stays."""
+    """Return the plan of ``source`` with a KV pool size that an engine on a GPU can keep.
+
+    Requests reserve blocks of this pool, and the engine gets its size as a setting instead of measuring free
+    memory. The size is the lower end of the plan's interval if it holds at least one sequence. A plan for a
+    CPU, or with a pool size set by a flag, is returned unchanged.
+    """
     if plan.deployment.device == "cpu" or "kv_pool_bytes" not in plan.intervals:
         return plan
     low = max(1, int(plan.intervals["kv_pool_bytes"][0]))

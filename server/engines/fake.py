@@ -1,7 +1,7 @@
-"""An engine without a model: real admission and a real block manager, tokens out of thin air. In process.
+"""An engine without a model: real admission and a real block manager, with generated tokens, in process.
 
-For tests of everything around an engine, and for trying a client against a plan's capacity: it waits, refuses,
-shares prefixes and frees blocks as an engine of that plan would, at a token rate that is given.
+It serves to test everything around an engine, and to try a client against the capacity of a plan. It queues,
+rejects, shares prefixes and frees blocks as an engine with that plan would, at a given token rate.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 
 log = logging.getLogger("tonnage.server")
 
-# Chunks given to their streams in one round of the event loop. Each wakes a task that writes to a socket
-# (40 us); with the whole batch at once everything else the loop has to do would wait for all of them.
+# Chunks that are delivered to their streams in one iteration of the event loop. Each wakes a task that writes
+# to a socket (40 us); delivering a whole batch at once would delay all other tasks by their sum.
 _CHUNKS_A_ROUND = 64
 
-# (request, number of the sequence) -> the tokens of its answer; an answer that ends has met its stop token.
+# (request, index of the sequence) -> its output tokens; an iterator that ends stands for a stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
 
 
 def random_reply(vocab_size: int) -> Reply:
-    """Endless tokens drawn from the vocabulary: the same for the same prompt and seed; greedy needs no seed."""
+    """Return endless random tokens, reproducible for a prompt with a seed or with greedy sampling."""
 
     def reply(request: GenerationRequest, index: int) -> Iterator[int]:
         params = request.params
@@ -60,7 +60,7 @@ def random_reply(vocab_size: int) -> Reply:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Request:
-    """One request and where its chunks go."""
+    """A request in flight and the inbox that receives its chunks."""
 
     request: GenerationRequest
     inbox: Inbox[Chunk | TonnageError]
@@ -69,7 +69,7 @@ class _Request:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class _Sequence(Sequence):
-    """``reply`` goes on where its answer, ``said``, ends."""
+    """A sequence of the fake engine. ``said`` holds its tokens so far; ``reply`` yields the next ones."""
 
     owner: _Request
     reply: Iterator[int]
@@ -77,19 +77,26 @@ class _Sequence(Sequence):
     queued: float | None = None  # seconds until admission
 
     def token_ids(self) -> list[int]:
+        """Return the token ids of the prompt and the output so far."""
         return [*self.owner.request.prompt_token_ids, *self.said]
 
     @property
     def salt(self) -> str:
+        """The salt that separates this tenant's prefix cache entries from others."""
         return self.owner.request.cache_salt
 
 
 class FakeEngine(Engine):
-    """Engine protocol over the plan's pool. ``token_rate``: tokens a second of each sequence (no wait).
-    ``policy`` None: guaranteed mode.
+    """An engine that schedules requests over the plan's block pool and computes no model.
 
-    ``load_seconds``: how long ``start`` takes; ``start_error``: what it then raises. ``memory``: what it says
-    was measured. ``die`` ends it as a crash would.
+    Args:
+        plan: memory plan whose pool and limits apply.
+        policy: admission policy; None means guaranteed mode.
+        token_rate: tokens per second of each sequence; infinite means without delay.
+        reply: produces the output tokens of a sequence; default: random tokens.
+        load_seconds: duration of ``start``.
+        start_error: error that ``start`` raises at its end.
+        memory: measured memory to report in the statistics.
     """
 
     def __init__(
@@ -114,7 +121,7 @@ class FakeEngine(Engine):
         self._start_error = start_error
         self._memory = memory or MeasuredMemory()
         self._live: dict[str, _Request] = {}
-        self._said: list[tuple[_Request, Chunk]] = []  # what the step has to tell
+        self._said: list[tuple[_Request, Chunk]] = []  # chunks of the step, not yet delivered
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -126,14 +133,16 @@ class FakeEngine(Engine):
 
     @property
     def plan(self) -> Plan:
+        """The memory plan whose pool the engine schedules over."""
         return self._plan
 
     @property
     def manager(self) -> KVCacheManager:
-        """The block manager, for tests of its invariants."""
+        """The block manager, for tests that check its invariants."""
         return self._manager
 
     async def start(self) -> None:
+        """Compile the block manager, wait for the configured load time and start the step loop."""
         await asyncio.sleep(self._load_seconds)
         await asyncio.to_thread(compile_manager, self._plan.kv_cache.layout, self._policy)
         if self._start_error is not None:
@@ -142,6 +151,7 @@ class FakeEngine(Engine):
         self._loop = asyncio.create_task(self._run(), name="fake engine")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Submit a request and yield its chunks; see ``Engine.generate``."""
         if self._dead is not None:
             raise self._dead
         if not self._ready or self._draining:
@@ -162,7 +172,7 @@ class FakeEngine(Engine):
             self._forget(request.request_id)
 
     def add(self, request: GenerationRequest, arrival: float) -> _Request:
-        """Queue a request that came at ``arrival`` (seconds, from any origin)."""
+        """Queue a request that arrived at ``arrival`` (seconds since any fixed origin)."""
         entry = _Request(request, Inbox())
         first = _Sequence(
             prompt=len(request.prompt_token_ids),
@@ -180,6 +190,7 @@ class FakeEngine(Engine):
         return entry
 
     def _refuse_never(self, request: GenerationRequest) -> None:
+        """Raise NeverFits for a request that exceeds the pool or the length limits at any time."""
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = refusal(wish, self._manager.limits)
         if answer is not None:
@@ -188,6 +199,7 @@ class FakeEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
+        """Abort a request or one of its sequences; an unknown request is ignored."""
         entry = self._live.get(request_id)
         if entry is None:
             return
@@ -200,13 +212,16 @@ class FakeEngine(Engine):
 
     @property
     def ready(self) -> bool:
+        """Whether the engine has started and has not crashed."""
         return self._ready and self._dead is None
 
     def stats(self) -> EngineStats:
+        """Return the scheduler's statistics with the configured memory figures."""
         stats = engine_stats(self.scheduler, self._generation_tokens, ready=self.ready)
         return dataclasses.replace(stats, memory=self._memory)
 
     def capacity(self) -> Capacity:
+        """Return the capacity of the plan."""
         deployment = self._plan.deployment
         assert deployment.max_model_len is not None
         return Capacity(
@@ -217,18 +232,20 @@ class FakeEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
+        """Stop admitting requests and wait at most ``seconds`` for the running ones."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
+        """End the step loop."""
         self._ready = False
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
 
     def die(self) -> None:
-        """End as a crashed engine does: every request gets EngineDead, no new one is taken."""
+        """Simulate a crash: every request ends with EngineDead, and new requests are rejected."""
         self._dead = EngineDead("the engine process ended", hint="restart the server")
         for entry in list(self._live.values()):
             entry.inbox.put_nowait(self._dead)
@@ -262,7 +279,7 @@ class FakeEngine(Engine):
                 owner.inbox.put_nowait(chunk)
 
     def step(self) -> Step[_Sequence]:
-        """One step: what the scheduler has decided is computed, and those that got so far draw a token."""
+        """Run one step: compute the scheduled tokens, then draw a token for each sequence that is complete."""
         scheduler, begun = self.scheduler, time.perf_counter()
         sample_laws(self._manager, scheduler.steps + 1)
         step = scheduler.step()
@@ -309,7 +326,7 @@ class FakeEngine(Engine):
         return forks
 
     def _draw(self, drawing: list[_Sequence]) -> None:
-        """The next token of each. It ends at a stop token or after max_tokens."""
+        """Append the next token to each sequence; it ends at a stop token or after max_tokens."""
         going: list[_Sequence] = []
         tokens: list[int] = []
         for sequence in drawing:
@@ -334,7 +351,7 @@ class FakeEngine(Engine):
 
     def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
         owner = sequence.owner
-        # By place: with a keyword it costs a third more.
+        # Positional arguments: keywords would cost a third more.
         chunk = Chunk(
             owner.request.request_id, sequence.index, token_ids, reason, sequence.cached,
             None, (), (), (), sequence.queued,
@@ -346,7 +363,7 @@ class FakeEngine(Engine):
         sequence.owner.sequences.remove(sequence)
 
     def _forget(self, request_id: str) -> None:
-        """Drop a request wherever it is; its blocks are free when this returns."""
+        """Drop a request in any state; its blocks are free when this returns."""
         entry = self._live.pop(request_id, None)
         if entry is None:
             return

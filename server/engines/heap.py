@@ -1,4 +1,4 @@
-"""The API process's heap: it gives back what it frees, and what stays is not gone through again and again."""
+"""Heap settings of the API process: return freed memory to the kernel, keep garbage collections short."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import ctypes
 import gc
 
 # mallopt(3), malloc.h of glibc: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX. Blocks over 128 KiB (bodies,
-# texts) go back to the kernel when freed, and so does the end of the heap beyond 1 MiB; glibc begins with as
-# much and raises both with the first large block that is freed. One arena: each thread that loads or encodes
-# would keep what it needed most (vLLM with a vocabulary of 262,144: 40 MiB at rest, 230 while it loads).
+# texts) return to the kernel when freed, and so does the end of the heap beyond 1 MiB. Without these settings
+# glibc raises both limits with the first large block that is freed. One arena, because each thread that loads
+# or encodes would keep its peak (vLLM with a vocabulary of 262,144: 40 MiB at rest, 230 during the load).
 _MALLOC = ((-3, 2**17), (-1, 2**20), (-8, 1))
 
 
 def bound_heap() -> None:
-    """Have the process give back what it frees. Call it first of all: what is there by then stays as it is."""
+    """Make the allocator return freed memory to the kernel. Call first: earlier allocations are unaffected."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         for option, value in _MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
 
 
 def settle_heap() -> None:
-    """Take what the process holds by now out of the garbage collector's sight, and give back what is free.
+    """Exempt all present objects from garbage collection and return free memory to the kernel.
 
-    A full collection looks at every object: 60 to 170 ms with the code and the model's tables loaded, in which
-    no stream gets a token (benchmarks/server.py, 512 streams). Call it when a model is loaded; what was settled
-    before and is of no use any more, an engine that has ended and its open files, goes.
+    A full collection visits every object: 60 to 170 ms with the code and the model's tables loaded, during
+    which no stream receives a token (benchmarks/server.py, 512 streams). Call it after a model has loaded. It
+    also collects garbage among the objects exempted before, such as a stopped engine and its open files.
     """
     gc.unfreeze()
     gc.collect()

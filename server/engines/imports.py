@@ -1,4 +1,4 @@
-"""Large libraries, imported without the garbage collector."""
+"""Import of large libraries without garbage collection, which would slow the import."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """For the imports of torch, transformers or vLLM: hundreds of thousands of objects that stay, which the
-    collector goes through again and again while they arrive (measured: 1.4 of 5.0 s of processor time for what
-    the hf engine imports)."""
+    """Disable garbage collection during the imports of torch, transformers or vLLM.
+
+    These imports create hundreds of thousands of permanent objects, which the collector would visit repeatedly
+    (measured: 1.4 of 5.0 s of processor time for the imports of the hf engine).
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Where an engine puts the chunks of one request and its stream takes them. One event loop, one reader.
+"""A queue for the chunks of one request, with one reader on one event loop.
 
-asyncio.Queue does more (bounds, several readers, cancellation of each) and costs three times as much for each
+asyncio.Queue also offers bounds, several readers and their cancellation, and costs three times as much per
 token.
 """
 
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """First in, first out; ``get`` waits for an item."""
+    """A first-in, first-out queue for a single reader."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -23,11 +23,13 @@ class Inbox(Generic[Item]):
         self._waiter: asyncio.Future[None] | None = None
 
     def put_nowait(self, item: Item) -> None:
+        """Append an item and wake the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> Item:
+        """Remove and return the first item; wait until there is one."""
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,9 +1,9 @@
-"""Publishes KV events over ZeroMQ as vLLM does, so that routers made for vLLM can subscribe.
+"""Publisher of KV cache events over ZeroMQ in vLLM's format, so that routers made for vLLM can subscribe.
 
 Wire format (vllm/distributed/kv_events.py, 0.32.0): frames ``topic, sequence number (8 bytes, big-endian),
-payload``; the payload is msgpack of the array ``[timestamp, [event, ...], data_parallel_rank]``, an event a map
-with its class name under ``type``. A second, optional ROUTER socket replays the last batches: a request is one
-frame with the first sequence number wanted, the answer ends with sequence number -1.
+payload``. The payload is msgpack of the array ``[timestamp, [event, ...], data_parallel_rank]``; an event is a
+map with its class name under ``type``. A second, optional ROUTER socket replays the last batches: a request is
+one frame with the first sequence number wanted, and the reply ends with sequence number -1.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tonnage.cache.prefix.events import AllBlocksCleared, BlockStored, KVEvent
 from tonnage.server.engines.sharing import KVEventsConfig
 
 END = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"  # vLLM's word for the pool that the model reads from, whatever the device
+MEDIUM = "GPU"  # vLLM's name for the pool that the model reads, also on other devices
 
 
 def encode(events: Sequence[KVEvent], timestamp: float, rank: int | None = None) -> bytes:
-    """The payload of one batch."""
+    """Return the msgpack payload of one batch of events."""
     return msgspec.msgpack.encode([timestamp, [_event(event) for event in events], rank])
 
 
@@ -42,11 +42,19 @@ def _event(event: KVEvent) -> dict[str, Any]:
 
 
 class KVEventPublisher:
-    """Sends batches from a thread of its own; `publish` never waits for a subscriber.
+    """A publisher of event batches on a thread of its own; `publish` never waits for a subscriber.
 
-    ``endpoint`` and ``replay_endpoint`` are bound (``tcp://*:5557``); ``buffer_steps`` batches are kept for
-    replays; ``hwm`` is ZeroMQ's limit of messages to a slow subscriber; beyond ``max_queue_size`` waiting
-    batches `publish` drops and counts. Raises zmq.ZMQError when an endpoint cannot be bound.
+    Args:
+        endpoint: address to bind, such as ``tcp://*:5557``.
+        replay_endpoint: address to bind for replay requests; None: no replays.
+        topic: first frame of every message.
+        rank: data-parallel rank in the payload.
+        buffer_steps: number of batches kept for replays.
+        max_queue_size: number of queued batches beyond which `publish` drops and counts.
+        hwm: ZeroMQ's limit of queued messages per subscriber.
+
+    Raises:
+        zmq.ZMQError: an endpoint cannot be bound.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class KVEventPublisher:
 
     @classmethod
     def of(cls, config: KVEventsConfig) -> KVEventPublisher:
-        """The publisher of the settings."""
+        """Create the publisher described by ``--kv-events-config``."""
         return cls(
             config.endpoint,
             config.replay_endpoint,
@@ -95,14 +103,14 @@ class KVEventPublisher:
         )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue one batch; a subscriber of `KVCacheManager.subscribe`."""
+        """Queue one batch of events; suitable as a callback for `KVCacheManager.subscribe`."""
         try:
             self._queue.put_nowait((time.time(), events))
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Send what is queued and end."""
+        """Send the queued batches, then end the thread and close the sockets."""
         self._queue.put(None)
         self._thread.join()
         self._context.destroy(linger=1000)
@@ -130,7 +138,7 @@ class KVEventPublisher:
         while replay is not None and replay.poll(0):
             frames = replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a request of this protocol: there is nobody to tell
+                continue  # not a request of this protocol, so there is no address for an error
             client, first = frames[0], int.from_bytes(frames[2], "big")
             for sequence, payload in self._kept:
                 if sequence >= first:

@@ -1,4 +1,4 @@
-"""LoRA adapters a server is started with: ``--lora-modules name=path``, vLLM's own flag."""
+"""LoRA adapters loaded at start: ``--lora-modules name=path``, a flag of the same form as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _FIELD = "lora_modules"
 
 @dataclass(frozen=True, slots=True)
 class LoRAModule:
-    """An adapter in PEFT's format. ``name``: the ``model`` of requests for it."""
+    """A LoRA adapter in PEFT's format. ``name`` is the ``model`` field of requests for it."""
 
     name: str
     path: Path
 
 
 def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> tuple[LoRAModule, ...]:
-    """The adapters of ``name=path`` texts.
+    """Return the adapters described by texts of the form ``name=path``.
 
-    Raises DeploymentError for a name used twice, a folder without an adapter and a rank above the slots'.
+    Raises:
+        DeploymentError: a name is used twice, a folder has no adapter, or a rank exceeds ``max_lora_rank``.
     """
     modules = [_module(text, max_lora_rank) for text in given]
     names = [model_name, *(module.name for module in modules)]

@@ -1,4 +1,4 @@
-"""The block manager and the scheduler of an engine that has them (hf, fake): from a plan, and as stats."""
+"""Creation of the block manager from a plan, and statistics of manager and scheduler (hf and fake engines)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from tonnage.server.engines.stats import EngineStats, PoolStats, stats_of_auto
 
 log = logging.getLogger("tonnage.server")
 
-# Steps between two looks at the laws. One takes 2 ms where all of 262,144 blocks are cached (test machine).
+# Steps between two checks of the invariants. One takes 2 ms with all of 262,144 blocks cached (test machine).
 LAWS_EVERY = 1024
 
 
 def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -> KVCacheManager:
-    """The block manager of the plan's pool. ``policy`` None: guaranteed mode. Raises DeploymentError where the
-    plan leaves a limit open."""
+    """Create the block manager of the plan's pool. ``policy`` None means guaranteed mode.
+
+    Raises:
+        DeploymentError: the plan leaves a limit open.
+    """
     limits = limits_of(plan)
     return KVCacheManager(
         limits.layout,
@@ -36,20 +39,23 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
 
 
 def sample_laws(manager: KVCacheManager, step: int) -> None:
-    """Every so many steps, look whether the block manager's laws hold; a broken one is logged and counted."""
+    """Check the block manager's invariants at regular steps; log and count a violation."""
     if step % LAWS_EVERY == 0 and (law := manager.sample_invariants()) is not None:
         log.error("the block manager broke its law of %s; restart this engine and report it", law)
 
 
 def share(manager: KVCacheManager, sharing: Sharing) -> None:
-    """Let the manager publish and share what the settings say. Raises DeploymentError for an endpoint that
-    cannot be bound."""
+    """Connect the manager to the configured event publisher and shared prefixes.
+
+    Raises:
+        DeploymentError: an endpoint cannot be bound.
+    """
     for prefix in sharing.prefixes:
         manager.allow_prefix(prefix)
     if sharing.events is not None:
-        import zmq  # of the extra events, and only where somebody listens
+        # Of the optional extra events.
+        import zmq
 
-        # The same.
         from tonnage.server.engines.kv_events import KVEventPublisher
 
         try:
@@ -63,7 +69,7 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
 
 
 def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool = True) -> EngineStats:
-    """Without measured memory; costs tens of microseconds."""
+    """Return the engine's statistics without measured memory; takes tens of microseconds."""
     counters = scheduler.counters
     return EngineStats(
         ready=ready,
@@ -84,9 +90,9 @@ def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool
 
 
 def pool_stats(manager: KVCacheManager) -> PoolStats:
-    """A snapshot; costs tens of microseconds."""
+    """Return a snapshot of the block pool; takes tens of microseconds."""
     stats, rows = manager.stats(), manager.rows
-    # Each group has its own blocks for the same positions; rows that are not in use are all zeros.
+    # Each group has its own blocks for the same positions; unused rows are all zeros.
     waste = (int(rows.room.sum()) - int(rows.computed.sum())) * len(manager.tables)
     return PoolStats(
         num_blocks=stats.num_blocks,

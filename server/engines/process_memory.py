@@ -1,8 +1,7 @@
-"""What the processes of a server really hold: anonymous plus shared memory, from /proc.
+"""Memory held by the processes of a server: anonymous plus shared memory, read from /proc (Linux only).
 
-RssAnon + RssShmem (proc_pid_status(5)) leave out file-backed pages: libraries, and files that are mapped
-rather than read. Those are shared by all processes and given back by the kernel under pressure, so they are
-no part of what a plan counts. Linux only.
+RssAnon + RssShmem (proc_pid_status(5)) exclude file-backed pages: libraries, and mapped files. All processes
+share these pages and the kernel reclaims them under pressure, so a plan does not count them.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from types import TracebackType
 
 _KIB = 1024
 
-# Less shared memory than this is summed as it stands: what might be counted twice is less than a page table.
-# The kernel walks every page of a process for its smaps_rollup, also the private ones: 80 ms for 2.6 GiB, with
-# the lock held that its page faults need.
+# Shared memory below this is summed as it stands: a double count is smaller than a page table. To answer
+# smaps_rollup the kernel walks every page of a process, private ones included: 80 ms for 2.6 GiB, holding the
+# lock that page faults need.
 _SHARED_THAT_MATTERS = 4 * 1024 * _KIB
 
 
 def process_tree(pid: int) -> list[int]:
-    """``pid`` and all its living descendants; empty when ``pid`` is gone.
+    """Return ``pid`` and all its living descendants; empty if ``pid`` has ended.
 
-    Read from the parent field of each /proc/N/stat: /proc/PID/task/TID/children needs a kernel option
+    The parent comes from each /proc/N/stat, because /proc/PID/task/TID/children needs a kernel option
     (CONFIG_PROC_CHILDREN) that not every kernel has.
     """
     children: dict[int, list[int]] = {}
@@ -40,25 +39,23 @@ def process_tree(pid: int) -> list[int]:
     if not alive:
         return []
     tree = [pid]
-    for member in tree:  # grows while it is walked
+    for member in tree:  # grows during the loop
         tree.extend(children.get(member, ()))
     return tree
 
 
 def process_tree_bytes(pid: int) -> int:
-    """RssAnon + RssShmem in bytes of a process and its descendants; 0 when it is gone.
+    """Return RssAnon + RssShmem of a process and its descendants in bytes; 0 if it has ended.
 
-    Shared memory mapped by several processes of the tree is counted once: where more than one of them has any,
-    and together more than 4 MiB, their proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) stands
-    for RssShmem.
-    Anonymous pages are private to their process, except those a forked child has not written yet, which are
-    counted for each; engines are spawned, not forked.
+    Shared memory mapped by several processes of the tree counts once: above 4 MiB in total, the proportional
+    share (Pss_Shmem of smaps_rollup, Linux 5.9) replaces RssShmem. Anonymous pages count per process; a forked
+    child's unwritten pages count twice, but engines are spawned, not forked.
     """
     return _held(process_tree(pid))
 
 
 def _held(tree: Sequence[int]) -> int:
-    """The same of processes that were found before; those that are gone hold nothing."""
+    """Return RssAnon + RssShmem of the given processes in bytes; ended processes count 0."""
     anonymous = 0
     shared: dict[int, int] = {}
     for member in tree:
@@ -74,18 +71,18 @@ def _held(tree: Sequence[int]) -> int:
 
 
 _SHARE_OF_A_CORE = 0.05
-# Finding the tree reads a file of every process of the machine, a sample one of each of its own: looked for at
-# each sample it took most of the CPU time of an API process in front of vLLM (benchmarks/server.py,
-# api_cpu_ms_per_token).
+# Listing the tree reads a file of every process of the machine; a sample reads one file per process of the
+# tree. Listing at each sample took most of the CPU time of an API process in front of vLLM
+# (benchmarks/server.py, api_cpu_ms_per_token).
 _TREE_SECONDS = 1.0
 
 
 class PeakSampler:
-    """A thread that keeps the largest ``process_tree_bytes`` seen, every ``interval`` seconds.
+    """A thread that records the peak of ``process_tree_bytes``, sampled every ``interval`` seconds.
 
-    Less often where a sample is so dear that the thread would take more than 5 % of a core. A peak shorter than
-    the interval can be missed, and so can the first second of a new process. Use as a context manager, or
-    ``start`` and ``stop``.
+    It samples less often where its samples would take more than 5 % of a core. It can miss a peak shorter than
+    the interval, and the first second of a new process. Use it as a context manager, or call ``start`` and
+    ``stop``.
     """
 
     def __init__(self, pid: int | None = None, interval: float = 0.05) -> None:
@@ -94,22 +91,22 @@ class PeakSampler:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._tree: list[int] = []
-        self._found = 0.0  # when the tree was looked for
+        self._found = 0.0  # time when the tree was listed
         self._current = 0
         self._peak = 0
 
     @property
     def current(self) -> int:
-        """Bytes at the last sample."""
+        """Bytes at the most recent sample."""
         return self._current
 
     @property
     def peak(self) -> int:
-        """Most bytes at any sample since ``start``."""
+        """Largest number of bytes at any sample since ``start``."""
         return self._peak
 
     def sample(self) -> int:
-        """Take one sample now and return it, in bytes."""
+        """Take one sample now and return it in bytes."""
         self._tree = process_tree(self._pid)
         self._found = time.monotonic()
         return self._sample()
@@ -120,6 +117,7 @@ class PeakSampler:
         return self._current
 
     def start(self) -> None:
+        """Take a first sample and start the sampling thread."""
         if self._thread is not None:
             return
         self._stop.clear()
@@ -128,7 +126,7 @@ class PeakSampler:
         self._thread.start()
 
     def stop(self) -> int:
-        """End the thread after a last sample; returns the peak in bytes."""
+        """End the thread after a last sample; return the peak in bytes."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -160,7 +158,7 @@ def _parent(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             text = stat.read()
-    except OSError:  # it ended between the listing and now
+    except OSError:  # the process ended after the listing
         return None
     # The second field is the command in parentheses and may itself hold ") "; the last one closes it.
     state, parent, *_ = text[text.rindex(b")") + 2 :].split()
@@ -168,7 +166,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
-    """The named ``Name:  N kB`` lines of a /proc file, in bytes; empty when the process is gone."""
+    """Return the named ``Name:  N kB`` lines of a /proc file in bytes; empty if the process has ended."""
     found: dict[str, int] = {}
     try:
         with open(path, encoding="ascii", errors="replace") as lines:

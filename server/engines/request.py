@@ -1,4 +1,4 @@
-"""What an engine is asked: a prompt of token ids and how to answer it."""
+"""The input of an engine: a prompt of token ids and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Asks for the embedding of the prompt. ``dimensions``: the first so many, normalized again, of a model
-    that was trained for it."""
+    """A request for the prompt's embedding instead of generated tokens.
+
+    ``dimensions`` truncates the vector to its first components and normalizes it again; the model must be
+    trained for that.
+    """
 
     dimensions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Field meanings as in vLLM's SamplingParams. temperature 0 = greedy; top_k 0 = off.
+    """Sampling parameters with vLLM's meanings. temperature 0 is greedy; top_k 0 is off.
 
-    ``logprobs``: with each token its own log probability and those of this many best ones (before temperature
-    and truncation, vLLM's ``raw_logprobs``); ``prompt_logprobs`` the same for the prompt, None: none.
-    ``logit_bias``: (token id, added to its logit). ``min_tokens``: no stop token before so many tokens.
-    ``pooling``: a vector instead of tokens, by an engine that ``embeds``.
-    What an engine does not honour (``Capabilities.honours``) is refused before it gets there.
+    The API rejects a field that the engine does not honour (``Capabilities.honours``).
+
+    Attributes:
+        logprobs: number of likeliest tokens whose log probabilities accompany each token's own, before
+            temperature and truncation (vLLM's ``raw_logprobs``); None: no log probabilities.
+        prompt_logprobs: the same for the tokens of the prompt.
+        logit_bias: pairs (token id, value added to its logit).
+        min_tokens: number of tokens before which no stop token is drawn.
+        pooling: return an embedding instead of tokens; needs an engine that ``embeds``.
     """
 
     max_tokens: int
@@ -44,14 +51,17 @@ class SamplingParams:
     pooling: Pooling | None = None
 
 
-# The sampling parameters every engine honours; what one honours beyond them is in its ``Capabilities``.
+# The sampling parameters that every engine honours; further ones are in the engine's ``Capabilities``.
 BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"})
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """``n`` sequences from one prompt; ``request_id`` unique among the live ones. ``lora``: name of the
-    adapter, empty for the model itself."""
+    """A request for ``n`` sequences from one prompt.
+
+    ``request_id`` is unique among the requests in flight. ``lora`` names the adapter; empty means the base
+    model.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

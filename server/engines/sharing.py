@@ -1,4 +1,4 @@
-"""What the prefix cache tells others and lets others share: KV events, prompts common to all tenants."""
+"""Settings of the prefix cache that reach beyond one tenant: published KV events, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """``events`` None: none are published. ``prefixes``: token ids of prompts that every salt may share."""
+    """Prefix cache settings: the event publisher (None: off), and prompts that all salts may share.
+
+    ``prefixes`` holds the token ids of each shared prompt.
+    """
 
     events: KVEventsConfig | None = None
     prefixes: tuple[tuple[int, ...], ...] = ()
 
 
 def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Whole blocks of the longest of ``prefixes`` that ``prompt`` begins with; 0: of none."""
+    """Return the whole blocks of the longest of ``prefixes`` that ``prompt`` begins with, or 0."""
     most = 0
     for prefix in prefixes:
         blocks = len(prefix) // block_size
@@ -41,7 +44,11 @@ def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block
 
 
 def events_config(value: str) -> KVEventsConfig | None:
-    """The JSON of the flag; None where it switches events off. Raises ValueError with what is wrong."""
+    """Parse the JSON value of ``--kv-events-config``; return None if it disables events.
+
+    Raises:
+        ValueError: the value is invalid; the message says what is wrong.
+    """
     try:
         given = json.loads(value)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""What becomes of a terminal's signals in the processes of an engine."""
+"""Signal handling for the processes of an engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """A process started meanwhile by this thread begins with SIGINT held back: a terminal sends Ctrl-C to all
-    processes, and until one says otherwise Python answers it with a traceback. Ending them is the server's."""
+    """Block SIGINT in this thread, so that a process started meanwhile begins with SIGINT blocked.
+
+    A terminal sends Ctrl-C to all its processes, and Python's default handler prints a traceback. The server
+    process ends its engine processes itself.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield

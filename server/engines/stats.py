@@ -1,4 +1,4 @@
-"""What an engine says of itself at any time: requests, blocks, measured bytes, counters."""
+"""Statistics that an engine reports at any time: requests, blocks, measured bytes, counters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from typing import TYPE_CHECKING, Any
 from tonnage.cache.admission.cost import StepCost
 
 if TYPE_CHECKING:
-    from tonnage.cache.admission.auto import Auto  # compiled loops, which a watch never needs
+    from tonnage.cache.admission.auto import Auto  # brings compiled loops, which `tonnage watch` never needs
 
 ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome admit|wait|never, reason, count)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Blocks by state: used + cached + free = usable. ``reserved`` >= used counts what admission reserved.
+    """Blocks by state: used + cached + free = usable.
 
-    ``committed``: blocks that admission counts as taken, where it looks at more than the sum of reservations
-    (None: it does not). ``evictions_by_cause``: in the order of
-    `tonnage.cache.results.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
-    slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
-    engine does not say). ``cached`` None: they are among the free ones.
+    Attributes:
+        num_blocks: all blocks of the pool, in any state.
+        usable: blocks that sequences can use.
+        used: blocks that running sequences use.
+        cached: unused blocks in the prefix cache; None: counted as free.
+        free: unused blocks without cached content.
+        reserved: blocks that admission has reserved; at least ``used``.
+        evictions: cached blocks evicted so far.
+        evictions_by_cause: in the order of `tonnage.cache.results.EVICTION_CAUSES`; empty if not reported.
+        committed: blocks that admission counts as taken, in modes that do not use ``reserved``; else None.
+        tail_waste_slots: slots of used blocks without a token, a shared block counted once per sequence;
+            None: not reported.
     """
 
     num_blocks: int
@@ -41,24 +48,29 @@ class PoolStats:
 
     @property
     def headroom(self) -> int:
-        """Blocks that admission can still reserve: a request that needs no more is admitted at once."""
+        """Blocks that admission can still reserve; a request that needs at most that many is admitted now."""
         return max(0, self.usable - (self.reserved if self.committed is None else self.committed))
 
     @property
     def reserved_share(self) -> float:
-        """Reserved blocks over usable ones; 0 where there are none (an encoder keeps no cache)."""
+        """The ratio of reserved to usable blocks; 0 without usable blocks (an encoder has no KV cache)."""
         return self.reserved / self.usable if self.usable else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Bytes the server really holds. None: not measured by this engine.
+    """Bytes that the server holds, as measured. None means that this engine does not measure the item.
 
-    ``weights`` sums the storages of modules, buffers and quantization state after load; ``kv_pool`` the
-    storages of the pool; ``framework`` what the processes held at ready beside these two; ``process`` the
-    RssAnon + RssShmem of all processes now, ``process_peak`` its maximum. ``warm_weights``: the weights
-    once more after the first full step, in which a kernel may repack what it uses. ``lora`` the slots of the
-    adapters, where there are any. ``activation_peak`` and ``cuda_graphs``: as the engine itself measured them.
+    Attributes:
+        weights: storages of modules, buffers and quantization state after the load.
+        kv_pool: storages of the KV pool.
+        framework: memory of the processes at the end of the load, without weights and pool.
+        process: RssAnon + RssShmem of all processes now.
+        process_peak: maximum of ``process``.
+        warm_weights: the weights after the first full step, in which a kernel may repack them.
+        lora: the adapter slots, if there are any.
+        activation_peak: activations as measured by the engine itself.
+        cuda_graphs: CUDA graphs as measured by the engine itself.
     """
 
     weights: int | None = None
@@ -73,7 +85,7 @@ class MeasuredMemory:
 
     @property
     def activations(self) -> int | None:
-        """The engine's own figure, else what the peak holds beyond weights, pool, LoRA slots and framework."""
+        """The engine's own figure, else the peak without weights, pool, LoRA slots and framework."""
         if self.activation_peak is not None:
             return self.activation_peak
         parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
@@ -85,12 +97,12 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class AutoStats:
-    """What the admission mode ``auto`` has learned, and the rule that holds.
+    """The step costs and the rule that the admission mode ``auto`` has learned.
 
     Attributes:
         cost: seconds of a step by its parts; None until enough steps have run.
         share: the rule's share (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule holds.
-        fresh: whether new requests are held back too, not only preempted ones.
+        fresh: whether new requests are held back too, not only preempted requests.
         gain: tokens/s of the rule over those of vLLM's, both rehearsed; None until a rehearsal.
         fallbacks: how often the guard went back to vLLM's rule.
     """
@@ -103,7 +115,7 @@ class AutoStats:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by part; empty while unknown."""
+        """The cost of a step in seconds by part; empty before it is known."""
         cost = self.cost
         if cost is None:
             return {}
@@ -121,12 +133,12 @@ class AutoStats:
         }
 
 
-# Seconds once a step, for each prefill token, for each sequence, for each token of context.
+# Seconds per step, per prefill token, per sequence, and per token of context.
 COST_PARTS = ("fixed", "prefill_token", "sequence", "context_token")
 
 
 def stats_of_auto(auto: Auto | None) -> AutoStats | None:
-    """Return a snapshot of ``auto``; None in modes without one."""
+    """Return a snapshot of ``auto``, or None in an admission mode without it."""
     if auto is None:
         return None
     choice = auto.choice
@@ -138,8 +150,10 @@ def stats_of_auto(auto: Auto | None) -> AutoStats | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot; reading it never waits for the engine. ``admission_mode``: the one that holds, of an engine
-    that may have fallen back from the one it was asked for."""
+    """A snapshot of an engine's state; reading it never waits for the engine.
+
+    ``admission_mode`` is the mode in effect, set by an engine that may have fallen back from the requested one.
+    """
 
     ready: bool
     running: int
@@ -147,22 +161,22 @@ class EngineStats:
     pool: PoolStats
     memory: MeasuredMemory = field(default_factory=MeasuredMemory)
     admissions: ReasonCounts = ()
-    refused_blocks: ReasonCounts = ()  # wait and never; the count is of blocks that were missing
+    refused_blocks: ReasonCounts = ()  # for outcomes wait and never; the count is of missing blocks
     preemptions: int = 0
-    preempted_tokens: int | None = 0  # computed tokens that preemptions threw away; None: not counted
+    preempted_tokens: int | None = 0  # computed tokens discarded by preemptions; None: not counted
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
-    # The part of them from blocks that requests with any salt, or none, may read; None: not told apart.
+    # The part of them from blocks that all salts may read; None: not distinguished.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # None: nobody looks
+    invariant_violations: int | None = 0  # None: not checked
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # in the admission mode auto alone
-    since: float | None = None  # when ``ready`` changed last, in seconds since the epoch; None: not told
+    auto: AutoStats | None = None  # only in the admission mode auto
+    since: float | None = None  # last change of ``ready``, in seconds since the epoch; None: not reported
 
 
-# What only grows.
+# Fields that only increase.
 COUNTERS = (
     "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
     "shared_hit_tokens", "restarts", "invariant_violations",
@@ -174,7 +188,7 @@ _BLOCKS = (
 
 
 def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
-    """The counts of several engines by outcome and reason."""
+    """Add up the counts of several engines by outcome and reason."""
     sums: dict[tuple[str, str], int] = {}
     for outcome, reason, count in itertools.chain.from_iterable(parts):
         key = (str(outcome), str(reason))
@@ -183,15 +197,15 @@ def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
 
 
 def added(values: Iterable[int | None]) -> int | None:
-    """Their sum; None where one of them is not known."""
+    """Return the sum of the values, or None if one of them is unknown."""
     known = [*values]
     return None if None in known else sum(value or 0 for value in known)
 
 
 def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
-    """Return the stats of several engines as one; None without any.
+    """Combine the statistics of several engines into one; return None without any.
 
-    Costs and gain are means of the known ones, the rule is the one that holds back most, fallbacks are summed.
+    Costs and gain are means of the known values, the rule is the strictest one, and fallbacks are summed.
     """
     if not parts:
         return None
@@ -209,8 +223,10 @@ def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
 
 
 def total(parts: Sequence[EngineStats]) -> EngineStats:
-    """The sum over engines, of which there is one at least. Memory stays unmeasured: it is compared with the
-    plan of one of them."""
+    """Add up the statistics of one or more engines.
+
+    Memory stays unmeasured, because it is compared with the plan of a single engine.
+    """
     pools = [part.pool for part in parts]
     pool = replace(
         pools[0],

@@ -1,9 +1,9 @@
-"""A process that has work and does nothing: how one that hangs is told from one that is slow.
+"""A watchdog that distinguishes a hung process from a slow one by its processor time.
 
-Slow work uses processor time: on a busy machine later, never none. A process that is stopped (SIGSTOP), or
-waits for a lock that nobody gives back, a disk or a driver that does not answer, uses none at all. So no
-length of a step or of a load is a fault, only that nothing moved: no message came, and no clock tick went to
-the process or to its children (an engine that loads waits for the process that compiles).
+A slow process uses processor time, even if late on a busy machine. A process that is stopped (SIGSTOP), or that
+waits for a lock, a disk or a driver without end, uses none. So the watchdog sets no limit on the duration of a
+step or a load. It reports a process only if no message came and neither the process nor its children got a
+clock tick (an engine that loads waits for the process that compiles).
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from collections.abc import Callable, Iterable
 
 from tonnage.server.engines.process_memory import process_tree
 
-# Looks are counted, not seconds: an API process that was stopped itself, or whose machine slept, did not look.
+# The limits count checks, not seconds: if the API process was stopped or the machine slept, none was made.
 LOOK_SECONDS = 1.0
 # A process of nice 5 beside eight busy ones on its only core gets 4 % of it (weights 335 and 1024,
-# kernel/sched/core.c), a tick of 10 ms in a quarter of a second: a minute without one is 240 times as long.
+# kernel/sched/core.c): a tick of 10 ms per quarter of a second. A minute without one is 240 times as long.
 STILL_LOOKS = 60
-# A file server may be away for some minutes and come back (nfs(5): over TCP what was asked is asked again after
-# 60 s, on a hard mount for ever); no client waits for an answer yet.
+# A file server may be away for some minutes and return (nfs(5): over TCP a request is repeated after 60 s, on a
+# hard mount without end), and no client waits for an answer during a load.
 STILL_LOOKS_LOADING = 300
 
 
 def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
-    """Clock ticks that processes, or only their main threads, and those they have waited for have had, user and
-    system.
+    """Return the clock ticks, user and system, used by processes and the children they have waited for.
 
     Source: proc_pid_stat(5), utime, stime, cutime and cstime.
+
+    Args:
+        tree: process ids; ended processes count 0.
+        main_threads: count only the main thread of each process.
     """
     total = 0
     for member in tree:
@@ -35,7 +38,7 @@ def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
         try:
             with open(f"{folder}/stat", "rb") as stat:
                 text = stat.read()
-        except OSError:  # it ended between the listing and now
+        except OSError:  # the process ended after the listing
             continue
         # The second field is the command in parentheses and may itself hold ") "; the last one closes it.
         total += sum(map(int, text[text.rindex(b")") + 2 :].split()[11:15]))
@@ -43,10 +46,12 @@ def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
 
 
 class Stillness:
-    """Of processes and their descendants. Not for two threads at once.
+    """A counter of consecutive checks without progress of processes and their descendants. Not thread-safe.
 
-    ``main_threads``: the others turn also when there is nothing to do. ``parked``: ticks that each of them may
-    use in a look without doing anything.
+    Args:
+        pids: the processes to check.
+        main_threads: count only main threads, where the other threads also run without work.
+        parked: ticks that each process may use per check without being counted as progress.
     """
 
     def __init__(self, *pids: int, main_threads: bool = False, parked: float = 0.0) -> None:
@@ -57,7 +62,7 @@ class Stillness:
         self._looks = 0
 
     def look(self, heard: int) -> int:
-        """Looks in a row at which nothing had moved since the first of them. ``heard``: messages so far."""
+        """Check once; return how many checks in a row have found no progress, given the messages so far."""
         tree = [member for pid in self._pids for member in process_tree(pid)]
         ticks = processor_ticks(tree, self._main_threads)
         self._looks += 1
@@ -67,14 +72,18 @@ class Stillness:
         return self._looks
 
     def moved(self) -> None:
-        """A message came."""
+        """Record progress, because a message came."""
         self._since, self._looks = None, 0
 
 
 async def still(processes: Stillness, heard: Callable[[], int], limit: Callable[[], int | None]) -> float:
-    """Returns when they have been still for ``limit()`` looks, with the seconds that was.
+    """Wait until the processes have made no progress for ``limit()`` checks; return that time in seconds.
 
-    ``limit`` says None while they have nothing to do: such looks do not count. ``heard``: messages so far.
+    Args:
+        processes: the progress counter.
+        heard: returns the number of messages received so far.
+        limit: returns the largest permitted number of checks, or None while the processes have no work; such
+            checks do not count.
     """
     before = -1
     while True:

@@ -1,7 +1,7 @@
-"""An engine that is started again when its process dies; the API process and its clients' connections stay.
+"""An engine that restarts when its process dies, while the API process and its connections stay.
 
-What was in flight ends with EngineDead (the engine's own doing). Between two engines nothing is admitted and
-/ready says 503. Counters go on across engines: a Prometheus counter must not fall back.
+Requests in flight end with EngineDead, raised by the dead engine. During a restart no request is admitted and
+/ready returns 503. Counters continue across restarts, because a Prometheus counter must not decrease.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ log = logging.getLogger("tonnage.server")
 
 _POLL_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
-# Seconds before the first, second, ... restart of a series; the last one repeats. A series ends once an engine
-# has lived for a minute.
+# Seconds before the first, second, ... restart of a series; the last value repeats. A series ends when an
+# engine has lived for a minute.
 BACK_OFF = (0.1, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 60.0
-_STOP_SECONDS = 20.0  # a dead engine's remains get that long to go
+_STOP_SECONDS = 20.0  # limit for the shutdown of a dead engine
 
 
 class SupervisedEngine(Engine):
-    """Engine protocol over the engines that ``make`` gives, one after the other.
+    """An engine that runs the engines created by ``make``, one after another.
 
-    A restart for which ``make`` raises, as when the model's files are gone, has failed and is tried again.
-    ``on_give_up`` is called when more than ``max_restarts`` restarts were needed within an hour. ``start``
-    raises EngineDead, and a restart has failed, when an engine has not loaded within ``ready_timeout`` seconds.
+    Args:
+        make: creates an engine. If it raises during a restart, for example because the model's files are
+            missing, the restart has failed and is tried again.
+        max_restarts: number of restarts per hour beyond which the supervisor gives up.
+        ready_timeout: seconds within which an engine must load; else ``start`` raises EngineDead, or the
+            restart has failed.
+        back_off: seconds to wait before each restart of a series.
+        on_give_up: called once when the supervisor gives up.
     """
 
     def __init__(
@@ -61,46 +66,54 @@ class SupervisedEngine(Engine):
         self._on_give_up = on_give_up
         self._restarted: deque[float] = deque()  # times of the restarts within the window
         self._restarts = 0
-        self._before: EngineStats | None = None  # counters of the engines that are gone
+        self._before: EngineStats | None = None  # counters of earlier engines
         self._watch: asyncio.Task[None] | None = None
         self._between = False
-        self._since: float | None = None  # when it became ready, or ceased to be
-        self._capacity: Capacity | None = None  # of the last engine that loaded; the next has the same plan
+        self._since: float | None = None  # last change of readiness, seconds since the epoch
+        self._capacity: Capacity | None = None  # of the last engine that loaded; all have the same plan
         self._stopping = False
 
     @property
     def plan(self) -> Plan:
+        """The plan of the current engine."""
         return self._engine.plan
 
     @property
     def capabilities(self) -> Capabilities:
+        """The capabilities of the current engine."""
         return self._engine.capabilities
 
     def own_metrics(self) -> bytes:
+        """Return the metrics page of the current engine."""
         return self._engine.own_metrics()
 
     @property
     def engine(self) -> Engine:
-        """The one that runs now."""
+        """The current engine."""
         return self._engine
 
     async def start(self) -> None:
+        """Load the first engine, then watch it."""
         await self._load(self._engine)
         self._watch = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Submit a request to the current engine; raise EngineDead during a restart."""
         if self._between:
             raise EngineDead("the engine is being started again")
         return self._engine.generate(request)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
+        """Abort a request of the current engine."""
         await self._engine.abort(request_id, index)
 
     @property
     def ready(self) -> bool:
+        """Whether the current engine is ready and no restart is under way."""
         return self._engine.ready and not self._between
 
     def stats(self) -> EngineStats:
+        """Return the current engine's statistics with the counters of earlier engines added."""
         stats = self._engine.stats()
         if self._before is not None:
             stats = _sum(stats, self._before)
@@ -109,16 +122,19 @@ class SupervisedEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
+        """Return the capacity of the current engine, or during a restart that of the last one."""
         if self._between:
             assert self._capacity is not None
             return self._capacity
         return self._engine.capacity()
 
     async def drain(self, seconds: float) -> None:
+        """Drain the current engine; from now on it is not restarted."""
         self._stopping = True
         await self._engine.drain(seconds)
 
     async def stop(self) -> None:
+        """End the supervision and the current engine."""
         self._stopping = True
         if self._watch is not None:
             self._watch.cancel()
@@ -138,7 +154,7 @@ class SupervisedEngine(Engine):
             attempt, since = attempt + 1, time.monotonic()
 
     async def _restart(self, attempt: int) -> bool:
-        """One try. True: an engine runs (or the supervisor gave up and waits for its end)."""
+        """Try one restart; return whether the new engine runs. Does not return after giving up."""
         if not self._between:
             self._between, self._since = True, time.time()
         now = time.monotonic()
@@ -148,14 +164,14 @@ class SupervisedEngine(Engine):
             await self._give_up()
         pause = self._back_off[min(attempt, len(self._back_off) - 1)]
         log.error("the engine is gone; starting another in %g s", pause)
-        with contextlib.suppress(Exception):  # whatever is left of it; the next one is what counts
+        with contextlib.suppress(Exception):  # the old engine may fail to stop; only the next one counts
             await asyncio.wait_for(self._engine.stop(), _STOP_SECONDS)
         await asyncio.sleep(pause)
         self._restarted.append(now)
         self._restarts += 1
         try:
             engine = self._make()
-            # With the engine they are of: counted before it is replaced, they would be counted twice.
+            # In one statement: counters added before the engine is replaced would count twice.
             self._before, self._engine = self.stats(), engine
             await self._load(engine)
         except Exception as error:
@@ -173,7 +189,7 @@ class SupervisedEngine(Engine):
                 await engine.start()
             self._capacity, self._since = engine.capacity(), time.time()
         except TimeoutError as error:
-            if not deadline.expired():  # the engine's own
+            if not deadline.expired():  # raised by the engine itself
                 raise
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
@@ -194,7 +210,7 @@ class SupervisedEngine(Engine):
 
 
 def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
-    """``stats`` with the counters of ``before`` added."""
+    """Return ``stats`` with the counters of ``before`` added."""
     counters = {name: added((getattr(stats, name), getattr(before, name))) for name in COUNTERS}
     causes = itertools.zip_longest(stats.pool.evictions_by_cause, before.pool.evictions_by_cause, fillvalue=0)
     pool = dataclasses.replace(
