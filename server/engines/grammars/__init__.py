@@ -1,17 +1,17 @@
-"""Grammars of answers: what a client's text may cost, and the masks that come of it. For every engine.
+"""Grammars for structured output, for every engine: limits on a client's grammar, and token masks.
 
-A grammar is a program that a client sends. It is tried in a process that can be killed before an engine sees
-it; what the engine then does with it is bounded by llguidance itself, and by a budget for each step.
+A grammar is a program sent by a client. A process that can be killed tries it before an engine compiles it.
+After that, llguidance's own limits and a budget per step bound its cost.
 
 ============ ==========================================================================================
-``library``  llguidance: a request's grammar in its words, its limits. No torch, no numpy
-``trial``    the process that tries grammars, a fork for each, with limits of time, memory and stack
-``trials``   the way to it: whose turn it is, who has hung up, what is known. No torch, no numpy
-``kept``     what has passed, compiled with the model's own vocabulary where the model is
-``tags``     structural tags, by xgrammar
-``masks``    the way of one answer through its grammar; the masks of a step within their budget
+``library``  conversion of a request's grammar for llguidance, and its limits. No torch, no numpy
+``trial``    the process that tries grammars: one fork each, with limits of time, memory and stack
+``trials``   its client: queues per tenant, cancellation, cached results. No torch, no numpy
+``kept``     cache of grammars compiled with the model's vocabulary, in the process with the model
+``tags``     structural tags, compiled by xgrammar
+``masks``    the state of one answer in its grammar; the masks of a step within their budget
 ============ ==========================================================================================
 
-hf: trials and what is compiled are in the engine's process (``tonnage.server.engines.hf.grammars``). vLLM:
-trials are the API process's, the rest is in its engine core (``tonnage.server.engines.vllm.grammars``).
+hf: the engine process runs trials and compiles grammars (``tonnage.server.engines.hf.grammars``). vLLM: the API
+process runs trials, and the engine core does the rest (``tonnage.server.engines.vllm.grammars``).
 """

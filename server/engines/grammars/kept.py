@@ -1,6 +1,7 @@
-"""What has passed its trial, compiled with the model's own vocabulary, where the model is.
+"""A cache of grammars compiled with the model's own vocabulary, in the process that runs the model.
 
-llguidance lets other threads run meanwhile, and the trial has shown how long it may take.
+A grammar enters after its trial, which has shown how long it takes to compile. llguidance releases the GIL
+meanwhile.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from tonnage.server.engines.grammars.memory import held_bytes
 from tonnage.server.engines.grammars.tags import CompiledTag, TagMatcher, Tags
 from tonnage.server.text.grammar import Grammar
 
-KEPT_BYTES = HELD_BYTES // 2  # of compiled grammars; the least recently used go
+KEPT_BYTES = HELD_BYTES // 2  # of compiled grammars; beyond, the least recently used are evicted
 
 
 class Kept:
-    """``folder`` has the model's tokenizer.json; ``vocab_size``: how many logits there are. For any thread.
+    """A thread-safe cache of compiled grammars.
 
-    ``broken``: why there are no grammars with this model, if so.
+    ``broken`` is the error that every grammar gets if the model's tokenizer cannot be used, else None.
+
+    Args:
+        folder: folder with the model's tokenizer.json.
+        vocab_size: number of logits per token.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()  # of what is kept
+        self._lock = threading.Lock()  # protects the cache
         self._building = threading.Lock()
         self._compiled: OrderedDict[Grammar, Compiled | CompiledTag] = OrderedDict()
         self._tags = Tags(folder, vocab_size)
@@ -40,7 +45,7 @@ class Kept:
             self.broken = DeploymentError(
                 "a grammar needs llguidance", field="grammar", hint="pip install 'tonnage[grammar]'"
             )
-        except Exception as error:  # whatever the files of a model lead to
+        except Exception as error:  # a model's files may cause any error
             said = library.first_line(str(error))
             self.broken = GrammarError(
                 f"this model's tokenizer does not load ({type(error).__name__}: {said}), which a grammar needs",
@@ -53,14 +58,26 @@ class Kept:
     def begin(
         self, grammar: Grammar, stop_token_ids: tuple[int, ...], source: str | None = None, held: int = 0
     ) -> GrammarMatcher | TagMatcher:
-        """The start of an answer, for a grammar that has passed its trial. Raises TonnageError."""
+        """Return a new matcher for a grammar that has passed its trial.
+
+        Raises:
+            TonnageError: the grammar cannot be compiled now; see `compiled`.
+        """
         compiled = self.compiled(grammar, source, held)
-        # Another stop token of the request is one of the grammar's own; it ends the answer where it is drawn.
+        # The request's other stop tokens are ordinary text to the grammar; one ends the answer when drawn.
         return compiled.begin(tuple(token for token in stop_token_ids if token in self._special))
 
     def compiled(self, grammar: Grammar, source: str | None = None, held: int = 0) -> Compiled | CompiledTag:
-        """Kept, or made now of ``source`` (None: of the grammar), which took ``held`` bytes in its trial.
-        Raises TonnageError."""
+        """Return the compiled grammar from the cache, or compile it.
+
+        Args:
+            grammar: the grammar as the client sent it.
+            source: the grammar as converted for llguidance; None: convert it now.
+            held: bytes that its trial took.
+
+        Raises:
+            TonnageError: the tokenizer is unusable, the grammar is invalid, or memory for grammars is full.
+        """
         if self.broken is not None:
             raise self.broken
         with self._lock:
@@ -71,7 +88,7 @@ class Kept:
         if grammar.kind == "structural_tag":
             made = self._tags.compile(grammar.text)
         else:
-            with self._building:  # what the process grows by is one grammar's
+            with self._building:  # one at a time, so that memory growth belongs to one grammar
                 made = self._made(grammar, source, held)
         with self._lock:
             self._compiled[grammar] = made
@@ -89,11 +106,11 @@ class Kept:
         try:
             text = source or library.source_of(grammar)
             return Compiled(self._tokenizer, text, self._vocab_size, held)
-        except Exception as error:  # whoever calls serves everybody's grammars
+        except Exception as error:  # the caller serves other grammars, too
             raise GrammarError(library.first_line(str(error)), field=grammar.kind) from None
 
     def _make_room(self, wanted: int) -> bool:
-        """Let go of what is only kept, until ``wanted`` bytes fit beside what is matched."""
+        """Evict unused grammars until ``wanted`` bytes fit; return whether they do."""
         with self._lock:
             while held_bytes() + wanted > HELD_BYTES and self._compiled:
                 self._compiled.popitem(last=False)

@@ -1,4 +1,4 @@
-"""llguidance: a request's grammar in its words, and its limits. No torch, no numpy.
+"""Conversion of a request's grammar for llguidance, and the limits of its matchers. No torch, no numpy.
 
 Source: llguidance 1.7 (github.com/guidance-ai/llguidance): docs/syntax.md, docs/json_schema.md and
 parser/src/api.rs.
@@ -14,21 +14,21 @@ from tonnage.server.engines.errors import Refused
 from tonnage.server.text.grammar import Grammar
 
 if TYPE_CHECKING:
-    import llguidance  # of the extra grammar: imported where it is used
+    import llguidance  # optional (extra grammar), so functions import it
 
-# Of one matcher; what needs more ends with an error of its own. With the demo model's vocabulary the defaults
-# (in brackets) let one mask take 0.8 to 1.4 s where a rule has 4,000 to 8,000 parts that may be empty; with
-# these the dearest that was found takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
+# Limits of one matcher, which reports an error beyond them. With the default values (in brackets) and the demo
+# model's vocabulary, one mask took 0.8 to 1.4 s for a rule with 4,000 to 8,000 parts that may be empty. With
+# these values the slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
 LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,  # (50,000)
     "max_grammar_size": 12_000,  # (500,000) symbols: a schema of 1,000 optional properties has 10,000
     "max_lexer_states": 10_000,  # (250,000) of 1 to 2 KB each
-    "verbose_errors": False,  # what they add is the parser's state
+    "verbose_errors": False,  # they would add the parser's state
 }
 
-# White space only where json.dumps puts it: small models else write blanks until max_tokens. What llguidance
-# does not know of a schema (uniqueItems, if ...) is no reason to refuse it, and oneOf is read as anyOf: so does
-# xgrammar.
+# White space only where json.dumps puts it, because small models otherwise write blanks until max_tokens. A
+# schema keyword that llguidance does not know (uniqueItems, if ...) is ignored, and oneOf is read as anyOf, as
+# in xgrammar.
 _JSON: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -37,36 +37,40 @@ _JSON: Any = {
     "coerce_one_of": True,
 }
 
-# Keywords of a JSON schema below which schemas stand, by name and otherwise. Not those of which several hold at
-# once (allOf, not, if): were each closed, nothing would suit all of them.
+# Keywords of a JSON schema that contain schemas, by name and otherwise. Keywords whose schemas all hold at once
+# (allOf, not, if) are left out: if each were closed, no value would satisfy them all.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _NESTED = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
 
 
 class GrammarError(Refused):
-    """The grammar of a request is not understood, or asks more than this server gives."""
+    """The grammar of a request is invalid or exceeds the limits of this server."""
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
-    """Of the tokenizer.json in ``folder``. Raises ImportError, and whatever its content leads to."""
+    """Return llguidance's tokenizer, made from the tokenizer.json in ``folder``.
+
+    Raises:
+        ImportError: llguidance is not installed.
+        Exception: any error that the content of the file causes.
+    """
     import llguidance  # of the extra grammar
 
-    text = (folder / "tokenizer.json").read_text(
-        encoding="utf-8"
-    )  # a path that is none would be looked up on the hub
+    # Read here, because LLTokenizer would look up a missing path on the hub.
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
         return llguidance.LLTokenizer(text, n_vocab=vocab_size)
-    except ValueError:  # more tokens than the model has logits: those beyond are never drawn
+    except ValueError:  # more tokens than the model has logits; the surplus is never drawn
         return llguidance.LLTokenizer(text)
 
 
 def special_tokens(tokenizer: llguidance.LLTokenizer) -> list[int]:
-    """Those that stand for no text."""
+    """Return the ids of the tokens that stand for no text."""
     return [token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)]
 
 
 class _Bytes:
-    """A tokenizer of single bytes."""
+    """A tokenizer with one token per byte, and special tokens after them."""
 
     bos_token_id = None
 
@@ -76,19 +80,26 @@ class _Bytes:
         self.eos_token_id = 256
 
     def __call__(self, text: bytes) -> list[int]:
+        """Return the bytes of ``text`` as token ids."""
         return list(text)
 
 
 def byte_tokenizer(special: list[str]) -> llguidance.LLTokenizer:
-    """A tokenizer of single bytes and ``special`` tokens: what grammars are tried with, in 0.1 MiB. A whole
-    vocabulary takes 36 MiB for 49,152 tokens."""
+    """Return a tokenizer of single bytes and ``special`` tokens, for trials.
+
+    It takes 0.1 MiB; a vocabulary of 49,152 tokens takes 36 MiB.
+    """
     import llguidance  # of the extra grammar
 
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special or ["<eos>"])))
 
 
 def matcher_of(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
-    """At the start of an answer. Raises GrammarError."""
+    """Return a matcher for the converted grammar ``source``, at the start of an answer.
+
+    Raises:
+        GrammarError: llguidance rejects the grammar.
+    """
     import llguidance  # of the extra grammar
 
     limits = llguidance.LLParserLimits(**LIMITS)
@@ -98,19 +109,24 @@ def matcher_of(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLM
 
 
 def check(matcher: llguidance.LLMatcher) -> None:
-    """Raise GrammarError where llguidance has given up."""
+    """Raise GrammarError if llguidance has reported an error."""
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
 
 
 def first_line(text: str) -> str:
+    """Return the first non-empty line of an error message, at most 300 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else "not understood"
 
 
 def parts_of(grammar: Grammar) -> list[Grammar]:
-    """What is to be tried of ``grammar``: itself, or the schemas of the functions in a structural tag. Raises
-    GrammarError, and whatever a text leads to that is no tag."""
+    """Return the grammars to try: ``grammar`` itself, or the function schemas in a structural tag.
+
+    Raises:
+        GrammarError: a schema is invalid.
+        Exception: any error caused by a text that is not a structural tag.
+    """
     if grammar.kind != "structural_tag":
         return [grammar]
     level, found = [json.loads(grammar.text)], []
@@ -127,7 +143,11 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
 
 
 def source_of(grammar: Grammar) -> str:
-    """``grammar`` in llguidance's words. Raises ValueError, and whatever its converters raise."""
+    """Convert ``grammar`` for llguidance.
+
+    Raises:
+        ValueError: the grammar is invalid; the converters may raise other errors, too.
+    """
     # Of the extra grammar.
     from llguidance import LLMatcher as make
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -146,8 +166,13 @@ def source_of(grammar: Grammar) -> str:
 
 
 def closed(schema: Any) -> Any:
-    """``schema`` where objects have no properties but those it names: what it does not speak of is none, as
-    OpenAI's strict mode wants it said and xgrammar takes it. Raises RecursionError."""
+    """Return ``schema`` with objects restricted to the properties it names.
+
+    This is the meaning that OpenAI's strict mode requires and that xgrammar assumes.
+
+    Raises:
+        RecursionError: the schema is nested too deeply.
+    """
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The way of one answer through its grammar, and the masks of a step within their budget."""
+"""Matchers, which hold the state of one answer in its grammar, and the budget for the token masks of a step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tonnage.planner.engines.runtime.grammars import GRAMMARS_BYTES
 from tonnage.server.engines.grammars import library, memory
 
 if TYPE_CHECKING:
-    import llguidance  # of the extra grammar
+    import llguidance  # optional (extra grammar)
 
     from tonnage.server.engines.grammars.tags import TagMatcher
 
-# Of processor time for all masks of a step, one after the other: with the dearest single one (0.1 to 0.2 s) and
-# the step itself, another stream stands still for less than a second. 64 ordinary masks take 0.02 s. That other
-# processes have the processor for a while is no fault of a grammar.
+# Processor time for all masks of a step, computed one after another. With the slowest single mask (0.1 to
+# 0.2 s) and the step itself, other streams wait for less than a second. 64 ordinary masks take 0.02 s.
+# Processor time, because a grammar is not at fault when other processes use the processor.
 STEP_SECONDS = 0.25
 
 OVER_BUDGET = (
@@ -30,18 +30,18 @@ OVER_BUDGET = (
     "turn came; ask for fewer answers at once, or for a simpler grammar"
 )
 
-# Of all grammars that are kept or matched, as the plan has it.
+# Memory for all grammars in the cache or in use, as in the plan.
 HELD_BYTES = GRAMMARS_BYTES
 
 OVER_MEMORY = f"its grammar took more of the {HELD_BYTES >> 20} MiB of this server's grammars than is left"
 
-_BUILDING = threading.Event()  # by the compiler's thread: what the process grows by is no mask's
+_BUILDING = threading.Event()  # set while a grammar compiles: memory growth is then not due to a mask
 
 
 class Compiled:
-    """A grammar at the start of an answer, ``held`` bytes that its trial took and its answers add.
+    """A compiled grammar, from which matchers start.
 
-    Raises GrammarError.
+    ``held`` is its memory in bytes: the growth measured in its trial plus the growth due to its answers.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int, held: int = 0) -> None:
@@ -63,15 +63,15 @@ class Compiled:
         memory.count(self)
 
     def begin(self, ends: tuple[int, ...]) -> GrammarMatcher:
-        """An answer that one of ``ends`` may end, or none: see there."""
+        """Return a matcher for one answer that one of the tokens ``ends`` may end."""
         return GrammarMatcher(self, ends)
 
 
 class GrammarMatcher:
-    """One answer's way through a grammar. After a complete text one of ``ends`` may follow; without any, the
-    text ends when it is complete.
+    """The state of one answer in its grammar.
 
-    ``seconds``: processor time of its last mask, and of the token before it.
+    After a complete text one of the tokens ``ends`` may follow. Without ``ends`` the answer ends as soon as the
+    text is complete. ``seconds`` is the processor time of the last mask and of the token before it.
     """
 
     def __init__(self, compiled: Compiled, ends: tuple[int, ...]) -> None:
@@ -80,15 +80,19 @@ class GrammarMatcher:
         self._vocab_size, self._own_ends, self._ends = compiled.vocab_size, compiled.ends, ends
         self._bits: bytes | None = compiled.first
         self.seconds = compiled.seconds
-        self._spent = 0.0  # for the token before
+        self._spent = 0.0  # processor time for the previous token
 
     @property
     def due(self) -> bool:
-        """Whether the mask for its next token is still to be computed."""
+        """Whether the mask for the next token is not yet computed."""
         return self._bits is None
 
     def fill(self) -> None:
-        """Compute it. Raises GrammarError where that is more than llguidance's limits allow."""
+        """Compute the mask for the next token.
+
+        Raises:
+            GrammarError: the mask exceeds llguidance's limits.
+        """
         before, began = memory.resident_bytes(), time.thread_time()
         bits = self._matcher.compute_bitmask()
         self.seconds = time.thread_time() - began + self._spent
@@ -98,22 +102,26 @@ class GrammarMatcher:
         self._bits = bits
 
     def _check(self) -> None:
-        """Raise GrammarError where llguidance has given up in the midst of the answer."""
+        """Raise GrammarError if llguidance has stopped in the middle of the answer."""
         if self._matcher.is_error():
             said = library.first_line(self._matcher.get_error())
             raise library.GrammarError(f"its grammar is too complex at this point of the answer: {said}")
 
     def mask(self, logits: torch.Tensor) -> None:
+        """Set the logits of tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
         allowed = torch.from_numpy(self._allowed())
         logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
 
     def row(self) -> npt.NDArray[np.int32]:
-        """Bits of the tokens that may follow, the lowest first, [vocabulary / 32]."""
+        """Return the mask as bits [vocabulary / 32], lowest bit first; 1 means that the token may follow."""
         packed = np.packbits(self._allowed(), bitorder="little")
         return np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
 
     def _allowed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may follow, [vocabulary]. llguidance lets its EOS follow where the text is complete."""
+        """Return which tokens may follow, [vocabulary].
+
+        llguidance permits its own EOS where the text is complete; ``ends`` takes its place.
+        """
         if self._bits is None:
             self.fill()
         assert self._bits is not None
@@ -127,6 +135,11 @@ class GrammarMatcher:
         return allowed
 
     def accept(self, token: int) -> bool:
+        """Advance by one token; return whether the text is complete and no token may follow.
+
+        Raises:
+            GrammarError: the token does not match, or the grammar exceeds llguidance's limits.
+        """
         if token in self._ends:
             return True
         self._bits = None
@@ -140,10 +153,10 @@ class GrammarMatcher:
 
 
 def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int, str]:
-    """Compute the masks that are due; places in ``drawing`` whose sequences end, and why.
+    """Compute the masks that are due; return errors by index in ``drawing`` for the sequences to end.
 
-    Tenants take turns by the time they have taken, each with its cheapest first; whose turn does not come
-    within `STEP_SECONDS` gets none.
+    The tenant with the least time so far in this step is next, with its cheapest mask. A mask that would start
+    after `STEP_SECONDS` is not computed, and its sequence ends.
     """
     errors: dict[int, str] = {}
     taken = dict.fromkeys((tenant for tenant, _ in drawing), 0.0)
@@ -161,7 +174,7 @@ def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int
         else:
             try:
                 matcher.fill()
-            except Exception as error:  # xgrammar's too: nothing that a request asks for ends the engine
+            except Exception as error:  # also xgrammar's; no request may end the engine
                 errors[at] = library.first_line(str(error))
             taken[tenant] += matcher.seconds
         if queues[tenant]:

@@ -1,4 +1,4 @@
-"""What this process holds now (/proc/self/statm, proc_pid_statm(5); in microseconds), and its grammars."""
+"""Memory of this process (/proc/self/statm, proc_pid_statm(5); takes microseconds) and of its grammars."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Held(Protocol):
-    """A compiled grammar."""
+    """A compiled grammar that reports its memory."""
 
     held: int  # bytes
 
 
-# Every one that is kept or matched: an answer holds on to its own, whatever is kept of it.
+# Every grammar in the cache or in use: an answer keeps its own alive after an eviction.
 _LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
-_LIVE_LOCK = threading.Lock()  # the compiler's threads add to them
+_LIVE_LOCK = threading.Lock()  # compiler threads add to the set
 
 
 def count(compiled: Held) -> None:
-    """From now on, for as long as it is there."""
+    """Count the grammar's memory in `held_bytes` until the object is freed."""
     with _LIVE_LOCK:
         _LIVE.add(compiled)
 
 
 def held_bytes() -> int:
-    """Of all that are counted."""
+    """Return the memory of all live grammars in bytes."""
     with _LIVE_LOCK:
         return sum(compiled.held for compiled in _LIVE)
 
 
 def mapped_bytes() -> int:
+    """Return the size of this process's address space in bytes."""
     return _fields()[0] * _PAGE
 
 
 def resident_bytes() -> int:
-    """Without pages of files: libraries are read in as they are used."""
+    """Return the resident memory of this process in bytes, without file pages such as libraries."""
     _, resident, shared, *_ = _fields()
     return (resident - shared) * _PAGE
 

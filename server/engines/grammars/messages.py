@@ -1,4 +1,4 @@
-"""What crosses the pipe to the process that tries grammars."""
+"""Messages between an engine or the API process and the process that tries grammars."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Try:
+    """A request to try ``grammar``; the result carries the same ``number``."""
+
     number: int
     grammar: Grammar
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Whoever asked has hung up: kill it, and say nothing."""
+    """A cancellation: end the trial and send no result."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """``source``: the grammar in llguidance's words (a structural tag: its own), None where ``error`` says what
-    is wrong with it."""
+    """The result of a trial: the converted grammar in ``source``, or an ``error`` message.
+
+    The ``source`` of a structural tag is its own text. ``bytes`` is the memory that compilation took.
+    """
 
     number: int
     source: str | None = None
     error: str | None = None
-    bytes: int = 0  # what it took
+    bytes: int = 0

@@ -1,7 +1,7 @@
-"""Structural tags, by xgrammar: text with parts in a given form, as vLLM's tool parsers ask for.
+"""Structural tags, compiled by xgrammar: text with parts in a given form, as vLLM's tool parsers require.
 
-llguidance does not know their many forms. Compiling them is no more bounded than xgrammar is: they are met only
-where the operator has chosen a tool parser, by strict functions, and compiled in a thread.
+llguidance does not know their many forms. Their cost is bounded by xgrammar only. They occur only if the
+operator has chosen a tool parser and a request has strict functions; a thread of its own compiles them.
 """
 
 from __future__ import annotations
@@ -20,41 +20,47 @@ from tonnage.server.engines.grammars.library import GrammarError, first_line
 
 
 class Tags:
-    """Compiles for the tokenizer of the model in ``folder``. The first time takes some seconds."""
+    """A compiler of structural tags for the tokenizer in ``folder``; its first use takes some seconds."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
         self._compiler: Any = None
 
     def compile(self, text: str) -> CompiledTag:
-        """Raises GrammarError, or DeploymentError without xgrammar."""
+        """Compile the structural tag ``text``.
+
+        Raises:
+            GrammarError: the tag is invalid.
+            DeploymentError: xgrammar is not installed.
+        """
         try:
             if self._compiler is None:
                 self._compiler = self._load()
             return CompiledTag(self._compiler.compile_structural_tag(text), self._vocab_size)
         except TonnageError:
             raise
-        except Exception as error:  # whatever xgrammar and the files of a model lead to
+        except Exception as error:  # xgrammar and a model's files may cause any error
             said = f"{type(error).__name__}: {first_line(str(error))}"
             raise GrammarError(said, field="structural_tag") from None
 
     def _load(self) -> Any:
         try:
-            import xgrammar  # of the extra vllm
+            import xgrammar  # optional (extra vllm)
         except ImportError:
             raise DeploymentError(
                 "structural tags need xgrammar", field="grammar", hint="pip install 'tonnage[vllm]'"
             ) from None
-        from transformers import AutoTokenizer  # only where somebody asks for a tag
+        from transformers import AutoTokenizer  # slow to import, and few requests need it
 
-        # False, not left out: transformers would ask on the terminal whether to run the folder's own code.
+        # An explicit False: otherwise transformers asks on the terminal whether to run the folder's own code.
         tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)  # Compiler keeps them
+        # cache_enabled=False: the caller has a cache of its own.
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 class CompiledTag:
-    """At the start of an answer."""
+    """A compiled structural tag, from which matchers start."""
 
     def __init__(self, compiled: Any, vocab_size: int) -> None:
         self._compiled, self._vocab_size = compiled, vocab_size
@@ -62,14 +68,15 @@ class CompiledTag:
         memory.count(self)
 
     def begin(self, ends: tuple[int, ...]) -> TagMatcher:
+        """Return a matcher for one answer that one of the tokens ``ends`` may end."""
         return TagMatcher(self, self._compiled, ends, self._vocab_size)
 
 
 class TagMatcher:
-    """As ``masks.GrammarMatcher``."""
+    """The state of one answer in its structural tag, with the methods of ``masks.GrammarMatcher``."""
 
     def __init__(self, tag: CompiledTag, compiled: Any, ends: tuple[int, ...], vocab_size: int) -> None:
-        import xgrammar  # it is there once a tag was compiled
+        import xgrammar  # optional (extra vllm); installed once a tag was compiled
 
         self.compiled = tag
         self.seconds = 0.0
@@ -81,22 +88,30 @@ class TagMatcher:
         self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def fill(self) -> None:
+        """Compute the mask for the next token."""
         began = time.thread_time()
         self._matcher.fill_next_token_bitmask(self._bitmask)
         self.seconds, self.due = time.thread_time() - began, False
 
     def row(self) -> npt.NDArray[np.int32]:
+        """Return the mask as bits [vocabulary / 32], lowest bit first; 1 means that the token may follow."""
         if self.due:
             self.fill()
         row: npt.NDArray[np.int32] = self._bitmask[0].numpy()
         return row
 
     def mask(self, logits: torch.Tensor) -> None:
+        """Set the logits of tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
         if self.due:
             self.fill()
         self._apply(logits[None], self._bitmask.to(logits.device))
 
     def accept(self, token: int) -> bool:
+        """Advance by one token; return whether the tag is complete.
+
+        Raises:
+            GrammarError: the token does not match.
+        """
         self.due = True
         try:
             matches = self._matcher.accept_token(token)

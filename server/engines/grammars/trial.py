@@ -1,7 +1,7 @@
-"""The process that tries grammars: a fork for each, which the kernel ends where it asks too much.
+"""The process that tries grammars: one fork each, which the kernel ends if it exceeds its limits.
 
-Started as ``python -m tonnage.server.engines.grammars.trial FD FOLDER``, and gone with whoever did. It holds
-llguidance and a tokenizer of bytes (11 MiB), and has no threads: a fork takes some milliseconds.
+Started as ``python -m tonnage.server.engines.grammars.trial FD FOLDER``; it ends with its parent. It holds
+llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tonnage.server.engines.grammars.messages import Tried, Try
 if TYPE_CHECKING:
     import llguidance
 
-# Of processor time for one trial: a schema of 1,000 optional properties takes 0.1 s, an alternative of 5,000
-# words 0.04 s, and 1,800 rules of EBNF 0.4 s.
+# Processor time for one trial: a schema of 1,000 optional properties takes 0.1 s, an alternative of 5,000 words
+# 0.04 s, and 1,800 rules of EBNF 0.4 s.
 SECONDS = 1.0
-# Beside what the process holds anyway. Of schemas of 120,000 bytes that compile within a second the largest
-# took 21 MiB.
+# In addition to what the process holds already. Of schemas of 120,000 bytes that compile within a second, the
+# largest took 21 MiB.
 MEMORY_BYTES = GRAMMAR_TRIAL_BYTES
-# llguidance goes down references of a schema by recursion: some thousand levels end a process whose stack is of
-# 8 MiB, as the engine's is. With an eighth of it here, nothing comes to the engine that is too deep for it.
+# llguidance follows references of a schema by recursion: some thousand levels crash a process with a stack of
+# 8 MiB, as in the engine. With an eighth of it here, no grammar that passes is too deep for the engine.
 STACK_BYTES = 1 << 20
-# Whoever computes or draws comes first.
+# Niceness of a trial: threads that compute or draw tokens go first.
 BEHIND_THE_ENGINE = 5
 
 TOO_MUCH = (
@@ -55,23 +55,25 @@ TOO_MUCH = (
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
+    """A running trial and its process."""
+
     number: int
     pid: int
 
 
 def main(descriptor: int, folder: str) -> None:
-    """One Tried for each Try. ``folder`` has the model's tokenizer.json."""
+    """Try each grammar received and send one Tried for each Try. ``folder`` has the model's tokenizer.json."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     forks: dict[Connection, _Fork] = {}
     tokenizer = byte_tokenizer(_special_tokens(folder))
     with contextlib.suppress(EOFError, OSError):
-        gc.freeze()  # a collection in a fork would write to, and so copy, what it shares
+        gc.freeze()  # a collection in a fork would write to shared pages and so copy them
         while True:
             for ready in wait([connection, *forks]):
                 assert isinstance(ready, Connection)
                 if ready is not connection:
-                    if ready in forks:  # not forgotten a moment ago
+                    if ready in forks:  # absent if cancelled in this iteration
                         connection.send(_result(ready, forks.pop(ready)))
                     continue
                 message = connection.recv()
@@ -85,7 +87,7 @@ def main(descriptor: int, folder: str) -> None:
 
 
 def _special_tokens(folder: str) -> list[str]:
-    """Those of the model; in a fork: parsed, a tokenizer.json takes ten times its bytes."""
+    """Return the model's special tokens, read in a fork: a parsed tokenizer.json takes ten times its bytes."""
     reader, writer = Pipe(duplex=False)
     if not (pid := os.fork()):
         try:
@@ -96,7 +98,7 @@ def _special_tokens(folder: str) -> list[str]:
     writer.close()
     try:
         special: list[str] = reader.recv()
-    except EOFError:  # no such file, or not understood: the engine says so
+    except EOFError:  # no such file, or not valid; the engine reports it
         special = []
     os.waitpid(pid, 0)
     return special
@@ -105,6 +107,7 @@ def _special_tokens(folder: str) -> list[str]:
 def _begin(
     tokenizer: llguidance.LLTokenizer, trial: Try, connection: Connection, forks: dict[Connection, _Fork]
 ) -> None:
+    """Start the trial in a fork; its reader enters ``forks``."""
     reader, writer = Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -114,7 +117,7 @@ def _begin(
     try:
         connection.close()
         with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)  # what Rust says of its end is no news
+            os.dup2(nowhere.fileno(), 2)  # discards Rust's message about a crash
         _limit()
         writer.send(_try(tokenizer, trial))
     finally:
@@ -122,17 +125,17 @@ def _begin(
 
 
 def _limit() -> None:
-    """Beyond these the kernel ends this process, or gives it no more memory."""
+    """Set the limits beyond which the kernel ends this process or refuses memory."""
     os.nice(BEHIND_THE_ENGINE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     mapped = memory.mapped_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends it
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
 
 
 def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
-    """Compile it and ask for the first mask, as the engine will."""
+    """Compile the grammar and compute its first mask, as the engine will."""
     before = memory.resident_bytes()
     try:
         source = trial.grammar.text
@@ -147,15 +150,16 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
         return Tried(trial.number, error=error.message)
     except (MemoryError, RecursionError):
         return Tried(trial.number, error=TOO_MUCH)
-    except Exception as error:  # of the converters, on a text that is no grammar
+    except Exception as error:  # from the converters, for a text that is not a grammar
         return Tried(trial.number, error=first_line(str(error)))
     return Tried(trial.number, source, bytes=memory.resident_bytes() - before)
 
 
 def _result(reader: Connection, fork: _Fork) -> Tried:
+    """Return the result of a fork that has sent it or has ended."""
     try:
         tried: Tried = reader.recv()
-    except (EOFError, OSError):  # the kernel has ended it
+    except (EOFError, OSError):  # the kernel has ended the fork
         tried = Tried(fork.number, error=TOO_MUCH)
     _end(reader, fork)
     return tried
@@ -164,7 +168,7 @@ def _result(reader: Connection, fork: _Fork) -> Tried:
 def _end(reader: Connection, fork: _Fork) -> None:
     reader.close()
     with contextlib.suppress(ProcessLookupError):
-        os.kill(fork.pid, signal.SIGKILL)  # not waited for yet: the number is still its own
+        os.kill(fork.pid, signal.SIGKILL)  # the pid is valid until waitpid below
     os.waitpid(fork.pid, 0)
 
 

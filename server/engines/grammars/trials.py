@@ -1,6 +1,6 @@
-"""The way to the process that tries grammars: whose turn it is, who has hung up, what is known already.
+"""The client of the process that tries grammars: queues per tenant, cancellation, cached results.
 
-A thread of its own, so that an engine's loop and an event loop can both ask.
+It runs in a thread of its own, so that an engine's loop and an event loop can both use it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ from tonnage.server.text.grammar import Grammar
 
 log = logging.getLogger("tonnage.server")
 
-# Trials at a time, one for each tenant: another tenant's slow grammars leave a place for one's own.
+# Concurrent trials, one per tenant: slow grammars of one tenant leave a place for the others.
 PLACES = GRAMMAR_TRIALS
-KNOWN_BYTES = 4 << 20  # texts of grammars whose trial is known; the least recently used go
-_PATIENCE = 5.0  # seconds from the end of its connection to that of the process, which has nothing left to do
+KNOWN_BYTES = 4 << 20  # of grammar texts with a cached result; beyond, the least recently used are evicted
+_PATIENCE = 5.0  # seconds for the process to end after its connection was closed
 
 
 @dataclass(slots=True)
 class _Job:
+    """A grammar to try for one tenant, and the requests that wait for its result."""
+
     grammar: Grammar
     tenant: str
     askers: list[str] = field(default_factory=list)  # request ids
 
 
 class Trials:
-    """``folder`` has the model's tokenizer.json.
+    """A client that tries the grammars of requests and reports each result.
 
-    ``told(request id, grammar, what came)`` is called in the thread, once for each request that asked and was
-    not cancelled; None: the process was killed, by whomever, and there is a new one.
+    Args:
+        folder: folder with the model's tokenizer.json.
+        told: called as ``told(request id, grammar, result)`` in the thread of this client, once per request
+            that was not cancelled. The result is None if the trial process was killed; a new one has started.
     """
 
     def __init__(self, folder: Path, told: Callable[[str, Grammar, Tried | None], None]) -> None:
@@ -62,15 +66,15 @@ class Trials:
 
     @property
     def pid(self) -> int:
-        """Of the process that tries grammars."""
+        """Process id of the process that tries grammars."""
         return self._trial.process.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """It has a grammar."""
+        """Queue a trial of the request's grammar."""
         self._say(request)
 
     def cancel(self, request_id: str) -> None:
-        """Whoever asked has hung up."""
+        """Cancel the trial of a request, because its client disconnected."""
         self._say(request_id)
 
     def close(self) -> None:
@@ -84,7 +88,7 @@ class Trials:
     # -- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, who waits longest first
+        waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, the longest wait first
         running: dict[int, _Job] = {}
         number = 0
         while True:
@@ -112,18 +116,18 @@ class Trials:
                     del waiting[tenant]
                 number += 1
                 running[number] = job
-                with contextlib.suppress(OSError):  # its end is met where it is read
+                with contextlib.suppress(OSError):  # the read below reports that the process has ended
                     self._trial.connection.send(Try(number, job.grammar))
 
     def _hear(self, running: dict[int, _Job]) -> None:
-        """What has come of a trial."""
+        """Receive the result of a trial and report it to its requests."""
         try:
             tried: Tried = self._trial.connection.recv()
         except (EOFError, OSError):
             self._lost(running)
             return
         job = running.pop(tried.number, None)
-        if job is None:  # forgotten a moment ago
+        if job is None:  # cancelled while the result was on its way
             return
         self._known[job.grammar] = tried
         while sum(map(_size, self._known.items())) > KNOWN_BYTES:
@@ -169,9 +173,9 @@ class Trials:
                     return
 
     def _lost(self, running: dict[int, _Job]) -> None:
-        """The process was killed, by whomever: another one, and whoever waited is told."""
+        """Start a new trial process after one was killed, and report None to the waiting requests."""
         log.error("the process that tries grammars ended; starting another")
-        time.sleep(1.0)  # in a thread of its own; not again and again at once
+        time.sleep(1.0)  # limits the rate of restarts; only this thread waits
         self._trial = _Trial(self._folder)
         for job in running.values():
             for request_id in job.askers:
@@ -180,7 +184,7 @@ class Trials:
 
 
 def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
-    """What its client is told of a trial that did not pass."""
+    """Return the error to report to the client for a trial that did not pass, else None."""
     if tried is None:
         return EngineDead("the process that tries grammars ended", hint="try again")
     return None if tried.error is None else GrammarError(tried.error, field=grammar.kind)
@@ -192,7 +196,7 @@ def _size(known: tuple[Grammar, Tried]) -> int:
 
 
 class _Trial:
-    """The process that tries, and the way to it."""
+    """The process that tries grammars, and the connection to it."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -208,7 +212,7 @@ class _Trial:
         self.connection = Connection(ours.detach())
 
     def end(self) -> None:
-        """It goes when its connection does; one that is stopped (SIGSTOP) would not."""
+        """Close the connection, at which the process ends; kill it if it does not (SIGSTOP)."""
         self.connection.close()
         try:
             self.process.wait(_PATIENCE)

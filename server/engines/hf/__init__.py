@@ -1,4 +1,4 @@
-"""The Hugging Face engine: paged attention over transformers models, in a process of its own."""
+"""The Hugging Face engine: paged attention for transformers models, in a process of its own."""
 
 from tonnage.server.engines.hf.engine import HFEngine
 

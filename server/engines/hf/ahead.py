@@ -1,7 +1,7 @@
-"""Compile ahead of every start: ``python -m tonnage.server.engines.hf.ahead [--all]``.
+"""Compile all kernels before the first start: ``python -m tonnage.server.engines.hf.ahead [--all]``.
 
-Writes an archive for each set of instructions beside the package (`tonnage.cache.ahead`), which every start
-on a processor that has them reads: for an image, for a wheel, or once where the package is installed.
+It writes one archive per instruction set beside the package (`tonnage.cache.ahead`). Every start on a processor
+with these instructions reads it. Meant for images, wheels, and once after an installation.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.hf.compile import SAY_SECONDS, Part
 
 OK, FAILED = 0, 1
-_SECONDS = 40  # of processor time for a level
+_SECONDS = 40  # processor time for one instruction set
 
-# The groups that most models have, in every mode. What others need beside it is compiled at their first start.
+# The KV cache groups that most models have, in every mode. Other groups are compiled at their first start.
 _FULL, _SLIDING = KVGroup("full", (0,)), KVGroup("sliding", (1,), window=32)
 _LAYOUTS = tuple(KVLayout(groups, 16, 1, 1, 8, "float32", 4) for groups in ((_FULL,), (_FULL, _SLIDING)))
 _MANAGERS = [
@@ -44,8 +44,14 @@ PARTS = {"kernels": [Part(None)], "manager": _MANAGERS}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a process has compiled. ``members``: by their names in an archive. ``signatures``: (module,
-    function, types of its arguments) of each, by which another process compiles the same and runs nothing."""
+    """The output of one compiling process.
+
+    Attributes:
+        name: name of the archive.
+        members: content by member name.
+        signatures: (module, function, argument types) of each compiled function; with them another process
+            compiles the same functions without running them.
+    """
 
     name: str
     members: dict[str, bytes]
@@ -53,7 +59,7 @@ class Compiled:
 
 
 def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, str, Any]] | None) -> Compiled:
-    """Compile the parts for the processor that numba is told of: by running them, or by ``signatures``."""
+    """Compile the parts for the processor that numba targets, by running them or by their ``signatures``."""
     compiler.archive.collect()
     if signatures is None:
         for part in parts:
@@ -74,12 +80,12 @@ def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, s
 
 
 def named() -> list[str]:
-    """Of `PARTS`, those that can run in this installation."""
+    """Return the names in `PARTS` that this installation can run; the kernels need torch."""
     return [name for name in PARTS if name != "kernels" or find_spec("torch")]
 
 
 def is_there(level: Level, names: list[str]) -> bool:
-    """Whether its archive has these parts, compiled of the sources as they are."""
+    """Return whether the level's archive has these parts, compiled from the current sources."""
     return all(
         {part.note for part in PARTS[name]}
         <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()
@@ -88,7 +94,7 @@ def is_there(level: Level, names: list[str]) -> bool:
 
 
 def write(level: Level, found: list[Compiled]) -> None:
-    """The archive of ``level``, there at once or not at all."""
+    """Write the archive of ``level`` atomically."""
     level.path.parent.mkdir(parents=True, exist_ok=True)
     partial = level.path.with_suffix(f".{os.getpid()}")
     try:
@@ -99,17 +105,16 @@ def write(level: Level, found: list[Compiled]) -> None:
 
 
 class _Processes:
-    """Parts compiled in processes of their own, as many at once as there are cores; lines on stderr say how far
-    they are."""
+    """Compiling processes, one per core at a time, with progress lines on stderr."""
 
     def __init__(self, work: Path, pool: ThreadPoolExecutor) -> None:
         self._work = work
         self._pool = pool
         self._begun = time.monotonic()
-        self._told: dict[Path, str] = {}  # by file: how far it is, of those that work
+        self._told: dict[Path, str] = {}  # progress of each running process, by its output file
 
     def start(self, level: Level, name: str, signatures: Path | None) -> Future[Path]:
-        """Of the file of a `Compiled`, or of CalledProcessError."""
+        """Start one compilation; the result is its output file, or CalledProcessError."""
         return self._pool.submit(self._run, level, name, signatures)
 
     def _run(self, level: Level, name: str, signatures: Path | None) -> Path:
@@ -130,7 +135,11 @@ class _Processes:
         return to
 
     def results(self, started: list[Future[Path]]) -> list[Path]:
-        """All of them, in order. Raises CalledProcessError."""
+        """Wait for all started compilations; return their output files in order.
+
+        Raises:
+            CalledProcessError: a process failed.
+        """
         while wait(started, SAY_SECONDS).not_done:
             so_far = ", ".join(self._told.copy().values())
             _say(f"compiling, {time.monotonic() - self._begun:.0f} s so far: {so_far or 'importing'}")
@@ -142,20 +151,20 @@ def _say(text: str) -> None:
 
 
 def _tell(compiler: Compiler) -> None:
-    """Say on stdout, to the process that waits, how far this one is."""
+    """Print the progress on stdout twice a second, for the parent process."""
     while True:
         done, of = compiler.progress()
-        os.write(1, f"{done} of {of} functions\n".encode())  # Python aborts where it ends amid a print of ours
+        os.write(1, f"{done} of {of} functions\n".encode())  # not print: Python aborts if it exits during one
         time.sleep(0.5)
 
 
 def read(path: Path) -> Compiled:
-    """What a process of ours has written."""
+    """Return the output that a compiling process has written to ``path``."""
     return Compiled(*pickle.loads(path.read_bytes()))
 
 
 def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
-    """``here`` first, by running everything; the others of the same signatures. A process for each core."""
+    """Compile ``here`` by running every part, then the other levels by its signatures; write the archives."""
     what = ", ".join(level.name for level in levels)
     _say(
         f"compiling {' and '.join(names)} for {what}, once: {_SECONDS * len(levels)} s of processor time or so"
@@ -176,6 +185,7 @@ def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
 
 
 def main() -> int:
+    """Parse the command line and compile what is missing; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help=f"for {', '.join(level.name for level in LEVELS)}")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -201,7 +211,7 @@ def main() -> int:
         return OK
     try:
         compile_ahead(levels, here, names)
-    # RuntimeError: a Python that was built without lzma
+    # RuntimeError: Python was built without lzma.
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         _say(f"nothing is compiled ahead: {error}")
         return FAILED

@@ -1,4 +1,4 @@
-"""One step's work as arrays: what the scheduler hands to the model runner. No torch here."""
+"""The token batch of one step as arrays, passed from the scheduler to the model runner. No torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A flat (unpadded) token batch of S sequences and T tokens; prefill chunks and decodes mixed.
+    """A flat (unpadded) batch of S sequences and T tokens, with prefill chunks and decodes mixed.
 
-    ``slots[g]`` is where group g writes each token's K/V (block * block_size + offset), ``tables[g]`` the
-    block tables of the S sequences, ``kv_len`` the context after this step (its own tokens included).
+    For group g, ``slots[g]`` is the slot of each token's K and V (block * block_size + offset), and
+    ``tables[g]`` has the block tables of the S sequences. ``kv_len`` is the context length after this step.
     """
 
     token_ids: Int64  # [T]
@@ -27,9 +27,10 @@ class Batch:
     kv_len: Int64  # [S]
     slots: tuple[Int64, ...]  # per group [T]
     tables: tuple[Int32, ...]  # per group [S, max blocks]
-    logits_at: Int64  # [L], flat indices of the tokens whose logits are wanted
-    copies: tuple[BlockCopy, ...] = ()  # copy-on-write, to be done before anything is written
+    logits_at: Int64  # [L], flat indices of the tokens that need logits
+    copies: tuple[BlockCopy, ...] = ()  # copy-on-write, before any write of the step
 
     @property
     def sequences(self) -> int:
+        """The number of sequences."""
         return len(self.kv_len)

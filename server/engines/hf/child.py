@@ -1,7 +1,6 @@
-"""The engine process: receives requests, steps, sends chunks and a snapshot.
+"""The engine process: a loop that receives requests, computes steps, and sends chunks and statistics.
 
-Started by ``__main__.py`` here. The first message on the socket is Load.
-Imports torch; its parent does not.
+``__main__.py`` starts it, and the first message on its socket is Load. It imports torch; its parent does not.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from tonnage.server.text.grammar import NO_TOKEN
 
 
 def main(descriptor: int, threads: int) -> None:
-    """Ends when told to, or when the parent is gone."""
+    """Load the model and serve until a Stop message, or until the parent has ended."""
     connection = Connection(descriptor)
     load: Load = connection.recv()
     if load.plan.deployment.device == "cpu":
@@ -67,19 +66,19 @@ def main(descriptor: int, threads: int) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             engine.run()
-        except InvariantViolation as error:  # what it promised no longer holds: say so, and end
+        except InvariantViolation as error:  # the scheduler's guarantees no longer hold, so end the process
             traceback.print_exc()
             connection.send(Failed(EngineDead(f"the engine broke its own law: {error}", hint="report it")))
 
 
 def set_threads(count: int) -> None:
-    """Compute threads of torch and of the kernels: one number, both or the second pool would sit idle."""
+    """Set the compute threads of torch and of the numba kernels to the same number."""
     torch.set_num_threads(count)
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
 
 
 class EngineLoop:
-    """Scheduler, runner and sampler of one rank, driven by messages."""
+    """The main loop of the engine process: scheduler, model runner and sampler, driven by messages."""
 
     def __init__(
         self,
@@ -92,18 +91,18 @@ class EngineLoop:
         bfloat16_on_cpu = plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16"
         preparation = Preparation(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
         with no_collections():
-            import transformers  # here, so that a broken installation is told as any failure of the load is
+            import transformers  # here, so that a broken installation is reported like other load failures
 
             transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-            # They import transformers too.
+            # These modules import transformers, too.
             from tonnage.server.engines.hf.model.loading import storage_bytes
             from tonnage.server.engines.hf.model.profile import device_bytes, profile
             from tonnage.server.engines.hf.model.runner import ModelRunner
             from tonnage.server.engines.hf.model.selfcheck import checked_attention
-        # What was imported stays; a collection that goes through it takes a quarter of a second. Of 8.5 s of
-        # processor time until the engine is ready these were 0.9.
+        # The imported objects are permanent. Collections that visit them take a quarter of a second each: 0.9
+        # of the 8.5 s of processor time until the engine is ready.
         gc.freeze()
         set_threads(threads)
 
@@ -112,7 +111,7 @@ class EngineLoop:
         preparation.load()
         self.runner = ModelRunner(plan)
         self.grammars = Compiler(model_files(plan.model.path), self.runner.vocab_size)
-        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # with their arrival
+        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # with the arrival time
         self.scheduler = Scheduler(plan, self.grammars.matcher, policy, sharing)
         self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
@@ -120,6 +119,7 @@ class EngineLoop:
         self.warm_weights_bytes = storage_bytes(self.runner.model)
 
     def ready(self) -> Ready:
+        """Return the Ready message with the measured bytes."""
         return Ready(
             num_blocks=self.runner.pool.tensor.shape[0],
             weights_bytes=self.runner.weights_bytes,
@@ -133,10 +133,11 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute, and no grammar to wait for."""
+        """Whether there is nothing to compute and no grammar to wait for."""
         return self.scheduler.idle and not self._compiling
 
     def run(self) -> None:
+        """Receive messages and compute steps until a Stop message arrives."""
         while True:
             chunks: list[Chunk] = []
             if self.scheduler.idle:
@@ -159,7 +160,7 @@ class EngineLoop:
         return dataclasses.replace(stats, waiting=stats.waiting + len(self._compiling))
 
     def step(self) -> list[Chunk]:
-        """One forward over decodes and prefill chunks; an error ends the step's requests, not the engine."""
+        """Compute one step; an error in it ends the requests of the step, not the engine."""
         begun = self._begin_compiled()
         batch, picked, chunks = self.scheduler.schedule()
         chunks = begun + chunks
@@ -174,7 +175,7 @@ class EngineLoop:
         reached = [sequence for sequence in picked if sequence.samples]
         likeliest, finite = most_likely(logits) if reached else ([], [])
         if not all(finite):
-            # Before anything of the step is published: what such a request has written is for nobody else.
+            # Fail these before the step's blocks are published, because no other request may share NaN.
             broken = [sequence for sequence, good in zip(reached, finite, strict=True) if not good]
             self._clear(batch, picked, broken)
             chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
@@ -215,7 +216,7 @@ class EngineLoop:
         return chunks
 
     def add(self, request: GenerationRequest) -> list[Chunk]:
-        """Queue it, once its grammar is compiled, or say why not: a chunk with the error for each sequence."""
+        """Queue a request once its grammar is compiled; return error chunks if it is invalid."""
         arrival = time.monotonic()
         if request.params.grammar is None:
             return self._queue(request, arrival)
@@ -224,7 +225,7 @@ class EngineLoop:
         return []
 
     def abort(self, message: Abort) -> list[Chunk]:
-        """Wherever it is; chunks that say so."""
+        """Abort a request in any state; return the chunks that report it."""
         if message.index is None and (found := self._compiling.pop(message.request_id, None)) is not None:
             self.grammars.cancel(message.request_id)
             return [Chunk(message.request_id, index, (), "abort") for index in range(found[0].n)]
@@ -233,7 +234,7 @@ class EngineLoop:
     def _queue(self, request: GenerationRequest, arrival: float) -> list[Chunk]:
         try:
             self.scheduler.add(request, arrival)
-        except Exception as error:  # nothing that a request asks for ends the engine
+        except Exception as error:  # no request may end the engine
             if not isinstance(error, TonnageError):
                 traceback.print_exc()
                 error = TonnageError(f"the engine cannot take this request: {type(error).__name__}")
@@ -241,11 +242,11 @@ class EngineLoop:
         return []
 
     def _begin_compiled(self) -> list[Chunk]:
-        """Queue those whose grammar is ready; chunks of those whose grammar is at fault."""
+        """Queue the requests whose grammar is ready; return error chunks for invalid grammars."""
         chunks: list[Chunk] = []
         for outcome in self.grammars.outcomes():
             request, arrival = self._compiling.pop(outcome.request_id, (None, 0.0))
-            if request is None:  # its client has hung up
+            if request is None:  # aborted meanwhile
                 continue
             chunks += _errors(request, outcome.error) if outcome.error else self._queue(request, arrival)
         return chunks
@@ -253,7 +254,7 @@ class EngineLoop:
     def _fill_masks(
         self, logits: torch.Tensor, drawing: list[Sequence]
     ) -> tuple[torch.Tensor, list[Sequence], list[Chunk]]:
-        """Masks of all that have a grammar, within the step's budget; those whose turn does not come end."""
+        """Compute the masks of all sequences with a grammar; end a sequence that exceeds the step's budget."""
         rows = [at for at, s in enumerate(drawing) if isinstance(s.matcher, GrammarMatcher | TagMatcher)]
         matched = [(drawing[at].tenant, cast("GrammarMatcher", drawing[at].matcher)) for at in rows]
         errors = {rows[at]: error for at, error in masks.fill(matched).items()} if rows else {}
@@ -266,8 +267,10 @@ class EngineLoop:
         return logits[kept], [drawing[at] for at in kept], chunks
 
     def _clear(self, batch: Batch, picked: list[Sequence], broken: list[Sequence]) -> None:
-        """Zeros where these sequences have written in this step: a kernel that multiplies what it does not see
-        by 0 would find NaN in the rest of a block, whoever has it next."""
+        """Write zeros to the slots that these sequences wrote in this step.
+
+        A kernel may multiply masked values by 0, so NaN left in a block would spoil its next user.
+        """
         lost = {sequence.id for sequence in broken}
         for at, sequence in enumerate(picked):
             if sequence.id in lost:
@@ -276,15 +279,18 @@ class EngineLoop:
                     self.runner.pool.clear(slots[rows])
 
     def _score_prompts(self, logits: torch.Tensor, picked: list[Sequence]) -> torch.Tensor:
-        """Note the log probabilities of prompts that asked for them; returns the rows that tokens are drawn
-        from, [sequences that sample, vocabulary]."""
+        """Record the log probabilities of prompts that requested them.
+
+        Returns:
+            The logits to draw tokens from, [sequences that sample, vocabulary].
+        """
         if not any(sequence.scores for sequence in picked):
             return logits
         drawn, row = [], 0
         for sequence in picked:
             rows = sequence.rows
             if sequence.scores:
-                # Row i forecasts the token after it; the last row of the prompt forecasts the answer.
+                # Row i predicts the token after it; the last row of the prompt predicts the answer.
                 following = sequence.tokens[sequence.computed + 1 : sequence.computed + 1 + rows]
                 best = [sequence.params.prompt_logprobs or 0] * len(following)
                 sequence.prompt_logprobs += logprobs(logits[row : row + len(following)], following, best)
@@ -295,7 +301,7 @@ class EngineLoop:
 
 
 def _errors(request: GenerationRequest, error: TonnageError) -> list[Chunk]:
-    """For each of its sequences, that it is the request's fault or the engine's."""
+    """Return one error chunk per sequence, marked as refused if the request is at fault."""
     at_fault = isinstance(error, Refused)
     return [
         Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)

@@ -1,7 +1,7 @@
-"""Machine code before weights: compile in processes of their own, then load from disk.
+"""Compilation of the kernels in separate processes, before the weights are loaded.
 
-A compiler gives no memory back: compiled in the engine process, the same code costs some 190 MB more than
-read from disk (demo model), and the plan would be right at every start but the first.
+A compiler keeps its memory: compiled in the engine process, the same code takes about 190 MB more than read
+from disk (demo model), and the plan would be wrong at the first start.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ from tonnage.cache.warm import compile_manager
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
-SAY_SECONDS = 5.0  # between two lines about how far it is
+SAY_SECONDS = 5.0  # between two progress lines
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process compiles: of ``layout`` the block manager, of None the CPU's bfloat16 kernels."""
+    """The code that one process compiles: the block manager of ``layout``, or with None the CPU kernels."""
 
     layout: KVLayout | None
     policy: Policy | None = None
 
     @property
     def compiler(self) -> Compiler:
+        """The compiler whose cache holds this part."""
         return KERNELS if self.layout is None else COMPILER
 
     @property
     def note(self) -> str:
-        """Names what decides which functions run, and with arguments of which types."""
+        """The name of this part, made of all that decides its functions and their argument types."""
         if self.layout is None:
             return "kernels"
         kinds = sorted({group.kind for group in self.layout.groups})
         return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
 
     def load(self) -> None:
-        """Read it from disk, or compile what is not there."""
+        """Load this part from disk, or compile it."""
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return
-        # Imports torch, which the rest does not need.
+        # Imported here, because it imports torch, which the other parts do not need.
         from tonnage.server.engines.hf.kernels.warm import compile_all
 
         compile_all()
 
 
 class Preparation:
-    """The code of the block manager, and with ``kernels`` that of the kernels, in memory after `load`.
+    """The compiled code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
 
-    What was compiled neither ahead nor before is compiled from now on, each part in a process of its own; lines
-    on stderr say how far they are.
+    Parts that are not on disk start to compile at once, each in a process of its own, with progress lines on
+    stderr.
     """
 
     def __init__(self, layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
@@ -72,7 +73,7 @@ class Preparation:
             print("compiling for this machine, once", file=sys.stderr, flush=True)
 
     def load(self) -> None:
-        """Wait until nothing is left to compile, then read it: half a second."""
+        """Wait for the compilations, then load all parts; loading takes half a second."""
         said = self._begun
         while working := [each for each in self._missing if each.works()]:
             if time.monotonic() - said >= SAY_SECONDS:
@@ -88,7 +89,7 @@ class Preparation:
 
 
 class _Compilation:
-    """A process that compiles ``part``. ``done`` of its functions, and ``of`` how many, as it last told."""
+    """A process that compiles ``part``; ``done`` of ``of`` functions at its last report."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -100,12 +101,14 @@ class _Compilation:
         told.close()
 
     def works(self) -> bool:
+        """Receive progress reports; return whether the process is still running."""
         with contextlib.suppress(EOFError):
             while self._progress.poll():
                 self.done, self.of = self._progress.recv()
         return self.process.is_alive()
 
     def end(self) -> None:
+        """Wait for the process and record the part as compiled if it succeeded."""
         self.process.join()
         self._progress.close()
         if self.process.exitcode == 0:
@@ -113,9 +116,9 @@ class _Compilation:
 
 
 def _compile(part: Part, told: Connection) -> None:
-    """The process that compiles; it fails where the next one would not find all on disk."""
-    # The compiler's objects come and go by the million, beside what was imported to stay: of 35 s of processor
-    # time the collector took 7. Seldom, it takes 1, and the peak is 30 MB higher.
+    """Compile ``part`` in this process; exit with status 1 if the code could not be stored on disk."""
+    # The compiler creates and drops millions of objects beside the permanent imports: of 35 s of processor time
+    # the collector took 7. With fewer collections it takes 1, and the peak is 30 MB higher.
     gc.freeze()
     gc.set_threshold(50_000)
     threading.Thread(target=_tell, args=(part.compiler, told), daemon=True).start()
@@ -125,9 +128,10 @@ def _compile(part: Part, told: Connection) -> None:
 
 
 def _tell(compiler: Compiler, told: Connection) -> None:
+    """Send the progress to the parent twice a second; exit if it has ended."""
     try:
         while True:
             told.send(compiler.progress())
             time.sleep(0.5)
-    except OSError:  # who waited has ended: without notice where it was killed
+    except OSError:  # the parent has ended, perhaps killed
         os._exit(1)

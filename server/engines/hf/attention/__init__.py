@@ -1,1 +1,1 @@
-"""Attention over the paged pool: the interface, the reference, kernels of CPUs and GPUs."""
+"""Attention over the KV pool: the transformers interface, the reference, and kernels for CPUs and GPUs."""

@@ -1,8 +1,8 @@
-"""Which attention kernel a GPU gets: the first of `KERNELS` that is installed and can read the pool.
+"""Selection of an attention kernel for a GPU: the first of `KERNELS` that is installed and can read the pool.
 
-None of them has run on a GPU in this project yet. The tests give each the reference's arithmetic (FlexAttention
-its own, on a CPU) and compare; at every start the self-check (``model.selfcheck``) compares the chosen one
-on the real device with the model's own attention and goes on to the next where they differ.
+No kernel here has run on a GPU in this project yet. The tests run each with the reference's arithmetic
+(FlexAttention with its own, on a CPU) and compare. At every start the self-check (``model.selfcheck``) compares
+the selected kernel with the model's own attention on the real device, and tries the next if they differ.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tonnage.server.engines.hf.pool import PagedPool
 VLLM_FLASH, FLASH, FLASHINFER, FLEX = "FlashAttention of vLLM", "FlashAttention", "FlashInfer", "FlexAttention"
 KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)
 
-# Multiple that the block size must be of: flash_attn 2 csrc/flash_attn/flash_api.cpp (mha_varlen_fwd, "Paged KV
-# cache block size must be divisible by 256"), vLLM's fork of it 16; tl.dot of Triton takes 16 keys or more.
+# Divisors of the block size that kernels require: flash_attn 2 csrc/flash_attn/flash_api.cpp (mha_varlen_fwd,
+# "Paged KV cache block size must be divisible by 256"), vLLM's fork of it 16; Triton's tl.dot needs 16 keys.
 BLOCK_MULTIPLE = {VLLM_FLASH: 16, FLASH: 256, FLASHINFER: 1, FLEX: 16}
 LARGEST_HEAD = 256  # flash_api.cpp: "head dimension at most 256", in steps of 8
 FLASHINFER_HEADS = (64, 128, 256)  # head sizes its wheels and its just-in-time compiler are tested with
@@ -31,7 +31,7 @@ HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a kernel is to read: ``dtype`` of the model, ``stored`` of the pool (--kv-cache-dtype resolved)."""
+    """The data that a kernel must read: model dtype, pool dtype (``stored``), block size and head size."""
 
     dtype: str
     stored: str
@@ -40,7 +40,7 @@ class Wanted:
 
 
 def why_not(name: str, wanted: Wanted, capability: tuple[int, int]) -> str | None:
-    """Why this kernel does not serve there, None if it should. ``capability``: compute capability."""
+    """Return why a kernel cannot be used on a device of this compute capability, or None if it can."""
     missing = _missing(name)
     if missing:
         return missing
@@ -74,8 +74,13 @@ def _missing(name: str) -> str | None:
 
 
 def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
-    """What makes a step's attention of its batch. Raises what a broken installation raises."""
-    from tonnage.server.engines.hf.attention import flash, flash_infer, flex  # flex brings torch's compiler
+    """Load a kernel; return a function that makes a step's attention from its batch.
+
+    Raises:
+        Exception: any error that a broken installation causes.
+    """
+    # Imported here, because flex brings torch's compiler.
+    from tonnage.server.engines.hf.attention import flash, flash_infer, flex
 
     if name == FLASHINFER:
         wrappers = flash_infer.load(pool)
@@ -92,7 +97,7 @@ def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
 
 
 def usable(pool: PagedPool, dtype: torch.dtype) -> list[str]:
-    """Kernels that should serve this pool on its device, best first."""
+    """Return the names of the kernels that can read this pool on its device, best first."""
     layout = pool.layout
     computed, stored = (str(kind).removeprefix("torch.") for kind in (dtype, pool.dtype))
     wanted = Wanted(computed, stored, layout.block_size, layout.head_size)

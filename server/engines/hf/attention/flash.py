@@ -1,6 +1,6 @@
 """FlashAttention on block tables: ``flash_attn`` 2 from PyPI, or the build inside vLLM for CUDA.
 
-Untested on a GPU; what is handed over is tested with a stand-in that computes by the reference.
+Untested on a GPU. The arguments are tested with a stand-in that computes with the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kernel = Callable[..., torch.Tensor]
 
 
 def load_flash_attn() -> Kernel:
-    """``flash_attn_varlen_func`` of flash_attn 2.5 and later. It takes lengths as a running sum."""
+    """Load ``flash_attn_varlen_func`` of flash_attn 2.5 or later, adapted to take one length per sequence."""
     from flash_attn import flash_attn_varlen_func  # optional, for GPUs
 
     def kernel(*, seqused_k: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -31,8 +31,10 @@ def load_flash_attn() -> Kernel:
 
 
 def load_vllm() -> Kernel:
-    """The same function of vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py): version 3 where the
-    device has it, which is Hopper, else 2."""
+    """Load the same function from vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py).
+
+    It uses FlashAttention 3 where the device supports it (Hopper), else 2.
+    """
     from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported  # optional, for GPUs
 
     version = 3 if is_fa_version_supported(3) else 2
@@ -45,7 +47,7 @@ def load_vllm() -> Kernel:
 
 
 class FlashAttention(PagedAttention):
-    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
+    """The attention of one step by FlashAttention; called like ``gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, kernel: Kernel) -> None:
         super().__init__(batch, pool)
@@ -57,6 +59,7 @@ class FlashAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
+        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
         k, v = self.layer(slot)
         window = self.windows[group]
         return self._kernel(
@@ -68,8 +71,8 @@ class FlashAttention(PagedAttention):
             max_seqlen_q=self.longest_query,
             max_seqlen_k=int(self.pages[group].length.max()),
             softmax_scale=scaling,
-            causal=True,  # queries are the last of their context in both builds
-            window_size=[-1, -1] if window is None else [window - 1, 0],  # tokens to the left, without its own
+            causal=True,  # in both builds, the queries are the last tokens of their context
+            window_size=[-1, -1] if window is None else [window - 1, 0],  # tokens to the left, itself excluded
             softcap=softcap or 0.0,
             block_table=self._tables[group],
         )

@@ -1,8 +1,8 @@
-"""FlashInfer on block tables: planned once a step and group, run in each layer.
+"""FlashInfer on block tables: planned once per step and group, run in each layer.
 
 One wrapper serves prefill chunks and decodes together: its prefill kernel packs the query heads of a KV head
-into one tile, as the decode wrapper does with tensor cores. Untested on a GPU; what is handed over is tested
-with a stand-in that computes by the reference.
+into one tile, as the decode wrapper does with tensor cores. Untested on a GPU. The arguments are tested with a
+stand-in that computes with the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 
 def load(pool: PagedPool) -> list[Any]:
-    """A wrapper a group, each with its own plan; all on one workspace, for layers run one after the other."""
+    """Create one wrapper per group, all on one workspace, since layers run one after another."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # optional, for GPUs
 
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.tensor.device)
@@ -27,18 +27,19 @@ def load(pool: PagedPool) -> list[Any]:
 
 
 class FlashInferAttention(PagedAttention):
-    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
+    """The attention of one step by FlashInfer; called like ``gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
         self._wrappers = wrappers
-        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # plans are made on the host
+        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # the host makes plans
         self._planned: dict[int, tuple[float, float | None]] = {}
 
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        if self._planned.get(group) != (scaling, softcap):  # the same in every layer of the known families
+        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
+        if self._planned.get(group) != (scaling, softcap):  # equal in all layers of the known families
             self._plan(group, query, scaling, softcap)
             self._planned[group] = (scaling, softcap)
         found: torch.Tensor = self._wrappers[group].run(query.contiguous(), self.layer(slot))

@@ -1,10 +1,12 @@
-"""FlexAttention, torch's own, on the blocks where they lie: always there, compiled once where there is Triton.
+"""torch's FlexAttention, in place on the blocks: always available, and compiled where Triton is installed.
 
-The pool is one long row of slots to it: K of a layer begins 2 x slot blocks into it, V one block later, and a
-block's slots are followed by those of the other layers. The block mask names the blocks that a tile of queries
-reads; the mask function says which of their slots a query sees. Uncompiled (on a CPU, in the tests) torch works
-out every query against every slot of the pool. Untested on a GPU. Tiles of one sequence and of 16 queries read
-each block once for a decode, as often as a prompt has tiles for a chunk: FlashAttention's are larger.
+FlexAttention sees the pool as one long row of slots: K of a layer begins 2 x slot blocks into it, V one block
+later, and the slots of the other layers follow. The block mask names the blocks that a tile of queries reads,
+and the mask function selects the slots that a query sees.
+
+Uncompiled (on a CPU, in the tests), torch computes every query against every slot of the pool. Untested on a
+GPU. Tiles have 16 queries of one sequence: a decode reads each block once, a prefill chunk once per tile, more
+often than FlashAttention with its larger tiles.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.pool import PagedPool, on_device
 
-TILE = FLEX_TILE  # queries of one sequence; 16 is the least a matrix product of Triton takes (tl.dot)
+TILE = FLEX_TILE  # queries of one sequence; a matrix product of Triton (tl.dot) takes at least 16
 
 
 class Buffers:
-    """Arrays that live across steps, of one shape each: another shape would be compiled again.
+    """Arrays of fixed shape that live across steps, because a new shape would be compiled again.
 
-    ``sequence`` and ``position`` [rows] of each query row (-1: none), ``table`` [sequences, W] the blocks each
-    sequence may see in their places (-1: none). ``place`` [blocks] is the place of a block in its table: one
-    array for all, because a block belongs to one group, and sequences that share it share all before it.
+    Attributes:
+        sequence: index of the sequence of each query row, [rows].
+        position: position of each query row, [rows]; -1: unused.
+        table: for each group, the visible blocks at their indices, [sequences, W]; -1: none.
+        place: index of each block in its block table, [blocks]. One array is enough, because a block belongs to
+            one group, and sequences that share a block share all blocks before it.
     """
 
     def __init__(self, pool: PagedPool, limits: Limits) -> None:
@@ -49,21 +54,21 @@ class Buffers:
         self.table = [self._zeros(sequences, self.width) for _ in range(self.groups)]
 
     def fit(self, rows: int, sequences: int) -> None:
-        """Larger arrays where these do not do: the self-check's batch may be beyond a small server's limits."""
+        """Enlarge the arrays if needed: the self-check's batch may exceed the limits of a small server."""
         if rows > len(self.sequence) or sequences > len(self.table[0]):
             self._hold(max(rows, len(self.sequence)), max(sequences, len(self.table[0])))
 
 
 class FlexAttention(PagedAttention):
-    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
+    """The attention of one step by FlexAttention; called like ``gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, buffers: Buffers) -> None:
         super().__init__(batch, pool)
         self._buffers = buffers
         queries = np.diff(batch.query_start)
         tiles = -(-queries // TILE)
-        tiles[-1] += tiles.sum() == 1  # torch compiles a size of 1 apart
-        self._sequence = np.repeat(np.arange(len(tiles)), tiles)  # of each tile
+        tiles[-1] += tiles.sum() == 1  # torch would compile a size of 1 separately
+        self._sequence = np.repeat(np.arange(len(tiles)), tiles)  # sequence of each tile
         row = np.repeat(self._sequence, TILE)
         number = np.arange(len(row)) - ((np.cumsum(tiles) - tiles) * TILE)[row]
         position = np.where(number < queries[row], (batch.kv_len - queries)[row] + number, -1)
@@ -71,7 +76,7 @@ class FlexAttention(PagedAttention):
         buffers.sequence[: len(row)] = self._put(row)
         buffers.position[: len(row)] = self._put(position)
         self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)  # [T]
-        self._last = position.reshape(-1, TILE).max(1)  # position of the last query of each tile, -1: none
+        self._last = position.reshape(-1, TILE).max(1)  # last position in each tile; -1: none
         self._masks = [self._mask(group, len(row)) for group in range(len(self.pages))]
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
@@ -111,6 +116,7 @@ class FlexAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
+        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
         mask, size = self._masks[group], self.pool.layout.block_size
         rows, slots = mask.seq_lengths
         padded = query.new_zeros(rows, *query.shape[1:])
@@ -136,6 +142,8 @@ class FlexAttention(PagedAttention):
 
 
 def capped(softcap: float) -> Callable[..., torch.Tensor]:
+    """Return the score function of FlexAttention that caps scores at ``softcap`` by tanh."""
+
     def score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.tanh(score / softcap) * softcap
 

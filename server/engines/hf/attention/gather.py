@@ -1,8 +1,7 @@
-"""The reference attention in plain torch: gather the slots each block table names, then ordinary attention.
+"""The reference attention in plain torch: gather the slots in each block table, then ordinary attention.
 
-It serves every device and dtype, and the tests hold the kernels against it. Slots are gathered token by token,
-so a slot that was never written (the tail of a block, a freed block) is never read: poisoning it with NaN
-changes nothing.
+It runs on every device and with every dtype, and the tests compare the kernels with it. It gathers token by
+token, so it never reads an unwritten slot (the tail of a block, a freed block), even if that holds NaN.
 """
 
 from __future__ import annotations
@@ -26,21 +25,25 @@ Backend = Callable[[Batch], Attention]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries that attend together: all decodes of the step, or one prefill chunk.
+    """Queries that attend together: neighbouring decodes of the step, or one prefill chunk.
 
-    ``rows`` [B, S] are pool rows of K in layer slot 0 (padding repeats the first row), ``mask``
-    [B, 1, groups * queries, S] is True where a query may look, None where it sees all.
+    Attributes:
+        start: index of the first query token in the flat batch.
+        sequences: number of sequences.
+        queries: query tokens per sequence.
+        rows: pool rows of K in layer slot 0, [B, S]; padding repeats the first row.
+        mask: True where a query may attend, [B, 1, groups * queries, S]; None: everywhere.
     """
 
     start: int
     sequences: int
-    queries: int  # per sequence
+    queries: int
     rows: torch.Tensor
     mask: torch.Tensor | None
 
 
 class GatherAttention:
-    """Attention of one step; what every layer of a group shares is worked out once."""
+    """The attention of one step; the indices that all layers of a group share are computed once."""
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int) -> None:
         self._pool = pool
@@ -59,8 +62,17 @@ class GatherAttention:
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """``query`` [T, heads, size], ``key`` and ``value`` [T, KV heads, size]: write K and V of the layer in
-        ``slot`` of ``group``, return the attention [T, heads, size]."""
+        """Write K and V of one layer, then return the attention [T, heads, size].
+
+        Args:
+            group: index of the layer's KV cache group.
+            slot: layer slot of the layer in its group.
+            query: [T, heads, size].
+            key: [T, KV heads, size].
+            value: [T, KV heads, size].
+            scaling: factor of the scores.
+            softcap: bound of the scores by tanh; None: no bound.
+        """
         pool = self._pool
         size = pool.layout.block_size
         k_shift, v_shift = 2 * slot * size, (2 * slot + 1) * size
@@ -74,7 +86,7 @@ class GatherAttention:
         for span in self._by_group[group]:
             tokens = span.sequences * span.queries
             shape = (span.sequences, span.queries, kv_heads, repeat, query.shape[-1])
-            # A KV head's query heads become extra queries, so K and V are never repeated.
+            # The query heads of a KV head become extra queries, so K and V need no repetition.
             q = query[span.start : span.start + tokens].reshape(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
             gather = span.rows.flatten()
             kv_shape = (*span.rows.shape, kv_heads, query.shape[-1])
@@ -96,7 +108,7 @@ class GatherAttention:
         at = 0
         while at < batch.sequences:
             last = at + 1
-            if lengths[at] == 1:  # neighbouring decodes form one padded batch
+            if lengths[at] == 1:  # combine neighbouring decodes into one padded batch
                 longest = int(batch.kv_len[at])
                 while last < batch.sequences and lengths[last] == 1:
                     longest = max(longest, int(batch.kv_len[last]))
@@ -136,7 +148,7 @@ def attend(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Softmax attention on [B, heads, Q, size] x [B, heads, S, size], scores capped where the model does."""
+    """Return softmax attention of [B, heads, Q, size] over [B, heads, S, size], with optional score capping."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     scores = torch.matmul(q, k.transpose(2, 3)) * scaling

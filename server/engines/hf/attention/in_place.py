@@ -1,4 +1,4 @@
-"""Attention in place on the blocks (``kernels.attention``) behind the interface of ``gather``."""
+"""Attention by the CPU kernel of ``kernels.attention``, in place on the blocks, called like ``gather``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tonnage.server.engines.hf.pool import PagedPool
 
 
 def serves(pool: PagedPool) -> bool:
-    """Whether the kernel can read this pool: bfloat16 on the CPU, blocks of whole tiles."""
+    """Return whether the kernel can read this pool: bfloat16 on the CPU, block size a multiple of the tile."""
     return (
         pool.tensor.dtype == torch.bfloat16
         and pool.tensor.device.type == "cpu"
@@ -23,7 +23,7 @@ def serves(pool: PagedPool) -> bool:
 
 
 class Scratch:
-    """Memory of the kernel's threads, kept from step to step."""
+    """Working memory of the kernel's threads, reused in every step."""
 
     def __init__(self, pool: PagedPool, threads: int) -> None:
         self.threads = threads
@@ -31,7 +31,7 @@ class Scratch:
 
 
 class InPlaceAttention:
-    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
+    """The attention of one step by the CPU kernel; called like ``gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int, scratch: Scratch) -> None:
         layout = pool.layout
@@ -57,6 +57,7 @@ class InPlaceAttention:
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
+        """Write K and V of one layer, then return the attention [T, heads, size]."""
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = torch.empty_like(query)
         attend(
@@ -71,8 +72,7 @@ class InPlaceAttention:
     def arguments(
         self, group: int, slot: int, heads: int, scaling: float, softcap: float | None
     ) -> tuple[Any, ...]:
-        """Of ``kernels.attention.attend`` for one layer, after the addresses of q, k, v and the
-        output."""
+        """Return the arguments of ``kernels.attention.attend`` that follow the addresses of q, k, v, output."""
         layout = self._pool.layout
         return (
             self._base + slot * 2 * layout.block_size * self._token,
@@ -92,8 +92,10 @@ class InPlaceAttention:
         )
 
     def memory(self, values: int) -> tuple[int, int]:
-        """Addresses of ``values`` bfloat16 values and of what `linear.matmul` needs for gates: one piece of
-        memory for all layers of the step."""
+        """Return the addresses of ``values`` bfloat16 values and of `linear.matmul`'s gate memory.
+
+        All layers of the step share this memory.
+        """
         gates = gate_values(self._scratch.threads)
         if self._memory is None or len(self._memory) < values + gates:
             self._memory = torch.empty(values + gates, dtype=torch.bfloat16)

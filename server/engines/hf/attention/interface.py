@@ -1,7 +1,7 @@
-"""Attention over the paged pool, registered with transformers under one name.
+"""The attention function that transformers calls, registered under one name, and its implementations.
 
-Behind one call: ``in_place`` reads bfloat16 blocks where they lie (CPU), the kernels of ``cuda`` do so
-on a GPU, ``gather`` is plain torch for every device and dtype and the reference of the tests.
+``in_place`` reads bfloat16 blocks in place on a CPU, and the kernels of ``cuda`` do so on a GPU. ``gather`` is
+plain torch for every device and dtype, and the reference of the tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "tonnage_paged"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An implementation by name; ``load`` prepares it and gives what makes a step's attention of its batch."""
+    """An implementation of attention; ``load`` prepares it and returns a function from batch to attention."""
 
     name: str
     load: Callable[[], Backend]
@@ -34,7 +34,7 @@ class Candidate:
 def candidates(
     pool: PagedPool, query_heads: int, threads: int, dtype: torch.dtype, limits: Limits
 ) -> list[Candidate]:
-    """Implementations for this pool of a model that computes in ``dtype``, best first; the reference last."""
+    """Return the implementations for this pool and compute dtype, best first and the reference last."""
     found = []
     if pool.tensor.device.type == "cuda":
         for name in cuda.usable(pool, dtype):
@@ -50,7 +50,7 @@ def candidates(
 
 
 class PagedBatch:
-    """One step's attention, and how often the model has called it."""
+    """The attention of one step, and the number of calls by the model."""
 
     def __init__(self, attention: Attention, pool: PagedPool) -> None:
         self.attention = attention
@@ -70,10 +70,23 @@ def paged_attention(
     paged_batch: PagedBatch | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls in each layer.
+    """Compute attention over the paged pool; transformers calls this function in each layer.
 
-    ``query`` [1, heads, T, size], ``key`` and ``value`` [1, KV heads, T, size];
-    returns [1, T, heads, size]. Windows come from the layout, not from the keyword of the same name.
+    Windows come from the KV layout, not from the keyword argument of the same name.
+
+    Args:
+        module: the attention module, which knows its layer index.
+        query: [1, heads, T, size].
+        key: [1, KV heads, T, size].
+        value: [1, KV heads, T, size].
+        attention_mask: not used.
+        scaling: factor of the scores; None: 1 / sqrt(size).
+        softcap: bound of the scores by tanh; None: no bound.
+        paged_batch: the attention of this step.
+        **_: not used.
+
+    Returns:
+        The attention [1, T, heads, size], and None in place of attention weights.
     """
     if paged_batch is None:
         raise RuntimeError("this model does not hand its keyword arguments down to attention")
@@ -92,10 +105,11 @@ def paged_attention(
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """Masks are built from block tables, once a step; transformers need not build its own."""
+    """Return no mask: attention builds its masks from block tables, once per step."""
     return None
 
 
 def register() -> None:
+    """Register the attention function and its mask function with transformers."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, no_mask)

@@ -1,5 +1,4 @@
-"""What the kernels of a GPU share that read the pool through block tables: K and V written first, and the
-tables as such a kernel takes them."""
+"""Common parts of GPU kernels that read the pool through block tables: writing K and V, and their tables."""
 
 from __future__ import annotations
 
@@ -15,11 +14,15 @@ from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The blocks of one group that the queries of a step can see. ``table`` [S, W], ``length`` [S] tokens from
-    the first block of the row on; ``skipped`` [S] blocks that the window has left and the row leaves out.
+    """The blocks of one group that the queries of a step can see.
 
-    Kernels align queries with the end of their context, so what lies before may go: a block that the manager
-    took back is never read, whatever is in it now.
+    Kernels align queries with the end of their context, so blocks that the window has left can be omitted. The
+    manager may have reused such a block, and omitted blocks are never read.
+
+    Attributes:
+        table: visible blocks of each sequence, [S, W]; -1: unused.
+        length: tokens from the first block of the row on, [S].
+        skipped: omitted blocks before the first one, [S].
     """
 
     table: Int32
@@ -28,7 +31,7 @@ class Pages:
 
 
 def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Pages:
-    """The visible blocks of ``group``; unused places of ``table`` hold -1."""
+    """Return the visible blocks of ``group``."""
     queries = np.diff(batch.query_start)
     first = 0 * batch.kv_len if window is None else np.maximum(0, batch.kv_len - queries - window + 1)
     skipped = first // block_size
@@ -41,7 +44,7 @@ def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Page
 
 
 class PagedAttention(ABC):
-    """One step's attention, called as ``gather.GatherAttention`` is; subclasses read K and V."""
+    """The attention of one step, called like ``gather.GatherAttention``; a subclass reads K and V."""
 
     def __init__(self, batch: Batch, pool: PagedPool) -> None:
         self.pool, self.device = pool, pool.tensor.device
@@ -61,6 +64,7 @@ class PagedAttention(ABC):
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
+        """Write K and V of one layer, then return the attention [T, heads, size]."""
         size = self.pool.layout.block_size
         self.pool.write(self._rows[group] + 2 * slot * size, key)
         self.pool.write(self._rows[group] + (2 * slot + 1) * size, value)
@@ -70,8 +74,8 @@ class PagedAttention(ABC):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """The attention of ``query`` [T, heads, size], of the same shape, once K and V are in the pool."""
+        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
 
     def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the layer in ``slot``: views [blocks, block size, KV heads, size] of the pool."""
+        """Return K and V of the layer in ``slot``: views [blocks, block size, KV heads, size] of the pool."""
         return self.pool.tensor[:, slot, 0], self.pool.tensor[:, slot, 1]
