@@ -1,4 +1,4 @@
-"""HFEngine: the API process's side of the Hugging Face engine. Imports no torch."""
+"""HFEngine: the API process's side of the Hugging Face engine. It imports no torch."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 
 log = logging.getLogger("tonnage.server")
 
-# Environment of the engine process; what the user has set wins.
-# OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another
-# process on one of two cores a decode step took 1.8 s (demo model, one sequence). Threads that sleep at once
-# are woken some 200 times a step, 20 us each. 4,000 turns of the loop are some tens of microseconds: longer
-# than the gap between two layers, and what a barrier may waste. 16 streams of the demo model on two cores,
-# tokens a second: 1,000 turns 495 and 499; 4,000 616 and 541; 20,000 593 and 561. libgomp's GOMP_SPINCOUNT.
-# glibc keeps up to 8 arenas a core, each holding on to freed memory; one is enough where one thread allocates.
-# Blocks over 1 MiB go back to the kernel when freed. mallopt(3).
+# Environment of the engine process; a value set by the user has priority.
+# libgomp's GOMP_SPINCOUNT: OpenMP threads that spin without limit take a core from the threads they wait for.
+# With another process on one of two cores, a decode step took 1.8 s (demo model, one sequence). Threads that
+# sleep at once are woken about 200 times a step, 20 us each. 4,000 turns are some tens of microseconds: longer
+# than the gap between two layers, and an acceptable loss at a barrier. 16 streams of the demo model on two
+# cores, tokens per second: 1,000 turns 495 and 499; 4,000 616 and 541; 20,000 593 and 561.
+# glibc has up to 8 arenas per core, each holding freed memory; one is enough if one thread allocates. Blocks
+# over 1 MiB return to the kernel when freed. mallopt(3).
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "4000",
     "MALLOC_ARENA_MAX": "1",
@@ -70,18 +70,22 @@ _HONOURED = BASIC_PARAMS | {
 
 
 def capabilities() -> Capabilities:
-    """Of this engine with what is installed: grammars need llguidance."""
+    """Return the capabilities of this engine in this installation; grammars need llguidance."""
     return Capabilities(_HONOURED | {"grammar"} if find_spec("llguidance") else _HONOURED)
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS where the user has set it (its first number), else every core this process may use."""
+    """Return the first number of OMP_NUM_THREADS if it is set, else the number of cores available."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))
 
 
 def _config(path: str) -> dict[str, Any]:
-    """config.json of a folder, or the same made of a GGUF header. Raises ModelNotFound."""
+    """Return config.json of a folder, or its equivalent made from a GGUF header.
+
+    Raises:
+        ModelNotFound: the folder has no config.json.
+    """
     if path.endswith(".gguf"):
         return resolve_model(path).config
     config = Path(path) / "config.json"
@@ -92,9 +96,13 @@ def _config(path: str) -> dict[str, Any]:
 
 
 class HFEngine(Engine):
-    """A child process that generates; see ``tonnage.server.engines.base.Engine``.
+    """An engine that runs a transformers model in a child process.
 
-    ``threads`` is the number of compute threads (default: ``default_threads``).
+    Args:
+        plan: memory plan to load.
+        policy: admission policy; None means the default.
+        threads: number of compute threads; None means ``default_threads``.
+        sharing: prefix cache settings; None means the default.
     """
 
     def __init__(
@@ -112,9 +120,9 @@ class HFEngine(Engine):
         self._limits = limits_of(plan)
         self._capabilities = capabilities()
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
-        # Sequences that the engine has not ended yet, by request; a client that does not read is not its fault.
+        # Unfinished sequences by request. It does not depend on how fast clients read.
         self._owed: dict[str, int] = {}
-        self._heard = 0  # messages of the engine process
+        self._heard = 0  # number of messages from the engine process
         self._watch: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -135,18 +143,21 @@ class HFEngine(Engine):
 
     @property
     def plan(self) -> Plan:
+        """The memory plan of the engine."""
         return self._plan
 
     @property
     def capabilities(self) -> Capabilities:
+        """The optional features of this engine."""
         return self._capabilities
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine process, None before the start."""
+        """Process id of the engine process; None before the start."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
+        """Start the engine process and wait until the model is loaded; see ``Engine.start``."""
         config = _config(self._plan.model.path)
         require_supported(config["model_type"])
         require_fixed_rotary(config, self._limits.max_model_len)
@@ -189,7 +200,7 @@ class HFEngine(Engine):
         while (message := self._outbox.get()) is not None:
             try:
                 self._connection.send(message)
-            except OSError:  # the reader sees the same end and tells everybody
+            except OSError:  # the reader thread sees the same end and reports it
                 return
 
     def _read(self, loop: asyncio.AbstractEventLoop, started: asyncio.Future[Ready]) -> None:
@@ -212,7 +223,7 @@ class HFEngine(Engine):
             loop.call_soon_threadsafe(self._die, dead, started)
 
     async def _watch_stillness(self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]) -> None:
-        """End an engine process that has work and does nothing; whoever waits for it is told."""
+        """Kill an engine process that has work but makes no progress, and fail its requests."""
         seconds = await stillness.still(
             stillness.Stillness(process.pid), lambda: self._heard, self._still_limit
         )
@@ -227,7 +238,7 @@ class HFEngine(Engine):
         process.kill()
 
     def _still_limit(self) -> int | None:
-        """Looks without a movement that are too many now; None: it has nothing to do."""
+        """Return the permitted number of checks without progress, or None if the engine has no work."""
         if self._ready is None:
             return stillness.STILL_LOOKS_LOADING
         return stillness.STILL_LOOKS if self._owed and self._dead is None else None
@@ -248,7 +259,7 @@ class HFEngine(Engine):
                     self._live[chunk.request_id].put_nowait(chunk)
         elif isinstance(message, Failed) and self._ready is not None:
             self._die(message.error, started)
-        elif started.done():  # the start was given up while the model loaded
+        elif started.done():  # the start was cancelled during the load
             return
         elif isinstance(message, Ready):
             started.set_result(message)
@@ -256,7 +267,7 @@ class HFEngine(Engine):
             started.set_exception(message.error)
 
     def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:
-        self._dead = error = self._dead or error  # the first says why
+        self._dead = error = self._dead or error  # the first error is the cause
         self._stats = dataclasses.replace(self._stats, ready=False, running=0, waiting=0)
         if not started.done():
             started.set_exception(error)
@@ -264,12 +275,13 @@ class HFEngine(Engine):
             waiting.put_nowait(error)
 
     def _ended(self, request_id: str) -> None:
-        """A sequence of that request is through."""
+        """Count one sequence of the request as finished."""
         owed = self._owed.pop(request_id, 0)
         if owed > 1:
             self._owed[request_id] = owed - 1
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Submit a request and yield its chunks; see ``Engine.generate``."""
         self._refuse(request)
         inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
         self._live[request.request_id] = inbox
@@ -281,7 +293,7 @@ class HFEngine(Engine):
             while remaining:
                 chunk = await inbox.get()
                 if isinstance(chunk, TonnageError):
-                    remaining = 0  # the engine is gone, nothing is left to abort
+                    remaining = 0  # the engine has ended, so there is no request to abort
                     raise chunk
                 remaining -= chunk.finish_reason is not None
                 yield chunk
@@ -294,7 +306,7 @@ class HFEngine(Engine):
                 self._idle.set()
 
     def _refuse(self, request: GenerationRequest) -> None:
-        """Raise before anything is queued: dead, draining, or it can never fit."""
+        """Raise the error of a request that cannot be queued: dead or draining engine, or it can never fit."""
         if self._dead is not None:
             raise self._dead
         if self._ready is None or self._draining:
@@ -309,9 +321,11 @@ class HFEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
+        """Send an abort of a request, or of one of its sequences, to the engine process."""
         self._outbox.put(Abort(request_id, index))
 
     def stats(self) -> EngineStats:
+        """Return the last statistics received, with measured memory and rejected requests added."""
         ready = self._ready
         return dataclasses.replace(
             self._stats,
@@ -330,6 +344,7 @@ class HFEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
+        """Return the capacity measured after the load; raise QueueFull before."""
         ready = self._ready
         if ready is None or self._framework is None:
             raise QueueFull("the engine is not ready")
@@ -348,6 +363,7 @@ class HFEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
+        """Stop admitting requests and wait at most ``seconds`` for the running ones."""
         self._draining = True
         if self._live:
             try:
@@ -356,6 +372,7 @@ class HFEngine(Engine):
                 return
 
     async def stop(self) -> None:
+        """Stop the engine process; kill it if it does not end within 5 seconds or is still loading."""
         self._draining = True
         self._sampler.stop()
         if self._watch is not None:
@@ -365,7 +382,7 @@ class HFEngine(Engine):
         self._outbox.put(Stop())
         self._outbox.put(None)
         loop = asyncio.get_running_loop()
-        patience = 5.0 if self._ready is not None else 0.0  # one that loads hears nothing, and has none to end
+        patience = 5.0 if self._ready is not None else 0.0  # during the load it reads no messages
         try:
             await loop.run_in_executor(None, self._process.wait, patience)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The engine's side of compiling: what a trial has passed is compiled in a thread beside the steps."""
+"""Grammar compilation in the engine process: trials in another process, compilation in a thread."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The grammar of a request can be matched, or ``error`` says why not."""
+    """The result for the grammar of a request: ready to be matched, or an ``error``."""
 
     request_id: str
     error: TonnageError | None = None
 
 
 class Compiler:
-    """``folder`` has the model's tokenizer.json; ``vocab_size``: how many logits there are.
+    """A compiler for the grammars of requests, which works beside the step loop.
 
-    ``fileno`` is readable when outcomes wait, so that an idle engine can wait for them too.
+    ``fileno`` becomes readable when outcomes wait, so that an idle engine can wait for them, too.
+
+    Args:
+        folder: folder with the model's tokenizer.json.
+        vocab_size: number of logits per token.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -41,16 +45,17 @@ class Compiler:
         self._trials = None if self._kept.broken else Trials(folder, self._tried)
 
     def fileno(self) -> int:
+        """Return the file descriptor that becomes readable when outcomes wait."""
         return self._told
 
     @property
     def pid(self) -> int:
-        """Of the process that tries grammars."""
+        """Process id of the process that tries grammars."""
         assert self._trials is not None
         return self._trials.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """An Outcome will come, unless it is cancelled."""
+        """Start compiling the request's grammar; an Outcome follows unless the request is cancelled."""
         if self._trials is None:
             self._tell(request.request_id, self._kept.broken)
         elif request.params.grammar in self._kept:
@@ -59,23 +64,23 @@ class Compiler:
             self._trials.ask(request)
 
     def cancel(self, request_id: str) -> None:
-        """Whoever asked has hung up."""
+        """Cancel the trial of a request, because its client disconnected."""
         if self._trials is not None:
             self._trials.cancel(request_id)
 
     def close(self) -> None:
-        """End its thread and its process."""
+        """End the trial client's thread and its process."""
         if self._trials is not None:
             self._trials.close()
 
     def outcomes(self) -> list[Outcome]:
-        """Those that have come since the last time."""
+        """Return the outcomes since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._told)
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> GrammarMatcher | TagMatcher:
-        """At the start of an answer, for a grammar whose outcome was good."""
+        """Return a new matcher for a grammar that compiled."""
         return self._kept.begin(grammar, stop_token_ids)
 
     def _tried(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:

@@ -1,4 +1,4 @@
-"""Plan against machine: before the load what is available, after it what was measured. Imports no torch."""
+"""Comparison of the plan with the machine: available memory before the load, measured memory after it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ SMALLER = "lower --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-to
 
 
 def gib(count: int) -> str:
+    """Format a number of bytes, also in GiB."""
     return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
 
 
 def available_memory() -> int:
-    """Bytes the kernel could give now without swapping (MemAvailable, proc_meminfo(5))."""
+    """Return the bytes available without swapping (MemAvailable, proc_meminfo(5))."""
     with open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -22,7 +23,7 @@ def available_memory() -> int:
 
 
 def require_available(plan: Plan, available: int) -> None:
-    """Raise DoesNotFit where the plan, right for this machine, is more than other programs leave of it now."""
+    """Raise DoesNotFit if the plan needs more memory than other programs leave available now."""
     needed = plan.rank.used_bytes
     if needed > available:
         raise DoesNotFit(
@@ -33,8 +34,11 @@ def require_available(plan: Plan, available: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The allocator's refusal: MemoryError, torch.OutOfMemoryError, or a RuntimeError of torch's CPU allocator
-    ("DefaultCPUAllocator: can't allocate memory", c10/core/impl/alloc_cpu.cpp, torch 2.13)."""
+    """Return whether an error means that an allocator ran out of memory.
+
+    It recognizes MemoryError, torch.OutOfMemoryError, and the RuntimeError of torch's CPU allocator
+    ("DefaultCPUAllocator: can't allocate memory", c10/core/impl/alloc_cpu.cpp, torch 2.13).
+    """
     said = str(error).lower()
     return (
         isinstance(error, MemoryError)
@@ -46,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
-    """What to say where memory ran out while the model was loaded: plan against available."""
+    """Return the error to report if memory ran out during the load: the plan and the available memory."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return DoesNotFit(
         f"out of memory while loading ({first[:200]}); the plan needs {gib(plan.rank.used_bytes)} of "
@@ -57,7 +61,7 @@ def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
 
 
 def require_fits(forecast: Plan, measured: Plan) -> None:
-    """Raise DoesNotFit where the plan as corrected by the profile run is more than the device has."""
+    """Raise DoesNotFit if the memory measured after the load exceeds the device."""
     rank, before = measured.rank, forecast.rank
     if rank.used_bytes <= rank.total_bytes:
         return

@@ -1,4 +1,4 @@
-"""What crosses the pipe between the API process and the engine process."""
+"""Messages between the API process and the engine process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tonnage.server.engines.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The first message: what to load, and how requests are admitted."""
+    """The first message: the plan to load, the admission policy and the prefix cache settings."""
 
     plan: Plan
     policy: Policy
@@ -24,12 +24,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
+    """A request to generate."""
+
     request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """``index``: only that one of its n sequences."""
+    """An abort of a request, or with ``index`` of one of its n sequences."""
 
     request_id: str
     index: int | None = None
@@ -37,15 +39,23 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    pass
+    """A request to end the engine process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Loaded, self-checked and profiled. Bytes are measured storages, ``activation_bytes`` what one full step
-    took beside them (``model.profile``); ``num_blocks`` the pool's real first dimension.
-    ``warm_weights_bytes``: the weights once more after that step, where a kernel may have repacked what it
-    used."""
+    """The message after load, self-check and profile run.
+
+    Attributes:
+        num_blocks: first dimension of the pool.
+        weights_bytes: storages of the weights after the load.
+        warm_weights_bytes: the same after a full step, in which a kernel may have repacked weights.
+        kv_pool_bytes: storages of the pool.
+        activation_bytes: additional memory that one full step took (``model.profile``).
+        self_check_error: largest relative error of the logits in the self-check.
+        stats: first statistics.
+        device_bytes: bytes taken on the GPU after the profile run; None on a CPU.
+    """
 
     num_blocks: int
     weights_bytes: int
@@ -54,11 +64,14 @@ class Ready:
     activation_bytes: int
     self_check_error: float
     stats: EngineStats
-    device_bytes: int | None = None  # taken of the GPU after the profile run; None: on a CPU
+    device_bytes: int | None = None
 
     def framework_bytes(self, resident: int) -> int:
-        """What is held beside all the plan names: of the processes' ``resident`` memory on a CPU, of the device
-        on a GPU, where the profile run's peak stays with torch's allocator."""
+        """Return the memory that the plan's other terms do not name.
+
+        On a CPU it is the rest of the processes' ``resident`` memory. On a GPU it is the rest of the taken
+        device memory, where torch's allocator keeps the peak of the profile run.
+        """
         named = self.weights_bytes + self.kv_pool_bytes
         if self.device_bytes is None:
             return resident - named
@@ -67,10 +80,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The engine process could not start, or must end, with this error."""
+
     error: TonnageError
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """The chunks of one step and the statistics after it."""
+
     chunks: tuple[Chunk, ...]
     stats: EngineStats

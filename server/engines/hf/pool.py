@@ -1,4 +1,4 @@
-"""The KV pool of one rank: one tensor (and its scales), allocated and touched once."""
+"""The KV pool of one rank: one tensor (and its scales), allocated at start with every page touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tonnage.planner.model.dtypes import KV_SCALE_BYTES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.batch import Int64
 
-# --kv-cache-dtype -> how K and V are stored
+# --kv-cache-dtype -> dtype in which K and V are stored
 STORED = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -26,19 +26,23 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array as a tensor there. To a GPU through pinned memory, so that nobody waits for what the GPU
-    computes now; torch keeps the pinned memory until the copy is done."""
+    """Copy a host array to a tensor on ``device``.
+
+    The copy to a GPU goes through pinned memory, so it does not wait for the GPU's current work. torch keeps
+    the pinned memory until the copy is done.
+    """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class PagedPool:
-    """Shape [blocks, layer slots, 2 (K, V), block size, KV heads, head size]. A block belongs to whichever
-    group the manager gave it to; layer i of that group lives in layer slot i.
+    """The KV pool, a tensor [blocks, layer slots, 2 (K, V), block size, KV heads, head size].
 
-    ``scales`` [blocks, layer slots, 2, block size, KV heads] float32 where the dtype has one per token and
-    head: a stored value times its scale is what was written. fp8 without scales holds at most 448; what is
-    larger is cut, as in vLLM without calibrated scales.
+    A block belongs to the group that the manager gave it to; layer i of that group lives in layer slot i.
+
+    ``scales`` [blocks, layer slots, 2, block size, KV heads] float32 exists for dtypes with a scale per token
+    and head; a stored value times its scale is the original value. fp8 without scales is clipped at 448, as in
+    vLLM without calibrated scales.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -46,10 +50,10 @@ class PagedPool:
         self.dtype = STORED[layout.dtype]
         shape = (num_blocks, layout.layer_slots, 2, layout.block_size, layout.kv_heads, layout.head_size)
         self.tensor = torch.empty(shape, dtype=self.dtype, device=device)
-        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # one row a token, layer and K or V
-        # torch neither indexes nor fills 8-bit floats on every device: their bytes are moved
+        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # a row per token, layer, and K or V
+        # torch does not index or fill 8-bit floats on every device, so their bytes are moved.
         self.rows = rows.view(torch.uint8) if self.dtype.itemsize == 1 else rows
-        self.rows.zero_()  # touch every page now: what the plan reserved is really held
+        self.rows.zero_()  # touches every page, so that the planned memory is really held
         self.scales: torch.Tensor | None = None
         if layout.dtype in KV_SCALE_BYTES:
             self.scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
@@ -61,11 +65,12 @@ class PagedPool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the pool and its scales."""
         scales = 0 if self.scales is None else self.scales.untyped_storage().nbytes()
         return self.tensor.untyped_storage().nbytes() + scales
 
     def row_index(self, slots: Int64) -> Int64:
-        """Row of K in layer slot 0 for each slot number (block * block_size + offset); -1 stays negative."""
+        """Return the row of K in layer slot 0 for each slot (block * block_size + offset); -1 is kept."""
         size = self.layout.block_size
         return (slots // size) * (self.layout.layer_slots * 2 * size) + slots % size
 
@@ -85,7 +90,7 @@ class PagedPool:
         self.rows[rows] = values.clamp_(-largest, largest).to(self.dtype).view(torch.uint8)
 
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What was stored in ``rows`` [T] in ``dtype``: [T, KV heads, head size]."""
+        """Return the values in ``rows`` [T] converted to ``dtype``: [T, KV heads, head size]."""
         stored = self.rows.index_select(0, rows)
         if stored.dtype != self.dtype:
             stored = stored.view(self.dtype)
@@ -95,7 +100,7 @@ class PagedPool:
         return (stored.float() * scale[..., None]).to(dtype)
 
     def clear(self, slots: Int64) -> None:
-        """Zeros in ``slots`` (block * block_size + offset) of every layer slot."""
+        """Write zeros to ``slots`` (block * block_size + offset) in every layer slot."""
         size = self.layout.block_size
         blocks, offsets = (on_device(part, self.tensor.device) for part in (slots // size, slots % size))
         rows = self.rows.view(len(self.tensor), -1, size, *self.rows.shape[1:])
@@ -104,7 +109,7 @@ class PagedPool:
             self.scales.view(len(self.tensor), -1, size, self.layout.kv_heads)[blocks, :, offsets] = 0
 
     def copy_blocks(self, source: Int64, destination: Int64) -> None:
-        """Copy whole blocks (copy-on-write), every layer slot at once."""
+        """Copy whole blocks (copy-on-write) in all layer slots at once."""
         if not len(source):
             return
         to, start = (on_device(array, self.tensor.device) for array in (destination, source))

@@ -1,7 +1,7 @@
-"""Requests in, batches out, chunks back: the API's and the model's side of the one step loop. No torch.
+"""The request scheduler of the engine process: requests in, batches out, chunks back. No torch.
 
-What a step computes, who waits and who is preempted is decided by `tonnage.cache.scheduler`; here its decisions
-become arrays for the model runner, and drawn tokens become chunks.
+`tonnage.cache.scheduler` decides what a step computes, and which requests wait or are preempted. The scheduler
+here turns its decisions into arrays for the model runner, and drawn tokens into chunks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.text.grammar import Grammar
 
-# Makes the matcher of a grammar for the stop tokens of a request; raises TonnageError.
+# Returns the matcher of a grammar, given the stop tokens of a request; raises TonnageError.
 MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
 
 
 class Scheduler:
-    """State of all requests on this rank. A step: ``schedule`` -> forward -> ``fork`` -> draw -> ``finish``."""
+    """The state of all requests on this rank. A step: ``schedule``, forward, ``fork``, draw, ``finish``."""
 
     def __init__(
         self,
@@ -51,32 +51,44 @@ class Scheduler:
         self.counters = self.core.counters
         self.generation_tokens = 0
         self._matcher = matcher
-        self._begun = 0.0  # when the step under way was scheduled
+        self._begun = 0.0  # start time of the current step
 
     @property
     def entries(self) -> dict[int, Sequence]:
-        """Those that wait, by id."""
+        """The waiting sequences by id."""
         return self.core.waiting
 
     @property
     def running(self) -> dict[int, Sequence]:
+        """The running sequences by id."""
         return self.core.running
 
     @property
     def idle(self) -> bool:
+        """Whether no sequence is waiting or running."""
         return self.core.idle
 
     def add(self, request: GenerationRequest, arrival: float | None = None) -> None:
-        """Queue a request; the API process has already refused what can never fit. ``arrival`` None: now.
+        """Queue a request that can fit, as checked by the API process.
 
-        Raises TonnageError for a grammar that is not understood, before anything is queued.
+        Args:
+            request: the request.
+            arrival: time of arrival on the monotonic clock; None: now.
+
+        Raises:
+            TonnageError: the grammar is invalid; the request is then not queued.
         """
         arrival = time.monotonic() if arrival is None else arrival
         self.core.add(first_sequence(request, arrival, self._match(request)))
 
     def abort(self, request_id: str, index: int | None = None) -> list[Chunk]:
-        """Forget a request wherever it is, or one of its n sequences, and give back the blocks; chunks that say
-        so, none if it is unknown. A sequence that is still to be forked goes with the whole request only."""
+        """Drop a request in any state, or one of its n sequences, and free its blocks.
+
+        A sequence that is not forked yet can be dropped only with the whole request.
+
+        Returns:
+            One chunk per dropped sequence; none if the request is unknown.
+        """
         ended: list[int] = []
         for sequence in [*self.entries.values(), *self.running.values()]:
             if sequence.request.request_id == request_id and sequence.includes(index):
@@ -85,9 +97,14 @@ class Scheduler:
         return [Chunk(request_id, index, (), "abort") for index in ended]
 
     def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
-        """The next batch, its sequences in order, and refusals. None when there is nothing to compute.
+        """Schedule one step.
 
-        Raises InvariantViolation where a mode that never preempts would have to.
+        Returns:
+            The batch (None if there is nothing to compute), its sequences in order, and chunks of rejected
+            requests.
+
+        Raises:
+            InvariantViolation: a mode that never preempts would have to preempt.
         """
         sample_laws(self.manager, self.core.steps + 1)
         self._begun = time.perf_counter()
@@ -147,9 +164,12 @@ class Scheduler:
         )
 
     def fork(self, picked: list[Sequence]) -> list[Sequence]:
-        """The sequences that draw a token now: those that reached their last token, and for n > 1 their forks.
+        """Publish the blocks of the step in the prefix index, then fork sequences with n > 1.
 
-        Call after the forward. Also publishes what the step wrote in the prefix index.
+        Call it after the forward.
+
+        Returns:
+            The sequences that draw a token now: each that has computed all its tokens, and its forks.
         """
         reached = [sequence for sequence in picked if sequence.samples]
         tokens = sum([sequence.chunk for sequence in picked])
@@ -171,8 +191,13 @@ class Scheduler:
         token_ids: list[int],
         scored: dict[int, TokenLogprobs] | None = None,
     ) -> list[Chunk]:
-        """Append the drawn tokens; one chunk a sequence, blocks of the finished given back. ``scored``: log
-        probabilities by sequence id, for those that asked."""
+        """Append the drawn tokens, and free the blocks of finished sequences; return one chunk per sequence.
+
+        Args:
+            drawing: the sequences that drew a token.
+            token_ids: the token of each sequence.
+            scored: log probabilities by sequence id, for sequences that requested them.
+        """
         chunks = []
         going: list[Sequence] = []
         for sequence, token in zip(drawing, token_ids, strict=True):
@@ -181,7 +206,7 @@ class Scheduler:
             one = (scored[sequence.id],) if scored and sequence.id in scored else ()
             try:
                 complete = sequence.matcher is not None and sequence.matcher.accept(token)
-            except TonnageError as error:  # its grammar is too much for the matcher: nobody else's affair
+            except TonnageError as error:  # fails this sequence only: its grammar exceeds the matcher's limits
                 chunks += self.fail([sequence], str(error), refused=isinstance(error, Refused))
                 continue
             if token in params.stop_token_ids:
@@ -199,7 +224,7 @@ class Scheduler:
         return chunks
 
     def fail(self, picked: list[Sequence], error: str, *, refused: bool = False) -> list[Chunk]:
-        """End these sequences with an error, their own (``refused``) or the engine's; the others go on."""
+        """End these sequences with an error, caused by the request (``refused``) or by the engine."""
         chunks = []
         for sequence in picked:
             self.core.drop(sequence)
@@ -238,4 +263,5 @@ class Scheduler:
         return self._said(sequence, token_ids, reason, scored)
 
     def stats(self) -> EngineStats:
+        """Return the statistics of scheduler and pool."""
         return engine_stats(self.core, self.generation_tokens)

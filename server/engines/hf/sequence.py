@@ -1,4 +1,4 @@
-"""One of the n sequences of a request, with what the model and the API need of it. No torch."""
+"""A sequence of a request in the Hugging Face engine, with its tokens, random stream and matcher. No torch."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(scheduler.Sequence):
-    """``tokens`` is prompt plus output."""
+    """One of the n sequences of a request. ``tokens`` is the prompt followed by the output."""
 
     request: GenerationRequest
     tokens: list[int]
     random: np.random.Generator
-    queued: float | None = None  # seconds from its arrival to admission
-    matcher: Matcher | None = None  # of its grammar
+    queued: float | None = None  # seconds from arrival to admission
+    matcher: Matcher | None = None  # of the request's grammar
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    asked: npt.NDArray[np.int32] | None = None  # ``tokens``, while it waits
+    asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """Converted once however often admission is asked."""
+        """Return ``tokens`` as an array, converted once while the sequence waits for admission."""
         if self.asked is None:
             self.asked = np.array(self.tokens, np.int32)
         return self.asked
 
     @property
     def salt(self) -> str | bytes:
-        """A prompt whose log probabilities are wanted is computed whole: it may not hit the cache."""
+        """The prefix cache salt; random if prompt log probabilities are requested, to compute all tokens."""
         return secrets.token_bytes(16) if self.scores else self.request.cache_salt
 
     @property
     def params(self) -> SamplingParams:
+        """The sampling parameters of the request."""
         return self.request.params
 
     @property
     def decodes(self) -> bool:
-        """All but the token drawn last is computed."""
+        """Whether all tokens but the last drawn one are computed."""
         return self.generated > 0 and self.length - self.computed == 1
 
     @property
     def rows(self) -> int:
-        """Logits wanted of it in the step under way, one a row."""
+        """Number of rows of logits that the sequence needs in the current step."""
         return self.chunk if self.scores else int(self.samples)
 
 
 def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> Sequence:
-    """The one that stands for all n of a request that has come in."""
+    """Return the first sequence of a new request, which stands for all n until they fork."""
     return Sequence(
         prompt=len(request.prompt_token_ids),
         max_tokens=request.params.max_tokens,
@@ -70,7 +71,7 @@ def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher 
 
 
 def forked(parent: Sequence, index: int, matcher: Matcher | None) -> Sequence:
-    """Sequence ``index`` of the request, with what ``parent``, its first, knows."""
+    """Return sequence ``index`` of the request, forked from ``parent``, its first sequence."""
     return Sequence(
         prompt=parent.prompt,
         max_tokens=parent.max_tokens,
@@ -86,8 +87,11 @@ def forked(parent: Sequence, index: int, matcher: Matcher | None) -> Sequence:
 
 
 def generator(seed: int | None, index: int) -> np.random.Generator:
-    """The random stream of sequence ``index`` of a request, its own: the same seed draws the same tokens
-    whatever else runs beside it. Without a seed, fresh entropy."""
+    """Return the random stream of sequence ``index`` of a request.
+
+    A seed gives the same tokens regardless of the other sequences in the batch. Without a seed the stream
+    starts from fresh entropy.
+    """
     if seed is None:
         return np.random.Generator(np.random.Philox())
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))

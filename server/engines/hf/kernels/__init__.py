@@ -12,5 +12,5 @@ COMPILER = Compiler(Path(__file__).parent)
 
 
 def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A kernel: machine code without the GIL."""
+    """Return a decorator that compiles a kernel to machine code that runs without the GIL."""
     return lambda function: COMPILER(function, parallel=parallel, nogil=True)

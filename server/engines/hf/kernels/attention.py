@@ -1,9 +1,10 @@
-"""Attention in place on the blocks of the KV pool, for bfloat16 on a CPU: decode and prefill chunks alike.
+"""Attention in place on the blocks of the KV pool, for bfloat16 on a CPU, for decodes and prefill chunks.
 
-Work is cut into items of one sequence, one KV head and some queries; each item walks the blocks of its sequence
-once with a running softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention, arXiv:2205.14135), so
-scores never exist as a whole and K and V are neither gathered nor repeated for the query heads that share them.
-Sums are float32. A slot past the last query of an item is never used: poison in it changes nothing.
+The work is divided into items of one sequence, one KV head and some queries. Each item visits the blocks of its
+sequence once with a running softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
+arXiv:2205.14135). So scores are never stored as a whole, and K and V are neither gathered nor repeated for the
+query heads that share them. Sums are float32. Slots after the last query of an item are never used, even if
+they hold NaN.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tonnage.server.engines.hf.kernels.rows import (
 )
 from tonnage.server.engines.hf.kernels.vector import dot_tile
 
-ROWS = 32  # query rows (queries x heads) that share one walk over the blocks
+ROWS = 32  # query rows (queries x heads) that share one pass over the blocks
 CHUNK = 64  # tokens between two corrections of the running softmax
-AHEAD = 32  # tokens; blocks lie anywhere, so the hardware's prefetcher cannot know the next one
-TILE = 16  # tokens of a score tile; a block holds a multiple of it
+AHEAD = 32  # tokens to prefetch; the hardware's prefetcher cannot predict the address of the next block
+TILE = 16  # tokens of a score tile; the block size is a multiple of it
 
 _dots_4 = dot_tile(4, 4, float_out=True)
 _dots_2 = dot_tile(2, 8, float_out=True)
@@ -36,15 +37,19 @@ _add_4, _add_2, _add_1 = weighted_sum(4), weighted_sum(2), weighted_sum(1)
 
 
 def scratch_floats(head_size: int) -> int:
-    """float32 values one thread needs: scores, sums padded to 32 values, and two columns."""
+    """Return the float32 values that one thread needs: scores, sums padded to 32 values, and two columns."""
     return ROWS * (CHUNK + -(-head_size // 32) * 32 + 2)
 
 
 def cut(
     query_start: NDArray[np.int64], kv_len: NDArray[np.int64], kv_heads: int, group: int, threads: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Items [n, 5] (sequence, first flat query, queries, position of the first query, KV head), and where each
-    thread's share of them begins and ends [threads + 1]. A share is a run of items of about equal cost."""
+    """Divide a step's attention into items, and the items into shares of about equal cost.
+
+    Returns:
+        The items [n, 5] (sequence, first flat query, queries, position of the first query, KV head), and the
+        bounds of each thread's run of items [threads + 1].
+    """
     counts = np.diff(query_start)
     pieces = -(-counts // ROWS)
     sequence = np.repeat(np.arange(len(counts)), pieces)
@@ -64,7 +69,7 @@ def cut(
 
 @compiled()
 def _scores(q: int, stride: int, rows: int, keys: int, token: int, size: int, to: int) -> None:
-    """[rows, 16] scores of one tile into ``to`` (rows CHUNK float32 apart)."""
+    """Write the [rows, 16] scores of one tile to ``to``, with rows CHUNK float32 apart."""
     row = 0
     while row + 4 <= rows:
         for c in range(0, 16, 4):
@@ -98,7 +103,7 @@ def _scores(q: int, stride: int, rows: int, keys: int, token: int, size: int, to
 
 @compiled()
 def _values(p: int, rows: int, values: int, token: int, tokens: int, sums: int, size: int, padded: int) -> None:
-    """sums[row] += p[row] V over ``tokens`` slots of one tile."""
+    """Add p[row] V to sums[row], over ``tokens`` slots of one tile."""
     for d in range(0, size, 32):
         row = 0
         while row + 4 <= rows:
@@ -125,9 +130,12 @@ def _walk(  # type: ignore[no-untyped-def]
     q, stride, rows, same, first, out, pool, table, block_size, block_bytes, token, values, size, scale, cap,
     window, scratch, work,
 ):  # fmt: skip
-    """``rows`` query rows ``stride`` bytes apart against one KV head of one sequence. Row r stands at position
-    ``first`` (``same``) or ``first + r``. ``pool`` is the K of the head in block 0, ``values`` how far V is
-    from K; ``work`` the same memory as ``scratch``, as an array."""
+    """Compute ``rows`` query rows, ``stride`` bytes apart, against one KV head of one sequence.
+
+    Row r is at position ``first`` if ``same``, else at ``first + r``. ``pool`` is the address of the head's K
+    in block 0, and ``values`` the distance from K to V in bytes. ``work`` is the memory at ``scratch`` as an
+    array.
+    """
     padded = (size + 31) // 32 * 32
     sums = scratch + 4 * ROWS * CHUNK
     highest, total = ROWS * (CHUNK + padded), ROWS * (CHUNK + padded) + ROWS
@@ -159,7 +167,7 @@ def _walk(  # type: ignore[no-untyped-def]
                     work[line + c] = -np.inf
             best = scale_scores(scratch + 4 * line, wide, scale, cap)
             before = work[highest + r]
-            if cap > 0.0:  # tanh has made -inf finite
+            if cap > 0.0:  # tanh made -inf finite
                 for c in range(max(0, position + 1 - chunk), wide):
                     work[line + c] = -np.inf
                 if window > 0:
@@ -189,6 +197,11 @@ def attend(  # type: ignore[no-untyped-def]
     q, k, v, out, pool, write, tables, items, shares, block_size, block_bytes, heads, kv_heads, size, scale,
     cap, window, work,
 ):  # fmt: skip
+    """Write K and V of a step to the pool, then compute its attention, in parallel threads.
+
+    ``q``, ``k``, ``v`` and ``out`` are addresses of bfloat16 rows; ``pool`` is the address of the layer's K in
+    block 0. ``items`` and ``shares`` come from `cut`, and ``work`` has `scratch_floats` values per thread.
+    """
     threads = len(shares) - 1
     token = 2 * kv_heads * size
     values = block_size * token
@@ -208,7 +221,7 @@ def attend(  # type: ignore[no-untyped-def]
             base = (flat * heads + head * group) * row
             keys = pool + head * row
             table = tables[sequence]
-            # One token: its heads that share the KV head are the rows. More: the tokens are, head by head.
+            # One query: the rows are its heads that share the KV head. More: the queries of a head.
             one = queries == 1
             stride = row if one else heads * row
             for g in range(0, group, ROWS if one else 1):

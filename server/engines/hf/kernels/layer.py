@@ -1,8 +1,9 @@
-"""A whole decoder layer in one call, made of the kernels that stand for its modules.
+"""A whole decoder layer in one call, composed of the kernels that replace its modules.
 
-Norm, projections, rotary embedding, attention on the blocks of the pool, output projection, gated MLP and both
-residual sums follow each other without a way back through Python, which takes longer than a small matrix at a
-few rows, and during which the compute threads fall asleep. Rounded where the modules round: the same bits.
+Norm, projections, rotary embedding, attention on the pool's blocks, output projection, gated MLP and both
+residual sums run without a return to Python. At a few rows that return takes longer than a small matrix
+product, and the compute threads fall asleep. Results are rounded where the modules round, so they are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tonnage.server.engines.hf.kernels.linear import block_of_columns, matmul, p
 from tonnage.server.engines.hf.kernels.rows import add_row
 from tonnage.server.engines.hf.kernels.small import SERIAL, norm_rows, rotate_rows
 
-# Places in the array of weight addresses; 0 where the layer has none.
+# Indices in the array of weight addresses; an address is 0 if the layer has no such weight.
 WEIGHTS = (
     "input norm",
     "q",
@@ -27,25 +28,25 @@ WEIGHTS = (
     "q norm",
     "k norm",
     "o",
-    "attention norm",  # of what attention adds
+    "attention norm",  # applied to the output of attention
     "mlp norm",
     "gate",
     "up",
     "down",
-    "output norm",  # of what the MLP adds
+    "output norm",  # applied to the output of the MLP
 )
 INPUT_NORM, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM = range(9)
 OUT, ATTENTION_NORM, MLP_NORM, GATE, UP, DOWN, OUTPUT_NORM = range(9, len(WEIGHTS))
 
 
 def work_values(hidden: int, heads: int, kv_heads: int, size: int, inner: int) -> int:
-    """bfloat16 values of memory a row needs beside its input and output."""
+    """Return the bfloat16 values of working memory that a row needs in addition to its input and output."""
     return 2 * hidden + max((2 * heads + 2 * kv_heads) * size, inner)
 
 
 @compiled(parallel=True)
 def _project(x, q, k, v, to_q, to_k, to_v, rows, hidden, wide, narrow, threads):  # type: ignore[no-untyped-def]
-    """q, k and v of ``rows`` rows; q has ``wide`` columns, k and v ``narrow``."""
+    """Compute q, k and v of ``rows`` rows; q has ``wide`` columns, k and v ``narrow``."""
     panel = panel_rows(hidden)
     border, end = wide // 16, (wide + narrow) // 16
     for thread in prange(threads):
@@ -67,7 +68,7 @@ def _project(x, q, k, v, to_q, to_k, to_v, rows, hidden, wide, narrow, threads):
 
 @compiled()
 def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon, shift):  # type: ignore[no-untyped-def]
-    """Bias, norm of each head, rotary embedding of rows ``first`` to ``last``, in place."""
+    """Apply bias, norm of each head and rotary embedding to rows ``first`` to ``last``, in place."""
     wide, narrow = heads * size, kv_heads * size
     if w[Q_BIAS]:
         for row in range(first, last):
@@ -83,6 +84,7 @@ def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon,
 
 @compiled(parallel=True)
 def _turns(q, k, v, w, cosine, sine, rows, heads, kv_heads, size, epsilon, shift, threads):  # type: ignore[no-untyped-def]
+    """Run `_turn` on all rows in parallel."""
     for thread in prange(threads):
         _turn(
             q, k, v, w, cosine, sine, thread * rows // threads, (thread + 1) * rows // threads, heads, kv_heads,
@@ -92,8 +94,11 @@ def _turns(q, k, v, w, cosine, sine, rows, heads, kv_heads, size, epsilon, shift
 
 @compiled()
 def _sum(x, more, out, after, then, to, first, last, n, epsilon, shift):  # type: ignore[no-untyped-def]
-    """out = x + more for rows ``first`` to ``last``, ``more`` through the norm ``after`` if there is one; with
-    ``then`` (a norm or 0) also to = norm(out)."""
+    """Compute out = x + more for rows ``first`` to ``last``, and to = norm(out).
+
+    ``more`` first goes through the norm ``after``, an address or 0 for none. ``then`` is the address of the
+    norm for ``to``, or 0 to leave ``to`` unchanged.
+    """
     if after:
         norm_rows(more, after, more, first, last, n, epsilon, shift)
     for row in range(first, last):
@@ -104,6 +109,7 @@ def _sum(x, more, out, after, then, to, first, last, n, epsilon, shift):  # type
 
 @compiled(parallel=True)
 def _sums(x, more, out, after, then, to, rows, n, epsilon, shift, threads):  # type: ignore[no-untyped-def]
+    """Run `_sum` on all rows in parallel."""
     for thread in prange(threads):
         first, last = thread * rows // threads, (thread + 1) * rows // threads
         _sum(x, more, out, after, then, to, first, last, n, epsilon, shift)
@@ -120,11 +126,11 @@ def layer(  # type: ignore[no-untyped-def]
     x, out, work, gates, w, cosine, sine, rows, hidden, inner, epsilon, shift, linear, cubic, pool, write,
     tables, items, shares, block_size, block_bytes, heads, kv_heads, size, scale, cap, window, scratch,
 ):  # fmt: skip
-    """``out`` = the layer's answer to ``x``, both addresses of [rows, hidden] bfloat16.
+    """Compute a decoder layer: ``out`` from ``x``, both addresses of [rows, hidden] bfloat16.
 
-    ``work`` has `work_values` for each row, ``gates`` what `linear.matmul` needs; ``w`` int64, addresses by
-    `WEIGHTS`; ``cosine`` and ``sine`` [rows, size]; ``linear`` and ``cubic`` as in `rows.gate_row`; what
-    follows is `attention.attend`'s.
+    ``work`` has `work_values` per row, and ``gates`` the scratch memory of `linear.matmul`. ``w`` is int64
+    addresses by `WEIGHTS`, ``cosine`` and ``sine`` are [rows, size], ``linear`` and ``cubic`` as in
+    `rows.gate_row`. The arguments after these belong to `attention.attend`.
     """
     threads = len(shares) - 1
     serial = rows * (heads + 2 * kv_heads) * size < SERIAL and rows * hidden < SERIAL
@@ -134,7 +140,7 @@ def layer(  # type: ignore[no-untyped-def]
     k = q + 2 * rows * heads * size
     v = k + 2 * rows * kv_heads * size
     seen = v + 2 * rows * kv_heads * size
-    opened = q  # q, k, v and what attention saw in them are done with when the MLP begins
+    opened = q  # reuses the memory of q, k, v and seen, which the MLP does not need
     if serial:
         norm_rows(x, w[INPUT_NORM], normed, 0, rows, hidden, epsilon, shift)
     else:

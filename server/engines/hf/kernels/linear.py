@@ -1,8 +1,8 @@
-"""y = x W^T for bfloat16 on a CPU, reading W [out, in] as the checkpoint stores it.
+"""Linear layers y = x W^T for bfloat16 on a CPU, which read W [out, in] as stored in the checkpoint.
 
-Rows of W are dotted with rows of x, so nothing is packed and nothing is stored twice: weights keep their bytes,
-and a head tied to the embedding stays tied. Each output depends on its own row of x alone, so an answer does
-not change with what else is in the batch.
+Each output is a dot product of a row of W and a row of x, so W is neither repacked nor copied, and a head tied
+to the embedding stays tied. An output depends on its own row of x alone, so it does not change with the rest of
+the batch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tonnage.server.engines.hf.kernels.vector import dot_tile
 
 _ZERO = np.float32(0)
 
-# Rows of x that pass one block of columns before the next block, and their bytes at most.
+# Rows of x that are computed with one block of columns before the next block, and their maximum bytes.
 PANEL, PANEL_BYTES = 64, 1 << 17
 
-# Columns (rows of W) per block: 16 rows of W stay in the first-level cache while all rows of x pass.
-# Tiles by rows of x; the number is how many rows of the next block each fetches ahead, so that the tiles of one
-# block together fetch 16.
+# A block has 16 columns (rows of W), which stay in the first-level cache while all rows of x are computed.
+# Tiles are named by their rows of x. The last number is how many rows of the next block a tile prefetches, such
+# that all tiles of a block together prefetch 16.
 _tile_4 = dot_tile(4, 4)
 _tile_4_ahead_1 = dot_tile(4, 4, 1)
 _tile_4_ahead_2 = dot_tile(4, 4, 2)
@@ -35,7 +35,7 @@ _tile_1_ahead = dot_tile(1, 16, 16)
 
 @compiled()
 def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -> None:
-    """16 columns: ``w`` and ``out`` are the addresses of the first; ``stride`` bytes between rows of out."""
+    """Compute 16 columns of ``out`` from 16 rows of ``w`` (addresses), with ``stride`` bytes per row of out."""
     size = 2 * k
     row = 0
     while row + 4 <= rows:
@@ -60,7 +60,7 @@ def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -
         row += 2
     if row < rows:
         xr, to = x + row * size, out + row * stride
-        if row == 0:  # one row: a block takes about as long as memory answers, so two ahead
+        if row == 0:  # one row: a block takes about as long as a memory access, so fetch two blocks ahead
             _tile_1_ahead(xr, size, w, size, k, to, stride, w + 32 * size)
         else:
             _tile_1(xr, size, w, size, k, to, stride, 0)
@@ -68,8 +68,11 @@ def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -
 
 @compiled()
 def share(thread: int, threads: int, rows: int, blocks: int) -> tuple[int, int, int, int]:
-    """(first row, last row, first block, last block) of a thread: some of the columns, or where each thread
-    gets a panel or more, some of the rows, so that its panels stay in its own cache."""
+    """Return (first row, last row, first block, last block) of a thread.
+
+    Threads divide the columns. With at least a panel of rows per thread they divide the rows, so that a panel
+    stays in its thread's cache.
+    """
     if rows >= PANEL * threads:
         return thread * rows // threads, (thread + 1) * rows // threads, 0, blocks
     return 0, rows, thread * blocks // threads, (thread + 1) * blocks // threads
@@ -77,7 +80,7 @@ def share(thread: int, threads: int, rows: int, blocks: int) -> tuple[int, int, 
 
 @compiled()
 def panel_rows(k: int) -> int:
-    """Rows of x that pass a block of columns before the next block: what of x fits the second-level cache."""
+    """Return how many rows of x to compute per block of columns, such that they fit the second-level cache."""
     return max(16, min(PANEL, PANEL_BYTES // (2 * k) // 16 * 16))
 
 
@@ -86,8 +89,10 @@ def matmul(
     x: int, w: int, up: int, out: int, scratch: int, rows: int, columns: int, k: int, linear: float,
     cubic: float, threads: int,
 ) -> None:  # fmt: skip
-    """out = x w^T, and with ``up`` (an address, or 0): act(x w^T) * (x up^T), for which ``scratch`` holds 32
-    bytes a thread and row of a panel."""
+    """Compute out = x w^T, or with ``up`` (an address, else 0) out = act(x w^T) * (x up^T).
+
+    With ``up``, ``scratch`` needs 32 bytes per thread and panel row.
+    """
     panel = panel_rows(k)
     for thread in prange(threads):
         ups = scratch + 32 * PANEL * thread
@@ -104,12 +109,12 @@ def matmul(
 
 
 def gate_values(threads: int) -> int:
-    """bfloat16 values `matmul` needs beside its output where it gates."""
+    """Return the bfloat16 values of scratch memory that `matmul` needs with ``up``."""
     return 16 * PANEL * threads
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Whether this weight can be read as it lies: bfloat16 on the CPU, contiguous, rows a multiple of 16."""
+    """Return whether the kernel can read this weight: contiguous bfloat16 on the CPU, rows a multiple of 16."""
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
@@ -119,7 +124,7 @@ def serves(weight: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x`` [..., in] bfloat16, ``weight`` [out, in] that `serves`; returns [..., out] bfloat16."""
+    """Return x weight^T + bias for ``x`` [..., in] in bfloat16; `serves` must accept ``weight`` [out, in]."""
     columns, k = weight.shape
     if not x.is_contiguous():
         x = x.contiguous()
@@ -135,7 +140,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def gated(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: tuple[float, float]
 ) -> torch.Tensor:
-    """act(x gate^T) * (x up^T) for weights that `serves`; ``activation`` as in ``rows.gate_row``."""
+    """Return act(x gate^T) * (x up^T); ``activation`` is (linear, cubic) as in ``rows.gate_row``."""
     columns, k = gate.shape
     if not x.is_contiguous():
         x = x.contiguous()

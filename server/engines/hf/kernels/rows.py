@@ -1,6 +1,6 @@
-"""Operations on one row of bfloat16 or float32 values, as LLVM IR: norms, rotation, gates, softmax, sums.
+"""Operations on one row of bfloat16 or float32 values as LLVM IR: norms, rotation, gates, softmax, sums.
 
-Lengths are multiples of 16 unless said; addresses are int64 in bytes.
+Lengths are multiples of 16 unless stated otherwise; addresses are int64 in bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tonnage.server.engines.hf.kernels.vector import (
 )
 
 _LOG2E = math.log2(math.e)
-# ln 2 in two parts, the first exact in a few bits, so that x - n ln 2 keeps its digits (Cody and Waite, 1980).
+# ln 2 in two parts, the first exact in a few bits, so that x - n ln 2 keeps its precision (Cody, Waite, 1980).
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
-_SMALLEST, _LARGEST = -87.0, 88.0  # beyond: float32 would be subnormal or infinite
+_SMALLEST, _LARGEST = -87.0, 88.0  # beyond them float32 would be subnormal or infinite
 
 
 def exp16(builder: Any, x: Any) -> Any:
-    """e^x in 16 lanes, relative error below 1e-6 (Taylor on |r| <= ln 2 / 2); 0 below -87, NaN stays NaN."""
+    """Emit e^x in 16 lanes, relative error below 1e-6 (Taylor, |r| <= ln 2 / 2); 0 below -87, NaN stays NaN."""
     low = builder.fcmp_ordered("<", x, constant(V16F, _SMALLEST))
     x = builder.select(low, constant(V16F, _SMALLEST), x)
     high = builder.fcmp_ordered(">", x, constant(V16F, _LARGEST))
@@ -58,7 +58,7 @@ def exp16(builder: Any, x: Any) -> Any:
 
 
 def _widen(builder: Any, address: Any, offset: Any) -> Any:
-    """16 bfloat16 values as float32."""
+    """Emit a load of 16 bfloat16 values as float32."""
     half = load(builder, address, V16H, offset)
     return builder.bitcast(builder.shl(builder.zext(half, V16I), constant(V16I, 16)), V16F)
 
@@ -66,7 +66,7 @@ def _widen(builder: Any, address: Any, offset: Any) -> Any:
 def _loop(
     builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """``for i in range(0, count, 16)``; the values in ``carried`` go round."""
+    """Emit ``for i in range(0, count, 16)``, with the values in ``carried`` passed from turn to turn."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("row.head", "row.body", "row.after"))
     builder.branch(head)
@@ -94,7 +94,7 @@ def _bytes(builder: Any, index: Any, shift: int) -> Any:
 
 
 def _fold(builder: Any, name: str, value: Any) -> Any:
-    """Reduce 16 lanes to one by a tree (order fixed)."""
+    """Emit the reduction of 16 lanes to one by a tree of fixed order."""
     width = 8
     while width:
         other = builder.shuffle_vector(value, value, lanes([(i + width) % 16 for i in range(16)]))
@@ -108,7 +108,7 @@ def _fold(builder: Any, name: str, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def square_sum(_typing: Any, x: Any, n: Any) -> Any:
-    """Sum of squares of ``n`` bfloat16 values, float32."""
+    """Return the sum of the squares of ``n`` bfloat16 values in float32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         def step(index: Any, sums: list[Any]) -> list[Any]:
@@ -123,7 +123,7 @@ def square_sum(_typing: Any, x: Any, n: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, shift: Any) -> Any:
-    """out = x * factor * (weight + shift), bfloat16 in and out, float32 between."""
+    """Compute out = x * factor * (weight + shift), bfloat16 in and out, with float32 intermediates."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, weight, out, n, factor, shift = args
@@ -145,7 +145,7 @@ def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
-    """out = a + b, bfloat16, rounded once; ``out`` may be a or b."""
+    """Compute out = a + b in bfloat16, rounded once; ``out`` may be a or b."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         a, b, out, n = args
@@ -164,7 +164,7 @@ def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
-    """Rotary embedding in place: x and its other half ``half`` values on; cosine and sine have 2 x half."""
+    """Apply the rotary embedding in place to a row of 2 x ``half`` values; cosine and sine have as many."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, cosine, sine, half = args
@@ -190,8 +190,11 @@ def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) -> Any:
-    """gate = g sigmoid(linear g + cubic g^3) up, bfloat16 in place: SiLU is (1, 0); GELU's tanh form is
-    (2 sqrt(2 / pi), 0.044715 of that), since (1 + tanh z) / 2 = sigmoid(2 z)."""
+    """Compute gate = g sigmoid(linear g + cubic g^3) up, bfloat16 in place.
+
+    SiLU is (1, 0). GELU's tanh form is (2 sqrt(2 / pi), 0.044715 times that), since (1 + tanh z) / 2 =
+    sigmoid(2 z).
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         gate, up, n, linear, cubic = args
@@ -215,7 +218,7 @@ def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
-    """x = x scale, or cap tanh(x scale / cap) where cap > 0; float32 in place; returns the maximum."""
+    """Compute x scale, or cap tanh(x scale / cap) if cap > 0, float32 in place; return the maximum."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, n, scale, cap = args
@@ -249,7 +252,7 @@ def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
-    """x = e^(x - shift), float32 in place; returns the sum."""
+    """Compute e^(x - shift), float32 in place; return the sum."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, n, shift = args
@@ -269,7 +272,7 @@ def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_floats(_typing: Any, x: Any, n: Any, factor: Any) -> Any:
-    """x *= factor, float32."""
+    """Multiply float32 values by ``factor`` in place."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, n, factor = args
@@ -287,10 +290,10 @@ def scale_floats(_typing: Any, x: Any, n: Any, factor: Any) -> Any:
 
 
 def weighted_sum(rows: int) -> Callable[..., None]:
-    """Intrinsic: sums[r] += sum over tokens of p[r, t] v[t], 32 values wide.
+    """Return an intrinsic that adds the sum over tokens of p[r, t] v[t] to sums[r], 32 values wide.
 
-    ``(p, p_stride, v, v_stride, tokens, sums, sums_stride, width)``: p and sums float32, v bfloat16 of which
-    ``width`` <= 32 values are read; sums hold the even values, then the odd ones.
+    Its arguments are ``(p, p_stride, v, v_stride, tokens, sums, sums_stride, width)``. p and sums are float32,
+    v is bfloat16, and ``width`` <= 32 of its values are read. sums hold the even values, then the odd ones.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -346,7 +349,7 @@ def weighted_sum(rows: int) -> Callable[..., None]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store_sums(_typing: Any, sums: Any, out: Any, width: Any, factor: Any) -> Any:
-    """``width`` <= 32 bfloat16 values: the even and odd ``sums`` of `weighted_sum` times ``factor``."""
+    """Store ``width`` <= 32 bfloat16 values: the even and odd ``sums`` of `weighted_sum` times ``factor``."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         sums, out, width, factor = args
@@ -368,7 +371,7 @@ def store_sums(_typing: Any, sums: Any, out: Any, width: Any, factor: Any) -> An
 
 @intrinsic  # type: ignore[untyped-decorator]
 def copy_bytes(_typing: Any, destination: Any, source: Any, count: Any) -> Any:
-    """memcpy."""
+    """Copy ``count`` bytes (memcpy)."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.IntType(8).as_pointer()

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding of bfloat16 tensors on a CPU, each in one pass with float32 between."""
+"""RMS norm, rotary embedding and argmax of bfloat16 tensors on a CPU, each in one pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numba import prange
 from tonnage.server.engines.hf.kernels import compiled
 from tonnage.server.engines.hf.kernels.rows import rotate_row, scale_row, square_sum
 
-# Elements below which a second thread costs more (about 2 us to wake it) than it takes over.
+# Elements below which waking a second thread (about 2 us) takes longer than the work it takes over.
 SERIAL = 32768
 
 
@@ -17,6 +17,7 @@ SERIAL = 32768
 def norm_rows(
     x: int, weight: int, out: int, first: int, last: int, n: int, epsilon: float, shift: float
 ) -> None:
+    """Apply RMS norm to rows ``first`` to ``last`` of ``x``, each of ``n`` bfloat16 values."""
     for row in range(first, last):
         mean = square_sum(x + 2 * n * row, n) / np.float32(n)
         factor = np.float32(1.0) / np.sqrt(mean + epsilon)
@@ -27,12 +28,13 @@ def norm_rows(
 def _norms(
     x: int, weight: int, out: int, rows: int, n: int, epsilon: float, shift: float, threads: int
 ) -> None:
+    """Run `norm_rows` on all rows in parallel."""
     for thread in prange(threads):
         norm_rows(x, weight, out, thread * rows // threads, (thread + 1) * rows // threads, n, epsilon, shift)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * (weight + shift) over the last dimension, a multiple of 16, bfloat16."""
+    """Return x / sqrt(mean(x^2) + epsilon) * (weight + shift) over the last dimension, a multiple of 16."""
     if not x.is_contiguous():
         x = x.contiguous()
     out = torch.empty_like(x)
@@ -51,6 +53,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float
 def rotate_rows(
     x: int, heads: int, first: int, last: int, size: int, rotated: int, cosine: int, sine: int
 ) -> None:
+    """Apply the rotary embedding in place to tokens ``first`` to ``last``, to all ``heads`` of each."""
     for token in range(first, last):
         for head in range(heads):
             at = x + 2 * size * (token * heads + head)
@@ -58,14 +61,14 @@ def rotate_rows(
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-    """Rotary embedding in place on ``x`` [T, heads, size] contiguous; cosine and sine [T, rotated]."""
+    """Apply the rotary embedding in place to ``x`` [T, heads, size], with cosine and sine [T, rotated]."""
     tokens, heads, size = x.shape
     rotate_rows(x.data_ptr(), heads, 0, tokens, size, cosine.shape[-1], cosine.data_ptr(), sine.data_ptr())
 
 
 _INFINITE = np.int16(0x7F80)  # larger magnitudes are NaN
 _HALVES = np.int16(0x7FFF)
-CHUNK = 512  # values among which the first maximum is looked for
+CHUNK = 512  # values per chunk of the search for the first maximum
 
 
 @compiled(parallel=True)
@@ -80,7 +83,7 @@ def _peaks(bits, first, finite):  # type: ignore[no-untyped-def]
                 value = values[i]
                 size = np.int16(value & _HALVES)
                 largest = max(largest, size)
-                # Ordered as the numbers are: a negative one the other way round, -0 as 0.
+                # As integers in the order of the numbers: negative ones are reversed, and -0 becomes 0.
                 top = max(top, np.int16(-size) if value < 0 else size)
             if top > best:
                 best, at = top, start
@@ -94,8 +97,11 @@ def _peaks(bits, first, finite):  # type: ignore[no-untyped-def]
 
 
 def peaks(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Place of the first maximum of each row of ``logits`` [L, columns] bfloat16 on a CPU, and whether it is a
-    finite number in a row without NaN."""
+    """Find the first maximum of each row of ``logits`` [L, columns], bfloat16 on a CPU.
+
+    Returns:
+        The column of each maximum, and whether the row has no NaN and a finite maximum.
+    """
     first, finite = np.zeros(len(logits), np.int64), np.zeros(len(logits), np.bool_)
     _peaks(logits.contiguous().view(torch.int16).numpy(), first, finite)
     return first, finite

@@ -1,8 +1,8 @@
-"""The few vector operations that numba's own code generator does not reach, as LLVM IR.
+"""Vector operations that numba's code generator does not offer, as LLVM IR.
 
-Everything works on 512-bit values: 32 bfloat16 as <16 x i32>, or 16 float32. Where the CPU has AVX512-BF16
-one instruction multiplies 32 pairs and adds them to 16 float32 sums; elsewhere the same product is made of two
-float32 FMAs, which LLVM splits to the width at hand. Addresses are plain integers (bytes).
+Values have 512 bits: 32 bfloat16 as <16 x i32>, or 16 float32. On a CPU with AVX512-BF16 one instruction
+multiplies 32 pairs and adds them to 16 float32 sums. On others two float32 FMAs compute the same product, which
+LLVM splits to the available width. Addresses are plain integers (bytes).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from tonnage.cache.ahead import has
 
 NATIVE = has("avx512bf16")
-# Without these instructions LLVM makes a branch for each of 32 values: `linear.matmul` took it 41 s, not 3.
+# Without these instructions LLVM emits a branch per value: `linear.matmul` took 41 s to compile, not 3.
 MASKED = has("avx512bw")
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -28,7 +28,7 @@ V32H, V32B1, V16B1 = ir.VectorType(I16, 32), ir.VectorType(I1, 32), ir.VectorTyp
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's type bfloat, which llvmlite does not define."""
 
     null = "0.0"
 
@@ -46,55 +46,62 @@ _V32B, _V16B = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
 def constant(kind: ir.Type, value: float) -> ir.Constant:
-    """A scalar, or a vector with the value in every lane."""
+    """Return a constant scalar, or a vector with the value in every lane."""
     if isinstance(kind, ir.VectorType):
         return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
     return ir.Constant(kind, value)
 
 
 def lanes(indices: Sequence[int]) -> ir.Constant:
+    """Return a shuffle mask of the given lanes."""
     return ir.Constant(ir.VectorType(I32, len(indices)), [ir.Constant(I32, i) for i in indices])
 
 
 def at(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
+    """Emit a pointer to ``kind`` from an integer address and an optional offset in bytes."""
     if offset is not None:
         address = builder.add(address, offset)
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def load(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
+    """Emit a load that needs an alignment of 2 bytes only."""
     value = builder.load(at(builder, address, kind, offset))
     value.align = 2
     return value
 
 
 def store(builder: Any, value: Any, address: Any, offset: Any = None) -> None:
+    """Emit a store that needs an alignment of 2 bytes only."""
     builder.store(value, at(builder, address, value.type, offset)).align = 2
 
 
 def splat(builder: Any, scalar: Any, kind: ir.VectorType) -> Any:
+    """Emit a vector with ``scalar`` in every lane."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, one, lanes([0] * kind.count))
 
 
 def call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
+    """Emit a call of the LLVM intrinsic ``name``."""
     kind = ir.FunctionType(result, [value.type for value in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
-    """<16 x i32> of bfloat16 pairs -> the even and the odd elements as float32: a shift or a mask each."""
+    """Emit the even and the odd elements of bfloat16 pairs <16 x i32> as float32, by a shift and a mask."""
     even = builder.shl(pairs, constant(V16I, 16))
     odd = builder.and_(pairs, constant(V16I, 0xFFFF0000))
     return builder.bitcast(even, V16F), builder.bitcast(odd, V16F)
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Emit a * b + c on 16 float32 lanes, rounded once."""
     return call(builder, "llvm.fma.v16f32", V16F, [a, b, c])
 
 
 def to_bfloat(builder: Any, value: Any) -> Any:
-    """<16 x float> -> <16 x i16>, rounded to the nearest, ties to even; NaN stays NaN."""
+    """Emit <16 x float> as <16 x i16> bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
     if NATIVE:
         half = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _V16B, [value])
         return builder.bitcast(half, V16H)
@@ -107,7 +114,7 @@ def to_bfloat(builder: Any, value: Any) -> Any:
 
 
 def multiply_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """total[i] += a[2i] b[2i] + a[2i+1] b[2i+1] on <16 x i32> of bfloat16 pairs."""
+    """Emit total[i] += a[2i] b[2i] + a[2i+1] b[2i+1] on <16 x i32> of bfloat16 pairs."""
     if NATIVE:
         a, b = builder.bitcast(a, _V32B), builder.bitcast(b, _V32B)
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V16F, [total, a, b])
@@ -115,8 +122,8 @@ def multiply_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return fma(builder, a1, b1, fma(builder, a0, b0, total))
 
 
-# How two vectors of partial sums become one, level by level: each pair of lane orders is one instruction
-# (unpack single, unpack double, and twice a shuffle of 128-bit lanes).
+# Shuffles that reduce two vectors of partial sums to one, level by level. Each pair of lane orders is one
+# instruction (unpack single, unpack double, and twice a shuffle of 128-bit lanes).
 _QUARTERS = range(0, 16, 4)
 _EVEN, _ODD = (0, 8, 16, 24), (4, 12, 20, 28)  # 128-bit lanes 0 and 2 of either vector, 1 and 3
 _LEVELS = (
@@ -127,7 +134,7 @@ _LEVELS = (
 
 
 def sum_lanes(builder: Any, sums: list[Any]) -> Any:
-    """16 vectors -> one whose lane i is the sum of the lanes of vector i."""
+    """Emit a vector with the sum of the lanes of vector i in lane i, for 16 vectors."""
     for low, high in _LEVELS:
         sums = [
             builder.fadd(builder.shuffle_vector(a, b, lanes(low)), builder.shuffle_vector(a, b, lanes(high)))
@@ -137,20 +144,20 @@ def sum_lanes(builder: Any, sums: list[Any]) -> Any:
 
 
 def first_lanes(builder: Any, count: Any) -> Any:
-    """The mask of ``count`` (int64) of 32 values."""
+    """Emit a mask of the first ``count`` (int64) of 32 values."""
     index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
     return builder.icmp_signed("<", index, splat(builder, builder.trunc(count, I16), V32H))
 
 
 def copy_values(builder: Any, to: Any, start: Any, count: Any) -> None:
-    """``count`` 16-bit values from one pointer to another."""
+    """Emit a copy of ``count`` 16-bit values from one pointer to another."""
     to, start = (builder.bitcast(pointer, I16.as_pointer()) for pointer in (to, start))
     size = builder.shl(count, ir.Constant(I64, 1))
     call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), [to, start, size, ir.Constant(I1, 0)])
 
 
 def load_first(builder: Any, address: Any, offset: Any, count: Any) -> Any:
-    """``count`` of 32 bfloat16 values as <16 x i32>, 0 behind them; what is behind is not read."""
+    """Emit a load of only the first ``count`` of 32 bfloat16 values, as <16 x i32> padded with 0."""
     pointer = at(builder, address, V32H, offset)
     if MASKED:
         mask, zero = first_lanes(builder, count), constant(V32H, 0)
@@ -163,7 +170,7 @@ def load_first(builder: Any, address: Any, offset: Any, count: Any) -> Any:
 
 
 def store_first(builder: Any, values: Any, address: Any, count: Any) -> None:
-    """``count`` of the 32 ``values``, of 16 bits each."""
+    """Emit a store of the first ``count`` of 32 16-bit ``values``."""
     pointer = at(builder, address, V32H)
     if MASKED:
         arguments = [values, pointer, ir.Constant(I32, 2), first_lanes(builder, count)]
@@ -175,12 +182,12 @@ def store_first(builder: Any, values: Any, address: Any, count: Any) -> None:
 
 
 def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = False) -> Callable[..., None]:
-    """Intrinsic: ``rows`` x ``columns`` (16 in all) dot products of bfloat16 rows of length k.
+    """Return an intrinsic for ``rows`` x ``columns`` (16 in all) dot products of bfloat16 rows of length k.
 
-    ``(x, x_stride, w, w_stride, k, out, out_stride, ahead)``: all int64, addresses and strides in bytes. Writes
-    out[r, c] = x[r] . w[c], as bfloat16, or as float32 with ``float_out``. ``prefetch`` rows of w_stride bytes
-    from ``ahead`` are fetched into the second-level cache beside the work.
-    A result depends on its own two rows and k alone, whatever tile it is computed in.
+    Its arguments ``(x, x_stride, w, w_stride, k, out, out_stride, ahead)`` are int64, addresses and strides in
+    bytes. It writes out[r, c] = x[r] . w[c] as bfloat16, or as float32 with ``float_out``. Meanwhile it
+    prefetches ``prefetch`` rows of w_stride bytes from ``ahead`` into the second-level cache. A result depends
+    on its own two rows and k alone, not on the tile.
     """
     if rows * columns != 16:
         raise ValueError(f"{rows} x {columns} is not 16")

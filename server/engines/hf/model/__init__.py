@@ -1,1 +1,1 @@
-"""The model of the Hugging Face engine: loaded, checked, run."""
+"""The model of the Hugging Face engine: loading, kernel replacement, self-check and forward."""

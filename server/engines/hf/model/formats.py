@@ -1,6 +1,6 @@
-"""How a checkpoint's weights get into the model: what transformers is told, and what it cannot do here.
+"""Checkpoint formats: the arguments for transformers' loader, and the formats that the hf backend rejects.
 
-What is refused is refused before anything is loaded, by name and with what to install. No torch at import.
+A rejection comes before the load and names the format and the package to install. No torch at import.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.plans import Plan
 
-# scheme of the plan -> (module, what to install). GPTQModel needs newer torch and transformers than vLLM has,
-# and so an environment of its own (7.7.0: torch >= 2.14.1, transformers >= 5.20.2).
+# scheme of the plan -> (module, how to install it). GPTQModel needs newer torch and transformers than vLLM, and
+# so an environment of its own (7.7.0: torch >= 2.14.1, transformers >= 5.20.2).
 NEEDS = {
     "int8": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
     "nf4": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
@@ -28,7 +28,7 @@ NEEDS = {
 MADE_BY_FLAG = ("int8", "nf4", "nf4-double", "fp4", "fp4-double")
 
 # quantization_config.quant_method -> why the hf engine does not load it on a CPU (transformers 5.19,
-# quantizers/). A model unpacked behind the plan's back would hold two to four times the planned bytes.
+# quantizers/). An unpacked model would hold two to four times the planned bytes.
 _NOT_ON_CPU = {
     "fp8": "transformers has FP8 kernels for GPUs only and would unpack every matrix",
     "fbgemm_fp8": "transformers refuses FBGEMM's FP8 without a GPU",
@@ -41,9 +41,17 @@ _NOT_ON_CPU = {
 
 
 def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedArchitecture for a format that this engine does not run on this device,
-    DeploymentError for one whose package is missing, CheckpointError for weights that are not safetensors.
-    ``config``: config.json."""
+    """Raise an error if this engine cannot load the model on this device.
+
+    Args:
+        plan: the memory plan.
+        config: content of config.json.
+
+    Raises:
+        UnsupportedArchitecture: the format does not run on this device.
+        DeploymentError: a package is missing, or the quantization cannot be made during the load.
+        CheckpointError: the weights are not safetensors.
+    """
     require_weights(plan.model.path)
     if plan.model.path.endswith(".gguf"):
         require_gguf(plan.model.path)
@@ -81,7 +89,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 def require_weights(path: str) -> None:
-    """Raise CheckpointError for a folder without safetensors, and say so where pickles are all it has."""
+    """Raise CheckpointError for a folder without safetensors; the message names any pickle files."""
     folder = Path(path)
     if not folder.is_dir() or any((folder / name).is_file() for name in _WEIGHTS):
         return
@@ -100,18 +108,20 @@ def require_weights(path: str) -> None:
 
 
 def require_gguf(path: str) -> None:
+    """Raise DeploymentError if the package gguf is not installed."""
     if find_spec("gguf") is None:
         raise DeploymentError(f"{Path(path).name} needs gguf", field="model", hint="pip install gguf")
 
 
 def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """Arguments of from_pretrained: where the weights are, what becomes of them. ``dtype``: a torch.dtype."""
+    """Return the arguments of from_pretrained: location and quantization. ``dtype`` is a torch.dtype."""
     path = plan.model.path
     if path.endswith(".gguf"):
-        from transformers import GgufConfig  # the API process reads this module
+        from transformers import GgufConfig  # not at the top: the API process imports this module
 
         require_gguf(path)
-        # Packed, transformers needs the `kernels` package and has no kernel for CPUs (integrations/gguf).
+        # Loaded packed, the model would need the `kernels` package, which has no kernel for CPUs
+        # (integrations/gguf).
         return {
             "pretrained_model_name_or_path": str(Path(path).parent),
             "gguf_file": Path(path).name,
@@ -125,12 +135,12 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def _stored(path: str) -> bool:
-    """The checkpoint is quantized already and says how."""
+    """Return whether the checkpoint is quantized already, according to its config.json."""
     return bool(json.loads((Path(path) / "config.json").read_text()).get("quantization_config"))
 
 
 def _bitsandbytes(quantization: str, dtype: Any) -> Any:
-    from transformers import BitsAndBytesConfig  # the API process reads this module
+    from transformers import BitsAndBytesConfig  # not at the top: the API process imports this module
 
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]

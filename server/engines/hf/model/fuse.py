@@ -1,8 +1,8 @@
-"""Put kernels in the place of modules of a loaded model whose arithmetic they reproduce.
+"""Replacement of modules of a loaded model by CPU kernels with the same arithmetic, for bfloat16.
 
-Only bfloat16 on a CPU. Each replacement is tried on numbers first: a module whose own answer differs keeps its
-own code, so an architecture needs no entry here. Weights stay where they are and are shared, not copied. The
-self-check at start compares the whole model with what it computed before.
+Each replacement is first compared with its module on random input. A module whose result differs keeps its own
+code, so an architecture needs no entry here. Weights are shared, not copied. The self-check at start compares
+the whole model with its own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tonnage.server.engines.hf.kernels import linear, small
 
 
 class GatedMLP(nn.Module):
-    """What ``_is_gated_mlp`` finds, for the types."""
+    """The type of a module that ``_is_gated_mlp`` accepts."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -29,21 +29,21 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """What ``_is_rms_norm`` finds; some families say ``variance_epsilon``."""
+    """The type of a module that ``_is_rms_norm`` accepts; some families call ``eps`` ``variance_epsilon``."""
 
     weight: nn.Parameter
     eps: float
 
 
-# Relative difference (L2) up to which two bfloat16 computations count as the same: one rounding is 2^-9, a
-# gated MLP rounds four times; another formula (another activation, a norm without its 1 + weight) is off by
-# more than 0.1.
+# Relative difference (L2) up to which two bfloat16 results count as equal. One rounding is 2^-9, a gated
+# MLP rounds four times. Another formula (another activation, a norm without its 1 + weight) differs by more
+# than 0.1.
 _SAME = 0.02
-_SAME_NORM = 2**-8  # a norm rounds its result once; some families round between, too
+_SAME_NORM = 2**-8  # a norm rounds its result once; in some families also an intermediate
 
 
 def fuse(model: nn.Module) -> Counter[str]:
-    """Replace what can be; returns how many modules of each kind were."""
+    """Replace modules by kernels where possible; return the number of replaced modules of each kind."""
     done: Counter[str] = Counter()
     for module in list(model.modules()):
         if _is_gated_mlp(module):
@@ -92,6 +92,7 @@ def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
 
 
 def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor) -> torch.Tensor:
+    """Return down_proj(act(gate_proj(x)) * up_proj(x)) by kernels, with ``activation`` as (linear, cubic)."""
     inner = linear.gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear.linear(inner, module.down_proj.weight)
 
@@ -100,11 +101,13 @@ def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor
 def _try(
     module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float, width: int
 ) -> bool:
-    """Give the module the replacement that says most nearly what it says about a few random rows of ``width``,
-    if that is the same. The first that is near enough will not do: where the weights of a norm are in the
-    hundreds, leaving out the 1 of Gemma's 1 + weight changes a row by less than a rounding does."""
+    """Replace the module's forward by the best candidate if both give equal output; return whether it was.
+
+    Candidates are compared on random rows of ``width``, and the nearest counts, not the first within ``same``:
+    if a norm's weights are in the hundreds, Gemma's 1 + weight differs from weight by less than a rounding.
+    """
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
-    x[2:4] *= 10  # activations differ only away from 0
+    x[2:4] *= 10  # activations differ only for values away from 0
     x[4:] *= 100
     x = x.bfloat16()
     own = module(x).float()
@@ -120,13 +123,16 @@ def _try(
     return True
 
 
-_ROTATION = "apply_rotary_pos_emb"  # the name every family of transformers 5 gives it
+_ROTATION = "apply_rotary_pos_emb"  # its name in every family of transformers 5
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[..., object] | None:
-    """The module's forward with the rotary embedding in one pass: the same code, in which one name means
-    another function. None where it does not call it plainly, or where the functions differ."""
+    """Return the module's forward with the rotary embedding by a kernel, or None.
+
+    The result has the same code with one global name replaced. None means that the forward does not use that
+    name plainly, or that the two functions give different results.
+    """
     code = type(module).forward
     own = getattr(code, "__globals__", {}).get(_ROTATION)
     if own is None or _ROTATION not in code.__code__.co_names or code.__closure__ is not None:
@@ -156,8 +162,10 @@ def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[.
 
 
 def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
-    """``own``, in place on [1, heads, T, size] views of contiguous [1, T, heads, size]; else ``own`` itself
-    where it is not one row of a head a token."""
+    """Return a rotary embedding by kernel, in place on [1, heads, T, size] views of [1, T, heads, size].
+
+    It calls ``own`` for other shapes or arguments.
+    """
 
     def apply(
         q: torch.Tensor,
@@ -179,7 +187,7 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
             or not (cosine.is_contiguous() and sine.is_contiguous())
         ):
             return own(q, k, cosine, sine, *args, **kwargs)
-        flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()  # a copy after a norm of each head
+        flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()  # a copy only after a norm of each head
         rotate(flat_q, cosine[0], sine[0])
         rotate(flat_k, cosine[0], sine[0])
         return flat_q.transpose(0, 1)[None], flat_k.transpose(0, 1)[None]
@@ -189,7 +197,7 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
 
 @contextlib.contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """The model's own code for a while."""
+    """Restore the model's own forward methods for the duration of the context."""
     aside = [
         (module, module.__dict__.pop("forward")) for module in model.modules() if "forward" in module.__dict__
     ]

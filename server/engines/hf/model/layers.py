@@ -1,8 +1,8 @@
-"""Decoder layers as one kernel call each (``kernels.layer``), where a layer is no more than its modules.
+"""Replacement of whole decoder layers by one kernel call each (``kernels.layer``).
 
-After ``fuse.fuse``, and only where every module of a layer was given a kernel. Each layer is then tried:
-its own code around these modules and the one call must give the same bits, and write the same K and V. A
-family whose layers do anything else (a factor on the residual, another order) so keeps its own code by itself.
+It runs after ``fuse.fuse`` and considers a layer only if a kernel replaced each of its modules. The layer's own
+code and the one call must give identical bits and write identical K and V. So a layer that does anything else
+(a factor on the residual, another order) keeps its own code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tonnage.server.engines.hf.pool import PagedPool
 
 
 def fuse_layers(model: nn.Module, layout: KVLayout, query_heads: int, threads: int) -> int:
-    """Give decoder layers of a model that was fused one call each; returns how many took it."""
+    """Replace decoder layers of a fused model by one call each; return how many were replaced."""
     trial = _Trial(layout, query_heads, threads)
     return sum(
         trial.adopt(module, parts) for module in model.modules() if (parts := _parts(module)) is not None
@@ -36,6 +36,8 @@ def fuse_layers(model: nn.Module, layout: KVLayout, query_heads: int, threads: i
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
+    """The weights and constants of a decoder layer, as its one-call kernel needs them."""
+
     weights: dict[str, torch.Tensor]  # by the names of `kernel.WEIGHTS`
     epsilon: float
     shift: float
@@ -43,19 +45,19 @@ class _Parts:
 
 
 def _kernel_of(module: Any, function: Callable[..., Any]) -> functools.partial[Any] | None:
-    """What `fuse` has put in the place of the module's forward, if it is ``function``."""
+    """Return the kernel that `fuse` has put in place of the module's forward, if it is ``function``."""
     forward = getattr(module, "__dict__", {}).get("forward")
     return forward if isinstance(forward, functools.partial) and forward.func is function else None
 
 
 def _parts(module: nn.Module) -> _Parts | None:
-    """The weights of a layer all of whose modules run as kernels, under the names of the Llama family."""
+    """Return the parts of a layer whose modules all run as kernels and have the Llama family's names."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     gated = _kernel_of(mlp, gated_mlp)
     if attention is None or gated is None:
         return None
     names = {"input norm": "input_layernorm", "mlp norm": "post_attention_layernorm"}
-    if hasattr(module, "pre_feedforward_layernorm"):  # Gemma: also what is added goes through a norm
+    if hasattr(module, "pre_feedforward_layernorm"):  # Gemma also has norms before the residual sums
         names["attention norm"] = "post_attention_layernorm"
         names["mlp norm"], names["output norm"] = "pre_feedforward_layernorm", "post_feedforward_layernorm"
     norms = {name: getattr(module, own, None) for name, own in names.items()}
@@ -83,7 +85,7 @@ def _parts(module: nn.Module) -> _Parts | None:
 
 
 class OneCall:
-    """The forward of one layer."""
+    """The forward of one decoder layer as a single kernel call."""
 
     def __init__(
         self, module: nn.Module, parts: _Parts, layout: KVLayout, scaling: float, softcap: float | None
@@ -108,6 +110,7 @@ class OneCall:
         paged_batch: PagedBatch | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Compute the layer by its kernel, or by its own code for unexpected arguments."""
         step = None if paged_batch is None else paged_batch.attention
         if (
             not isinstance(step, InPlaceAttention)
@@ -144,7 +147,7 @@ class OneCall:
         return out
 
     def _turns(self, cosine: torch.Tensor, sine: torch.Tensor, rows: int) -> bool:
-        """The angles are one row of a head for each token."""
+        """Return whether cosine and sine have one row of head size per token, as the kernel expects."""
         return (
             cosine.shape == sine.shape == (1, rows, self._size)
             and cosine.dtype == sine.dtype == torch.bfloat16
@@ -154,7 +157,7 @@ class OneCall:
 
 
 class _Recorded:
-    """Attention that remembers how it was asked."""
+    """An attention that records the scaling and the softcap of each call."""
 
     def __init__(self, attention: InPlaceAttention) -> None:
         self._attention = attention
@@ -166,7 +169,7 @@ class _Recorded:
 
 
 class _Trial:
-    """Two sequences, three tokens of the one and one of the other, in a pool of their own."""
+    """A comparison of a layer and its kernel on a batch of three tokens and one token, in separate pools."""
 
     def __init__(self, layout: KVLayout, query_heads: int, threads: int) -> None:
         size, groups = layout.block_size, len(layout.groups)
@@ -192,7 +195,7 @@ class _Trial:
 
     @torch.inference_mode()
     def adopt(self, module: nn.Module, parts: _Parts) -> bool:
-        """Whether the one call says what the module says; it is then its forward."""
+        """Replace the layer's forward by the kernel if both give equal output; return whether they do."""
         hidden = parts.weights["gate"].shape[1]
         q, kv = (self._layout.head_size * heads for heads in (self._heads, self._layout.kv_heads))
         shapes = {name: tuple(weight.shape) for name, weight in parts.weights.items()}
@@ -201,7 +204,7 @@ class _Trial:
         ]:  # fmt: skip
             return False
         x = torch.randn(1, 4, hidden, generator=self._draw)
-        x[:, ::2] *= 30  # as small and as large beside what is added
+        x[:, ::2] *= 30  # rows that are small and rows that are large beside the residual sums
         x = x.bfloat16()
         for pool in self._pools:
             pool.tensor.zero_()
@@ -215,7 +218,7 @@ class _Trial:
                 past_key_values=None,
                 paged_batch=PagedBatch(recorded, own),
             )
-        except Exception:  # a layer that wants something else: its own code may raise what it likes
+        except Exception:  # a layer that needs other arguments may raise any error
             return False
         if len(recorded.asked) != 1:
             return False

@@ -1,4 +1,4 @@
-"""Load a checkpoint through transformers and count the bytes it really holds."""
+"""Loading of a checkpoint through transformers, and the count of its real bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def load_model(plan: Plan) -> PreTrainedModel:
-    """The model in evaluation mode, weights in memory of its own (not mapped from the file).
+    """Return the model in evaluation mode, with weights in anonymous memory (not mapped from the file).
 
-    Raises DeploymentError for a dtype the device does not compute in, CheckpointError for a checkpoint that is
-    not exactly this model: transformers draws missing weights at random and drops those it has no use for.
+    Raises:
+        DeploymentError: the device does not compute in the plan's dtype.
+        CheckpointError: the checkpoint's tensors are not exactly this model's. transformers would initialize
+            missing weights at random and drop surplus ones.
     """
     register()
     dtype = DTYPES[plan.deployment.dtype]
@@ -39,7 +41,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported with the others, not raised one at a time
+            ignore_mismatched_sizes=True,  # reported together with the other errors below
             **options,
         )
     model: PreTrainedModel = loaded[0]
@@ -50,7 +52,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
 
 
 def require_computed(dtype: torch.dtype, device: str) -> None:
-    """Raise DeploymentError unless the device has the arithmetic of a decoder layer in ``dtype``."""
+    """Raise DeploymentError unless the device computes a decoder layer's operations in ``dtype``."""
     try:
         x = torch.ones((1, 1, 2, 16), dtype=dtype, device=device)
         x = F.scaled_dot_product_attention(x, x, x)
@@ -67,8 +69,10 @@ def require_computed(dtype: torch.dtype, device: str) -> None:
 
 
 def _require_complete(info: dict[str, Any]) -> None:
-    """``info``: what from_pretrained reports beside the model, by transformers' own rules about keys that a
-    family may leave out or carry along."""
+    """Raise CheckpointError if from_pretrained reported tensors that do not match the model.
+
+    ``info`` is its loading report, by transformers' own rules about optional and surplus keys.
+    """
     for what, keys in (
         ("lacks", info["missing_keys"]),
         ("has in another shape than config.json gives", [name for name, *_ in info["mismatched_keys"]]),
@@ -85,21 +89,23 @@ def _require_complete(info: dict[str, Any]) -> None:
 
 
 def _own_memory(model: torch.nn.Module) -> None:
-    """Copy parameters that still point into the mapped file: a plan counts anonymous memory, and mapped pages
-    may be dropped by the kernel and read again in the middle of a request. One tensor at a time, so that the
-    peak stays the sum; bitsandbytes' own parameter classes were computed, never mapped."""
+    """Copy parameters that still point into the mapped file to anonymous memory, which a plan counts.
+
+    The kernel may drop mapped pages and read them again in the middle of a request. Copying one tensor at a
+    time keeps the peak low. bitsandbytes' parameter classes are computed and never mapped.
+    """
     if next(model.parameters()).device.type != "cpu":
         return
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only: give freed loading buffers back
+    with contextlib.suppress(OSError, AttributeError):  # glibc only: returns freed loading buffers
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def storage_bytes(model: torch.nn.Module) -> int:
-    """Sum of the storages behind parameters, buffers and quantization state, each storage once."""
+    """Return the bytes of the storages behind parameters, buffers and quantization state, each counted once."""
     sizes: dict[int, int] = {}
     for tensor in _tensors(model, set()):
         storage = tensor.untyped_storage()
@@ -109,7 +115,7 @@ def storage_bytes(model: torch.nn.Module) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor reachable from a module: attributes too, since bitsandbytes keeps its state in objects."""
+    """Yield every tensor reachable from a module, including attributes, where bitsandbytes keeps its state."""
     if id(value) in seen:
         return
     seen.add(id(value))

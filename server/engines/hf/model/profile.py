@@ -1,7 +1,7 @@
-"""The profile run: one full step before the first request, so that the plan is corrected by what it took.
+"""The profile run: one full step before the first request, whose measured memory corrects the plan.
 
-A step of max_num_batched_tokens tokens in max_num_seqs rows (decodes and one prefill chunk) is computed and its
-tokens are drawn; what the process holds at its highest beside what it held before are the activations.
+The step has max_num_batched_tokens tokens in max_num_seqs rows (decodes and one prefill chunk), and its tokens
+are drawn. The activations are the peak memory of the process minus its memory before the step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import SamplingParams
 
-# Seconds between two looks at /proc; a step of the demo model takes half a second.
+# Seconds between two memory samples; a step of the demo model takes half a second.
 _INTERVAL = 0.005
 
 
 def profile(runner: ModelRunner) -> int:
-    """Bytes one full step takes beside weights, pool and framework.
+    """Return the bytes that one full step takes in addition to weights, pool and framework.
 
-    Writes into blocks of the pool that no request owns yet. On a CPU only: elsewhere the device counts.
+    It writes to blocks of the pool, so it must run before the first request. On a GPU the device memory counts
+    instead of the process memory.
     """
     if runner.device.type == "cuda":
         return _profile_cuda(runner)
@@ -41,13 +42,15 @@ def _profile_cuda(runner: ModelRunner) -> int:
     torch.cuda.reset_peak_memory_stats(runner.device)
     _step(runner)
     torch.cuda.synchronize(runner.device)
-    # What a kernel was given to work in at the load counts too.
+    # Workspaces that kernels allocated during the load count as activations, too.
     return torch.cuda.max_memory_allocated(runner.device) - runner.weights_bytes - runner.pool.nbytes
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU that are taken, by whomever: the CUDA context and what torch's allocator keeps beside its
-    tensors are in no other figure. None on a CPU, where the process itself is measured."""
+    """Return the bytes taken on a GPU by all processes, or None on a CPU.
+
+    They include the CUDA context and the allocator's unused memory, which no other figure includes.
+    """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -56,15 +59,18 @@ def device_bytes(device: torch.device) -> int | None:
 
 def _step(runner: ModelRunner) -> None:
     batch = full_batch(runner)
-    logits = runner.forward(batch).float()  # as where somebody draws at random
+    logits = runner.forward(batch).float()  # float32, as in a step with random sampling
     rows = len(logits)
     generators = [np.random.default_rng(row) for row in range(rows)]
     sample(logits, [SamplingParams(max_tokens=1, top_p=0.9)] * rows, generators)
 
 
 def full_batch(runner: ModelRunner) -> Batch:
-    """max_num_seqs rows, all but the last of one token. What gathers its context pays for its length: there
-    one decode and the chunk are as long as one sequence gets."""
+    """Return a batch of max_num_seqs rows: decodes, and one prefill chunk as the last row.
+
+    For the gather attention, whose memory grows with the context, the first and the last row have the longest
+    possible context.
+    """
     limits = limits_of(runner.plan)
     layout = runner.plan.kv_cache.layout
     rows = limits.max_num_seqs
@@ -77,7 +83,7 @@ def full_batch(runner: ModelRunner) -> Batch:
     start = np.concatenate(([0], np.cumsum(counts)))
     owner = np.repeat(np.arange(rows), counts)
     positions = np.arange(start[-1]) - start[:-1][owner] + (kv_len - counts)[owner]
-    # Rows share blocks: what is computed means nothing, and no pool is too small for it.
+    # Rows share blocks: the results are not used, and so the batch fits every pool.
     width = -(-int(kv_len.max()) // layout.block_size)
     blocks = 1 + np.arange(width) % max(1, runner.pool.tensor.shape[0] - 1)
     table = np.tile(blocks.astype(np.int32), (rows, 1))

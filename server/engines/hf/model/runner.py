@@ -1,4 +1,4 @@
-"""The model runner: one model, one pool, one forward per step."""
+"""The model runner: one model, one KV pool, one forward per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the weights and the pool. ``weights_bytes`` is measured right after the load, before any forward."""
+    """The model and its KV pool. ``weights_bytes`` is measured after the load, before any forward."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -41,9 +41,9 @@ class ModelRunner:
         self.next_attention()
 
     def next_attention(self, why: str = "") -> bool:
-        """Go on to the next implementation of attention, the first at the start; False when none is left.
+        """Switch to the next implementation of attention that loads; return False if none is left.
 
-        ``why``: what was wrong with the one in use, for the log. One that cannot be loaded is passed over.
+        ``why`` is the reason for the log, such as a failed self-check; empty at the first call.
         """
         while self._candidates:
             chosen = self._candidates.pop(0)
@@ -52,7 +52,7 @@ class ModelRunner:
             try:
                 self._step = chosen.load()
             except Exception as error:
-                # An installation may be broken in any way; the reference, which is last, cannot fail to load.
+                # A broken installation may raise any error. The last candidate, the reference, always loads.
                 why = f"{chosen.name} does not load ({type(error).__name__}: {error})"
                 continue
             self.attention = chosen.name
@@ -61,8 +61,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Write the K/V of the batch, return logits [L, vocabulary] in the model's dtype for
-        ``batch.logits_at``."""
+        """Write K and V of the batch to the pool; return the logits [L, vocabulary] for ``batch.logits_at``."""
         if batch.copies:
             self.pool.copy_blocks(
                 np.array([copy.src for copy in batch.copies], dtype=np.int64),

@@ -1,8 +1,8 @@
-"""The start-up self-check: is the paged path of this model the same model?
+"""The start-up self-check: a comparison of paged attention with the model's own attention.
 
-A mixed flat batch (prefill chunks and decodes of several sequences, scattered blocks) is held against
-transformers' eager attention, one sequence at a time. It proves for the model at hand that our function is
-called in every layer, that sequences do not mix, and that masks and positions are per token.
+A mixed flat batch (prefill chunks and decodes of several sequences, scattered blocks) is compared with
+transformers' eager attention, one sequence at a time. It shows for the loaded model that every layer calls the
+paged attention, that sequences do not mix, and that masks and positions are correct for each token.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from tonnage.server.engines.hf.model.fuse import plain
 from tonnage.server.engines.hf.model.runner import ModelRunner
 
 # Relative error of logits (L2) of one prompt. Measured on SmolLM2-135M: float32 2e-6, float16 0.002; bfloat16
-# 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens (its own code is off from float32 by up to 0.06
-# there). A model that mixes sequences or ignores a mask is off by more than 0.3.
+# 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens (there the model's own bfloat16 code differs from
+# float32 by up to 0.06). A model that mixes sequences or ignores a mask differs by more than 0.3.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# The same where K and V are stored narrower, measured on SmolLM2-135M in float32: float16 0.0005, bfloat16
+# The same for K and V stored in a narrower dtype, measured on SmolLM2-135M in float32: float16 0.0005, bfloat16
 # 0.005, fp8 0.04 (with and without scales), int8 0.03; in bfloat16 fp8 0.05, int8 0.07.
 STORED_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1, torch.float8_e4m3fn: 0.2, torch.int8: 0.2}
 
-# A window longer than this is not walked past: the check would take seconds.
+# A longer window is not filled, because the check would take seconds.
 LONGEST_WINDOW = 1024
 
 
 class OtherLogits(UnsupportedArchitecture):
-    """The model says something else through this attention than through its own."""
+    """The model gives other logits through this attention than through its own."""
 
 
 def self_check(runner: ModelRunner) -> float:
-    """Largest relative error of logits. Raises OtherLogits beyond the tolerance, UnsupportedArchitecture where
-    the model calls another attention in some of its layers.
+    """Return the largest relative error of the logits through paged attention.
 
-    Uses blocks of the pool before any request owns one and leaves them as they are.
+    It uses blocks of the pool, so it must run before the first request.
+
+    Raises:
+        OtherLogits: the error exceeds the tolerance.
+        UnsupportedArchitecture: some layers do not call the paged attention.
+        DoesNotFit: the pool is too small for the check.
     """
     config = runner.model.config.get_text_config()
     layers = config.num_hidden_layers
@@ -82,28 +86,30 @@ def self_check(runner: ModelRunner) -> float:
 
 
 def checked_attention(runner: ModelRunner) -> float:
-    """`self_check` with each implementation of attention in turn until one passes; the log names those that
-    did not. Returns its error; raises as the last one, the reference, does."""
+    """Try implementations of attention until one passes `self_check`; return its relative error.
+
+    Failures are logged. If the last implementation, the reference, fails too, its error is raised.
+    """
     while True:
         try:
             return self_check(runner)
-        except Exception as error:  # what a kernel raises on a device it was not built for is its own affair
+        except Exception as error:  # a kernel may raise any error on a device it was not built for
             if isinstance(error, TonnageError) and not isinstance(error, OtherLogits):
-                raise  # of the model or the plan: no other implementation would change it
+                raise  # caused by the model or the plan, so all implementations would fail
             said = str(getattr(error, "message", error)).strip().splitlines() or [type(error).__name__]
             if not runner.next_attention(f"{runner.attention} failed the self-check ({said[0][:300]})"):
                 raise
 
 
 def _chunk(length: int, done: int, step: int) -> int:
-    """Step 0 takes the first part, step 1 all but the last token, step 2 decodes the last one."""
+    """Return the tokens to compute: first half, then all but the last token, then the last one."""
     target = (max(1, length // 2), max(1, length - 1), length)[step]
     return max(0, min(length, target) - done)
 
 
 @torch.inference_mode()
 def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
-    runner.model.set_attn_implementation("eager")  # sdpa leaves out what it cannot do, such as capped scores
+    runner.model.set_attn_implementation("eager")  # sdpa does not support all features, such as capped scores
     try:
         ids = torch.from_numpy(prompt)[None].to(runner.device)
         with plain(runner.model):
@@ -114,7 +120,7 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
 
 
 def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """[sequence][group] -> block ids, dealt from both ends of the pool so that no table is in order."""
+    """Return block ids by [sequence][group], taken from both ends of the pool so that no table is ordered."""
     free = list(range(1, num_blocks))
     tables = []
     for prompt in prompts:

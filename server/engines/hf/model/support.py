@@ -1,9 +1,9 @@
-"""Which architectures the paged path serves, and why the known others are refused. Imports no torch.
+"""The architectures that paged attention serves, and why other known ones are rejected. Imports no torch.
 
-transformers 5.19.0: an architecture qualifies when every layer calls the registered attention function with the
-step's own K/V, hands keyword arguments down, and depends on positions and masks only token by token. The
-self-check at start (``selfcheck``) proves it for the model at hand; the list (``Family.hf``) keeps
-surprises out.
+An architecture qualifies in transformers 5.19.0 if every layer calls the registered attention function with the
+step's own K and V, passes keyword arguments on, and depends on positions and masks per token only. The
+self-check at start (``selfcheck``) verifies it for the loaded model; the reviewed list (``Family.hf``) prevents
+surprises.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ REASONS: dict[Paged, str] = {
 
 
 def served() -> tuple[str, ...]:
-    """Model types of the list. Each gives the tokens of transformers' generate as a tiny random model in
-    float32, passes the self-check in bfloat16 and holds the planned bytes (tests/server/test_hf_runner.py,
-    test_hf_families.py)."""
+    """Return the reviewed model types.
+
+    Each gives the same tokens as transformers' generate with a tiny random model in float32, passes the
+    self-check in bfloat16 and holds the planned bytes (tests/server/test_hf_runner.py, test_hf_families.py).
+    """
     return tuple(sorted(name for name, family in families().items() if family.hf == "served"))
 
 
@@ -57,10 +59,10 @@ def require_supported(model_type: str) -> None:
 
 
 def require_fixed_rotary(config: Mapping[str, Any], max_model_len: int) -> None:
-    """Raise UnsupportedArchitecture where rotary frequencies would depend on what else is in the batch.
+    """Raise UnsupportedArchitecture if rotary frequencies would depend on other requests in the batch.
 
     transformers takes LongRoPE's and dynamic NTK's frequencies from the largest position of the whole forward
-    (5.19, modeling_rope_utils.py dynamic_rope_update): up to the original context they are the same for all.
+    (5.19, modeling_rope_utils.py dynamic_rope_update). Up to the original context they are equal for all.
     """
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)

@@ -1,1 +1,1 @@
-"""From logits to tokens: what a request asks of them, grammars, draws."""
+"""From logits to tokens: adjustments requested by clients, grammar masks, and random draws."""

@@ -1,7 +1,7 @@
-"""What a request asks of the logits before a token is drawn, and the log probabilities it asks to see.
+"""Adjustments of logits that a request asks for before sampling, and log probabilities.
 
-In the order of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties; then
-temperature and truncation in ``draw``. Log probabilities are of the model's own logits.
+The order is that of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties,
+then temperature and truncation in ``draw``. Log probabilities come from the unadjusted logits.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from tonnage.server.engines.request import SamplingParams
 
 
 class Matcher(Protocol):
-    """A grammar on its way through one answer; see ``grammar``."""
+    """The state of one answer in its grammar, as `adjust` uses it."""
 
     def mask(self, logits: torch.Tensor) -> None:
         """Set the tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
 
     def accept(self, token: int) -> bool:
-        """Step on; True when the text is complete and nothing may follow."""
+        """Advance by one token; return whether the text is complete and no token may follow."""
 
 
 class Drawing(Protocol):
-    """A sequence that is about to draw: what `adjust` reads of it."""
+    """A sequence that is about to draw a token, as `adjust` reads it."""
 
     tokens: list[int]
     matcher: Matcher | None
 
     @property
-    def params(self) -> SamplingParams: ...
+    def params(self) -> SamplingParams:
+        """The sampling parameters."""
 
     @property
-    def generated(self) -> int: ...
+    def generated(self) -> int:
+        """The number of output tokens so far."""
 
 
 def needs_adjusting(drawing: Drawing) -> bool:
+    """Return whether the sequence's grammar or parameters change its logits."""
     params = drawing.params
     return (
         drawing.matcher is not None
@@ -52,7 +55,7 @@ def needs_adjusting(drawing: Drawing) -> bool:
 
 
 def adjust(logits: torch.Tensor, drawings: Rows[Drawing]) -> torch.Tensor:
-    """``logits`` [L, vocabulary] with the wishes of row i's sequence; the input itself when nobody has any."""
+    """Return ``logits`` [L, vocabulary] adjusted for each row's sequence; the input itself if unchanged."""
     asking = [row for row, drawing in enumerate(drawings) if needs_adjusting(drawing)]
     if not asking:
         return logits
@@ -85,9 +88,10 @@ def _adjust_row(logits: torch.Tensor, drawing: Drawing) -> None:
 
 
 def logprobs(logits: torch.Tensor, tokens: Rows[int], best: Rows[int]) -> list[TokenLogprobs]:
-    """Log probability of ``tokens[i]`` and of the ``best[i]`` likeliest in row i of ``logits`` [L, vocabulary].
+    """Return the log probability of ``tokens[i]`` and of the ``best[i]`` likeliest tokens, for each row i.
 
-    One row at a time: the copies stay small beside the activations of the plan.
+    ``logits`` is [L, vocabulary]. Rows are computed one at a time, so that the copies stay small beside the
+    planned activations.
     """
     answers = []
     for row, token, count in zip(logits, tokens, best, strict=True):

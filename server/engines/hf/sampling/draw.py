@@ -1,6 +1,6 @@
-"""Sampling in batch, each sequence from its own random stream.
+"""Sampling of tokens in a batch, with a random stream per sequence.
 
-A row's token depends on its own logits, parameters and draw alone, never on what else is in the batch.
+A row's token depends on its own logits, parameters and random number alone, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -13,31 +13,36 @@ import torch
 from tonnage.server.engines.hf.kernels.small import peaks
 from tonnage.server.engines.request import SamplingParams
 
-ROWS = 16  # drawn at a time, so that the copies of [rows, vocabulary] stay small beside the activations
+ROWS = 16  # rows drawn at a time, so that copies [rows, vocabulary] stay small beside the activations
 GREEDY_BELOW = 1e-5  # vLLM's threshold (sampling_params.py: _SAMPLING_EPS)
-TOP = 1024  # candidates looked at before the whole vocabulary is sorted (a sort of 49,152 takes 3 ms a row)
+TOP = 1024  # candidates tried before the whole vocabulary is sorted (49,152 tokens take 3 ms per row)
 
 
 def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """The first maximum of each row of ``logits`` [L, vocabulary], as generate takes it at temperature 0, and
-    whether the row can be drawn from: no NaN in it, its maximum finite. bfloat16 on a CPU in one pass."""
+    """Return the first maximum of each row of ``logits`` [L, vocabulary], and whether the row is valid.
+
+    A valid row has no NaN and a finite maximum. transformers' generate takes the same token at temperature 0.
+    bfloat16 on a CPU takes one pass.
+    """
     if logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
         first, good = peaks(logits)
         return first.tolist(), good.tolist()
-    finite = logits.amax(dim=-1).isfinite()  # amax hands NaN on
+    finite = logits.amax(dim=-1).isfinite()  # amax propagates NaN
     return logits.argmax(dim=-1).tolist(), finite.tolist()
 
 
 def is_greedy(params: SamplingParams) -> bool:
+    """Return whether the temperature is so low that the likeliest token is taken."""
     return params.temperature < GREEDY_BELOW
 
 
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
 ) -> list[int]:
-    """One token id a row of ``logits`` [L, vocabulary]; temperature 0 takes the `most_likely`.
+    """Draw one token per row of ``logits`` [L, vocabulary]; at temperature 0 it is the `most_likely`.
 
-    Below `GREEDY_BELOW` any other token's probability is 0 in float32, and the quotients would overflow.
+    Temperatures below `GREEDY_BELOW` count as 0: any other token has probability 0 in float32, and the
+    quotients would overflow.
     """
     tokens, _ = most_likely(logits)
     random = [row for row, p in enumerate(params) if not is_greedy(p)]
@@ -64,12 +69,12 @@ def _column(values: list[float], like: torch.Tensor, dtype: torch.dtype = torch.
 
 
 def _draw(probabilities: torch.Tensor, _: Sequence[SamplingParams], draws: torch.Tensor) -> list[int]:
-    """Inverse CDF over the whole vocabulary. ``probabilities`` [rows, vocabulary], ``draws`` [rows, 1]."""
+    """Draw by inverse CDF from ``probabilities`` [rows, vocabulary], with uniform ``draws`` [rows, 1]."""
     return _invert(probabilities, draws).tolist()
 
 
 def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """First column whose cumulative weight exceeds draw x total, [rows]; never one of weight 0."""
+    """Return the first column whose cumulative weight exceeds draw x total, [rows]; never one of weight 0."""
     total = weights.cumsum(dim=-1, dtype=torch.float64)
     picked = torch.searchsorted(total, draws * total[:, -1:], right=True)
     last = (weights > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True)
@@ -79,13 +84,13 @@ def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def _draw_truncated(
     probabilities: torch.Tensor, params: Sequence[SamplingParams], draws: torch.Tensor
 ) -> list[int]:
-    """top_k, then top_p of what is left, then min_p: vLLM's and transformers' order."""
+    """Draw after truncation by top_k, top_p of the rest, then min_p: the order of vLLM and transformers."""
     width = probabilities.shape[-1]
     values, order = probabilities.topk(min(TOP, width), dim=-1)
     tokens = []
     for row, wish in enumerate(params):
         top, ids = values[row], order[row]
-        # min_p bounds the candidates by itself only through top_p or top_k: see whether the first TOP hold all.
+        # min_p alone bounds the candidates only without top_p and top_k. Check whether the first TOP hold all.
         enough = 0 < wish.top_k <= len(top) or (wish.top_k == 0 and float(top.sum()) >= wish.top_p)
         if (
             wish.min_p > 0
@@ -101,7 +106,7 @@ def _draw_truncated(
 
 
 def _kept(top: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """``top`` (descending probabilities) with what the parameters exclude set to 0."""
+    """Return ``top`` (descending probabilities) with excluded tokens set to 0."""
     kept = top.clone()
     if params.top_k:
         kept[params.top_k :] = 0
