@@ -11,25 +11,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tonnage.planner.deployment import Deployment, EngineName
+from tonnage.planner.engines import encoder
+from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.runtime import gpu, hf
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
+from tonnage.planner.engines.runtime.host import Hosted
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture, did_you_mean
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
-from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.log import LogFigures
-    from tonnage.planner.engines.runtime.host import Hosted
-    from tonnage.planner.model.tensor import HeaderTensor
 
 
 class Engine(ABC):
@@ -124,9 +123,7 @@ class Engine(ABC):
             DeploymentError: --max-num-batched-tokens is below ``max_model_len`` for an encoder.
         """
         if architecture.kind == "encoder":
-            from tonnage.planner.engines.encoder import whole_texts
-
-            return whole_texts(flags, max_model_len, tokens)
+            return encoder.whole_texts(flags, max_model_len, tokens)
         return flags, tokens
 
     def default_utilization(self, version: Version) -> float:
@@ -247,8 +244,6 @@ class Engine(ABC):
 
         ``fitted`` replaces the shipped coefficients, for scores that leave out one source of measurements.
         """
-        from tonnage.planner.engines.runtime import gpu
-
         fitted = fitted or gpu.coefficients()
         activation = self.gpu_activation(architecture, chosen)
         if activation is None:
@@ -260,13 +255,11 @@ class Engine(ABC):
 
         The default is the measurement of the hf engine.
         """
-        from tonnage.planner.engines.runtime import hf
 
         return hf.framework_bytes(architecture.vocab_size)
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the activations of one step on a CPU; the default is the hf engine's formula."""
-        from tonnage.planner.engines.runtime import hf
 
         return hf.activation_bytes(architecture, chosen)
 
@@ -283,8 +276,6 @@ class Engine(ABC):
             UnsupportedArchitecture: the engine, or this planner, has no pool for the model.
         """
         if architecture.kind == "encoder":
-            from tonnage.planner.engines import encoder
-
             self.check_encoder(architecture)
             return encoder.build_pool(architecture, chosen.flags, chosen.block_size)
         return self.decoder_pool(architecture, chosen)
@@ -341,8 +332,6 @@ class Engine(ABC):
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
         """Return the capacity of a pool of ``num_blocks`` blocks, counted as the engine prints it."""
         if not pool.demands:
-            from tonnage.planner.engines import encoder
-
             return encoder.capacity(chosen.max_num_seqs)
         usable = max(0, num_blocks - 1) if self.null_block else num_blocks
         per_sequence = pool.sequence_blocks(chosen.max_model_len)

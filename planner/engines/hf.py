@@ -6,13 +6,16 @@ Layers are grouped as in vLLM (``grouping``), so that plans for both engines are
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.grouping import LayerPages, group_pages
 from tonnage.planner.engines.pool import Demand, PoolSpec
+from tonnage.planner.engines.runtime import hf
 from tonnage.planner.engines.runtime.estimate import Estimate
+from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.serve_line import tonnage_serve
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
@@ -21,9 +24,6 @@ from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.plans import Plan, Resolved
 from tonnage.planner.units import ceil_div
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.runtime.host import Hosted
 
 
 class HF(Engine):
@@ -63,13 +63,11 @@ class HF(Engine):
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
         """Estimate the activations of one step on a GPU."""
-        from tonnage.planner.engines.runtime import hf
 
         return hf.activation_bytes(architecture, chosen)
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
         """Return the host memory of the API process and the engine process."""
-        from tonnage.planner.engines.runtime import hf
 
         return hf.host_memory(hosted)
 
@@ -118,7 +116,6 @@ class HF(Engine):
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` command of ``plan``."""
-        from tonnage.planner.engines.serve_line import tonnage_serve
 
         asked = plan.deployment.quantization
         return (tonnage_serve(plan, ("--quantization", asked) if asked in self.quantizes_to else ()),)

@@ -16,26 +16,24 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures, squeezed
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
+from tonnage.planner.engines.runtime import llama_cpp
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
+from tonnage.planner.engines.runtime.host import Hosted
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
-from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Plan, Resolved
 from tonnage.planner.units import GiB, MiB, ceil_div
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.runtime.host import Hosted
-    from tonnage.planner.model.tensor import HeaderTensor
 
 # ggml type -> (values per block, bytes per block); ggml-common.h
 CACHE_TYPES = {
@@ -186,25 +184,22 @@ class LlamaCpp(Engine):
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the memory of llama-server on a CPU, without model, caches and compute buffer."""
-        from tonnage.planner.engines.runtime.llama_cpp import process
 
-        return process(architecture, chosen, _partial(architecture, chosen))
+        return llama_cpp.process(architecture, chosen, _partial(architecture, chosen))
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the compute buffer, as llama-fit-params reports it."""
         if architecture.kind != "decoder":
             return super().cpu_activation(architecture, chosen)
-        from tonnage.planner.engines.runtime.llama_cpp import compute_buffer
 
-        return compute_buffer(architecture, chosen, *_masked(architecture, chosen))
+        return llama_cpp.compute_buffer(architecture, chosen, *_masked(architecture, chosen))
 
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
         """Return the driver context and the compute buffer on a GPU; CUDA graphs take no memory."""
-        from tonnage.planner.engines.runtime.llama_cpp import context_memory
 
-        return Runtime(context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
+        return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """Return the cells of the context, which are allocated regardless of the free memory."""
@@ -212,7 +207,6 @@ class LlamaCpp(Engine):
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
         """Return the host memory of llama-server on GPUs."""
-        from tonnage.planner.engines.runtime import llama_cpp
 
         architecture, chosen = hosted.architecture, hosted.chosen
         return llama_cpp.host_memory(hosted, _partial(architecture, chosen), _masked(architecture, chosen)[0])

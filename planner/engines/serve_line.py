@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.flags import flags_of
+from tonnage.planner.headers.names import hub_model
 from tonnage.planner.plans import Plan
 
 # Flags of both commands that are printed only if they differ from their defaults.
@@ -32,7 +33,6 @@ def model_and_revision(name: str) -> tuple[str, ...]:
     """Return the arguments for a model ``org/name@revision``, for engines with a --revision flag."""
     if "@" not in name or os.path.exists(name):
         return (name,)
-    from tonnage.planner.headers.names import hub_model
 
     found = hub_model(name)
     return (name,) if found is None else (found.repo, "--revision", found.revision)

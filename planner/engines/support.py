@@ -17,17 +17,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tonnage.planner.devices.catalogue import Gpu, gpu_named
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import NotSupported
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.scheme import Quantization
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.base import Engine
 
 _ATTENTION = ("full", "sliding", "chunked")
 _PARTS = ("refused", "absent", "notes")

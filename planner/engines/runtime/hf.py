@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tonnage.planner.engines.runtime import host
 from tonnage.planner.engines.runtime.api import framework
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
+from tonnage.planner.engines.runtime.host import Hosted
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.runtime.host import Hosted
 
 # The hf engine on a CPU: RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB;
 # Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65.
@@ -65,7 +62,6 @@ _READERS = 4
 
 def host_memory(hosted: Hosted) -> HostMemory:
     """Return the host memory of the hf engine on GPUs: its processes as on a CPU, CUDA, and reading weights."""
-    from tonnage.planner.engines.runtime import host  # a plan for a CPU has none
 
     held = framework_bytes(hosted.architecture.vocab_size)
     processes = HostPart("processes", held.value, held.low, held.high, held.formula, held.source)

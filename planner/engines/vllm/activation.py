@@ -26,6 +26,7 @@ from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.vllm.encoder import Encoding, encoding
 from tonnage.planner.engines.vllm.multimodal import drops_towers
+from tonnage.planner.engines.vllm.repack import mxfp4_kernel
 from tonnage.planner.engines.vllm.versions import Rules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
@@ -223,7 +224,6 @@ def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _allocates_inside(chosen: Resolved) -> bool:
-    from tonnage.planner.engines.vllm.repack import mxfp4_kernel
 
     return chosen.flags.quantization == "mxfp4" and mxfp4_kernel(chosen.flags.gpu) == "triton"
 

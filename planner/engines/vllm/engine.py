@@ -5,16 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
+from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate, Runtime
+from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.serve_line import changed
 from tonnage.planner.engines.version import Version
-from tonnage.planner.engines.vllm import kv_formats, multimodal, starts
+from tonnage.planner.engines.vllm import (
+    budget,
+    cpu,
+    host,
+    kv_formats,
+    log,
+    multimodal,
+    requests,
+    serve_line,
+    starts,
+)
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
@@ -30,10 +43,6 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import GiB, gib
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.log import LogFigures
-    from tonnage.planner.engines.runtime.host import Hosted
 
 # Device memory from which (sequences, tokens) are the default of the API server (get_batch_defaults in
 # engine/arg_utils.py). A100s keep the small defaults.
@@ -244,7 +253,6 @@ class VLLM(Engine):
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the processes' memory on a CPU before weights and pool are loaded."""
-        from tonnage.planner.engines.vllm import cpu
 
         return cpu.framework_bytes(architecture, chosen.flags.dtype)
 
@@ -252,52 +260,43 @@ class VLLM(Engine):
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
         """Return the estimates of framework, activations and CUDA graphs of one rank on a GPU."""
-        from tonnage.planner.engines.vllm import budget
 
         return budget.terms(architecture, chosen, fitted)
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
-        from tonnage.planner.engines.vllm import host
 
         return host.host_memory(hosted)
 
     def own_flags(self, flags: Deployment) -> list[str]:
         """Return the ``vllm serve`` options that differ from defaults, except devices, sizes and dtypes."""
-        from tonnage.planner.engines.vllm.serve_line import own_flags
-
-        return own_flags(flags, self.quantizes_to)
+        return serve_line.own_flags(flags, self.quantizes_to)
 
     def serve_options(self, flags: Deployment) -> list[str]:
         """Return the options that deploy/vllm/compose.yaml has no variable for."""
-        from tonnage.planner.engines.serve_line import changed
 
         line = ["--dtype", flags.dtype, "--kv-cache-dtype", flags.kv_cache_dtype]
         return [*line, *changed(flags, ("pipeline_parallel_size",)), *self.own_flags(flags)]
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         """Add the figures and flags of one start-up log line to ``out``."""
-        from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log
 
-        read_line(line, out)
+        log.read_line(line, out)
 
     def log_rank(self, line: str) -> tuple[str, str]:
         """Return the (rank, process) prefix of a log line, with "" for a missing part."""
-        from tonnage.planner.engines.vllm.log import rank_of
 
-        return rank_of(line)
+        return log.rank_of(line)
 
     def settle_log(self, out: LogFigures) -> None:
         """Derive figures that the log of a rank does not print."""
-        from tonnage.planner.engines.vllm.log import settle
 
-        settle(out)
+        log.settle(out)
 
     def log_says_ready(self, line: str) -> bool:
         """Return whether a log line reports that the engine serves."""
-        from tonnage.planner.engines.vllm.log import started
 
-        return started(line)
+        return log.started(line)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
         """Return the releases after ``since`` up to ``until`` that changed a planned figure, described."""
@@ -426,7 +425,6 @@ class VLLM(Engine):
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
         """Return the rule for the blocks that a request takes from vLLM's block manager."""
-        from tonnage.planner.engines.vllm import requests
 
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -438,9 +436,7 @@ class VLLM(Engine):
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` and ``vllm serve`` commands of ``plan``."""
-        from tonnage.planner.engines.vllm.serve_line import serve_lines
-
-        return serve_lines(plan, self.quantizes_to)
+        return serve_line.serve_lines(plan, self.quantizes_to)
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
         """Return a note if VLLM_CPU_KVCACHE_SPACE is set, which overrides the planned pool on a CPU."""

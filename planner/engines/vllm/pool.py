@@ -15,6 +15,7 @@ from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, gr
 from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec, expanded_heads, heads_per_rank
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm import kv_formats
+from tonnage.planner.engines.vllm.compressed import BLOCK, compressed_groups
 from tonnage.planner.engines.vllm.versions import Rules, rules
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import family_of
@@ -111,7 +112,6 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
 
 
 def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
-    from tonnage.planner.engines.vllm.compressed import BLOCK, compressed_groups
 
     groups = compressed_groups(architecture, flags.version, flags.kv_dtype)
     notes: tuple[str, ...] = ("vLLM keeps this model's cache in its fp8_ds_mla format, whatever the dtype",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from tonnage.planner.deployment import Deployment
@@ -71,8 +72,6 @@ def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[st
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]
         line += ["--max-lora-rank", str(flags.max_lora_rank)]
     if flags.speculative_model:
-        import json
-
         draft = {"method": "mtp"} if flags.speculative_model == "mtp" else {"model": flags.speculative_model}
         draft_flags = {**draft, "num_speculative_tokens": flags.num_speculative_tokens}
         line += ["--speculative-config", json.dumps(draft_flags)]
