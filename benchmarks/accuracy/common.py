@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tonnage.planner.model.fields import parse_config
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -26,7 +28,6 @@ class Inputs:
 
         ``hf_quant_config.json`` is merged in, as when the planner reads a folder.
         """
-        from tonnage.planner.model.fields import parse_config
 
         path = self.config_path(name)
         return None if path is None else parse_config(path.read_bytes(), str(path))

@@ -11,6 +11,11 @@ import json
 
 from accuracy import kv_kept, kv_oracle
 from accuracy.common import Inputs, Section, read_tsv
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.source.resolve import ModelSource
 
 NAME = "kv"
 TOKENS = 32_768
@@ -24,11 +29,6 @@ _SPECS = {
 
 def score(inputs: Inputs) -> Section | None:
     """Return the scores of the section, or None without configs."""
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.source.resolve import ModelSource
 
     if inputs.configs is None:
         return None
@@ -77,8 +77,6 @@ def score(inputs: Inputs) -> Section | None:
 
 def _against_vllm(inputs: Inputs) -> dict[str, object]:
     """Compare the layers per kind with vLLM's own specs; an engine that expands latents reports full."""
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
 
     equal, differ = 0, []
     for row in read_tsv(inputs.vllm, "config") if inputs.vllm else []:

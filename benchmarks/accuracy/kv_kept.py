@@ -6,11 +6,9 @@ kv_oracle.py is compared with both, here and in tests/planner/test_kv_oracle.py.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tonnage.planner.model.architecture import Architecture, CacheLayer
-    from tonnage.planner.plans import Plan
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.plans import Plan
 
 # Model types whose blocks hold something other than K, V and latents of tokens: pages of compressed tokens, or
 # expanded latents. Their plans are compared with vLLM's own functions (section vllm_blocks,

@@ -12,6 +12,12 @@ from typing import Any, Literal
 
 from accuracy.common import Inputs, Section, read_jsonl
 from accuracy.reports import decimals, label, model_config, printed_interval
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.llama_cpp import size_cache
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.deployment import complete
 
 NAME = "llama_cpp"
 
@@ -57,11 +63,6 @@ def _buffer(row: dict[str, Any], config: dict[str, Any]) -> tuple[float, bool, s
 
     Returns None if the model is on several devices, or the buffer is not printed.
     """
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.engines.registry import engine_of
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.deployment import complete
 
     seen = row["observed"]
     weights = {name: float(size) for name, size in seen.get("model_buffers_mib") or ()}
@@ -91,9 +92,6 @@ def _buffer(row: dict[str, Any], config: dict[str, Any]) -> tuple[float, bool, s
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:
-    from tonnage.planner.engines.llama_cpp import size_cache
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
 
     said = dict(part.split("=", 1) for part in (row["other_flags"] or "").split() if "=" in part)
     old = row["engine"] == "ik_llama.cpp"

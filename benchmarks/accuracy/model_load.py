@@ -9,6 +9,12 @@ from typing import Any
 
 from accuracy.common import Inputs, Section, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.vllm.repack import mxfp4_padding
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.source.resolve import ModelSource
 
 NAME = "model_load"
 
@@ -64,12 +70,6 @@ def architecture_body(config: dict[str, Any]) -> str:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any], printed: float) -> bool:
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.engines.vllm.repack import mxfp4_padding
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.source.resolve import ModelSource
 
     length = row["max_model_len"]
     said = str(row["other_flags"])

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accuracy import startups
 from accuracy.common import Inputs, Section
 from accuracy.runtime_fit import Row, fit, load_rows
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.runtime.gpu import coefficients
 
 NAME = "pool_from_flags"
 
@@ -27,13 +27,10 @@ def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
     """
     if inputs.configs is None or inputs.reports is None:
         return None
-    from tonnage.planner.engines.runtime.gpu import coefficients
 
     rows, left_out = load_rows(inputs)
     if not more and inputs.startups is not None:
-        from accuracy.startups import load, row
-
-        more = list(map(row, load(inputs)[0]))
+        more = list(map(startups.row, startups.load(inputs)[0]))
     section = Section(covered=0)
     by_source: dict[str, list[Row]] = {}
     for row in rows:

@@ -10,18 +10,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accuracy.common import Inputs, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import capability_of, find_gpu, shares_memory
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.runtime.estimate import Coefficients, Runtime
 from tonnage.planner.engines.runtime.gpu import coefficients
-from tonnage.planner.engines.vllm.framework import SMALL
+from tonnage.planner.engines.version import parse_version
+from tonnage.planner.engines.vllm.activation import peak
+from tonnage.planner.engines.vllm.budget import is_seen
+from tonnage.planner.engines.vllm.framework import SMALL, is_hopper
+from tonnage.planner.engines.vllm.graphs import sizes
 from tonnage.planner.engines.vllm.versions import rules
-
-if TYPE_CHECKING:
-    from tonnage.planner.engines.runtime.estimate import Coefficients, Runtime
-    from tonnage.planner.model.architecture import Architecture
-    from tonnage.planner.plans import Resolved
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.planning.deployment import complete
+from tonnage.planner.planning.files import auto_dtype
+from tonnage.planner.planning.stages import rank_architecture
+from tonnage.planner.planning.weights import sum_weights
+from tonnage.planner.plans import Resolved
+from tonnage.planner.quantization.read import check_quantization, read_quantization
+from tonnage.planner.source.resolve import ModelSource
 
 # Limits of the interval's half-width, as shares of the device. The whole interval is at most 8 % of the device,
 # and at most 3 % if every part was measured.
@@ -60,14 +73,12 @@ class Row:
     @property
     def hopper(self) -> bool:
         """Return whether the GPU is a data centre GPU from Hopper on."""
-        from tonnage.planner.engines.vllm.framework import is_hopper
 
         return is_hopper(self.chosen.flags)
 
     @property
     def seen(self) -> bool:
         """Return whether logs that print every term cover each part of the plan."""
-        from tonnage.planner.engines.vllm.budget import is_seen
 
         return is_seen(self.architecture, self.chosen)
 
@@ -89,7 +100,6 @@ class Row:
 
     def runtime(self, fitted: Coefficients) -> Runtime:
         """Return the memory terms with the coefficients ``fitted``."""
-        from tonnage.planner.engines.registry import engine_of
 
         engine = engine_of(self.chosen.flags.engine)
         return engine.gpu_terms(self.architecture, self.chosen, fitted)
@@ -102,11 +112,9 @@ class Row:
 
     def outside_unified(self) -> int | None:
         """Return the rest of the budget on a machine whose GPU shares host memory, or None elsewhere."""
-        from tonnage.planner.devices.catalogue import shares_memory
 
         if not shares_memory(self.chosen.flags.gpu) or not self.carries_bar or self.graph_estimate is None:
             return None
-        from tonnage.planner.engines.vllm.activation import peak
 
         inside = peak(self.architecture, self.chosen, coefficients()).total
         return self.chosen.limit - self.weights - self.pool - self.graph_estimate - inside
@@ -115,7 +123,6 @@ class Row:
         """Return the bytes per logit of a sampler that sorts and is the peak, or None for another row."""
         if self.activation is None or rules(self.chosen.version).sampler != "sort":
             return None
-        from tonnage.planner.engines.vllm.activation import peak
 
         found = peak(self.architecture, self.chosen, coefficients())
         if self.activation < 1.2 * found.forward:
@@ -127,7 +134,6 @@ class Row:
 
     def bytes_per_graph(self) -> float | None:
         """Return the bytes of each batch size after the first, or None with fewer sizes than by default."""
-        from tonnage.planner.engines.vllm.graphs import sizes
 
         count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
         if self.graph_estimate is None or count < 51:
@@ -151,11 +157,6 @@ def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
 
 
 def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.deployment import complete
-    from tonnage.planner.planning.files import auto_dtype
-    from tonnage.planner.source.resolve import ModelSource
 
     seen = report["observed"]
     config = model_config(inputs, report)
@@ -196,8 +197,6 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
 
 
 def _device(report: dict[str, Any]) -> tuple[int | None, str | None]:
-    from tonnage.planner.devices.catalogue import find_gpu
-    from tonnage.planner.errors import TonnageError
 
     total, name = report["observed"].get("total_gpu_gib"), report["gpu"]
     found = None
@@ -211,8 +210,6 @@ def _device(report: dict[str, Any]) -> tuple[int | None, str | None]:
 
 
 def _version(report: dict[str, Any]) -> str | None:
-    from tonnage.planner.engines.version import parse_version
-    from tonnage.planner.errors import TonnageError
 
     try:
         parse_version(report["engine_version"] or "")
@@ -222,7 +219,6 @@ def _version(report: dict[str, Any]) -> str | None:
 
 
 def _flags(report: dict[str, Any], memory: int, gpu: str | None) -> Any:
-    from tonnage.planner.deployment import Deployment
 
     return Deployment(
         engine="vllm",
@@ -249,10 +245,6 @@ def _weights(
     name is
     no quantization config.
     """
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.planning.stages import rank_architecture
-    from tonnage.planner.planning.weights import sum_weights
-    from tonnage.planner.quantization.read import check_quantization, read_quantization
 
     printed = report["observed"].get("model_load_gib")
     if quantization_known(report) and not report["speculative"]:  # drafts are not in these flags
@@ -294,7 +286,6 @@ def _covering(errors: Sequence[float], least: float) -> float:
 
 
 def _values(rows: Sequence[Row]) -> Coefficients:
-    from tonnage.planner.engines.runtime.estimate import Coefficients
 
     sort: _Votes = {}
     alone: _Votes = {}
@@ -352,7 +343,6 @@ def _values(rows: Sequence[Row]) -> Coefficients:
 
 
 def _capabilities(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    from tonnage.planner.devices.catalogue import capability_of
 
     found = (capability_of(row.chosen.flags.gpu) for row in rows if row.carries_bar and row.chosen.flags.gpu)
     return {capability for capability in found if capability is not None}

@@ -6,6 +6,12 @@ from typing import Any
 
 from accuracy.common import Inputs, Section, read_jsonl
 from accuracy.reports import GIB, label, model_config
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.sglang import token_bytes
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.source.resolve import ModelSource
 
 NAME = "sglang"
 
@@ -33,12 +39,6 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> bool:
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.engines.sglang import token_bytes
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.source.resolve import ModelSource
 
     seen, ranks = row["observed"], row["tensor_parallel"] or 1
     said = dict(part.split("=", 1) for part in (row["other_flags"] or "").split() if "=" in part)

@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accuracy.common import Inputs, Section, read_jsonl
 from accuracy.reports import GIB
-
-if TYPE_CHECKING:
-    from accuracy.runtime_fit import Row
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.plans import Plan
-    from tonnage.planner.source.resolve import ModelSource
+from accuracy.runtime_fit import Row, fit, load_rows
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.vllm.framework import fused_all_reduce
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.size import Sizer
+from tonnage.planner.plans import Plan
+from tonnage.planner.source.resolve import ModelSource
 
 NAME = "startups"
 SWEEP = "jgchn/llm-d-planner"  # rows of one sweep are not independent, so they share one vote
@@ -58,8 +59,6 @@ class Start:
 
 def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
     """Return (starts, left-out starts with the reason)."""
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.source.resolve import ModelSource
 
     assert inputs.startups is not None
     starts, left_out = [], []
@@ -103,16 +102,12 @@ def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
 
 def planned(start: Start) -> Plan:
     """Return the plan of a start, with the shipped coefficients."""
-    from tonnage.planner.planning.build import plan_source
 
     return plan_source(start.found, start.flags)
 
 
 def row(start: Start) -> Row:
     """Return a start as a row for the fit of the coefficients."""
-    from accuracy.runtime_fit import Row
-    from tonnage.planner.engines.vllm.framework import fused_all_reduce
-    from tonnage.planner.planning.size import Sizer
 
     size = Sizer(start.found).size(start.flags)
     part, chosen = size.parts[size.place], size.chosen
@@ -168,7 +163,6 @@ def score(inputs: Inputs) -> Section | None:
 
 def _left_out(inputs: Inputs, starts: list[Start]) -> dict[str, Any]:
     """Return the errors of the KV pool with each model's starts left out of the fit."""
-    from accuracy.runtime_fit import fit, load_rows
 
     reports = load_rows(inputs)[0] if inputs.reports is not None else []
     rows = [row(start) for start in starts]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from accuracy.common import Inputs, Section, read_jsonl
 from accuracy.reports import gib_interval, label, model_config
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.version import parse_version
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.source.resolve import ModelSource
 
 NAME = "tokens_given_pool"
 
@@ -47,10 +53,6 @@ def _unusable(row: dict[str, Any]) -> str | None:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:
-    from tonnage.planner.deployment import Deployment
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.source.resolve import ModelSource
 
     seen = row["observed"]
     said = str(row["other_flags"] or "")
@@ -77,7 +79,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     source = ModelSource(row["model"], row["model"], config, "folder")
     try:
-        low, high = (_tokens(plan_source, source, flags, size, seen) for size in pool)
+        low, high = (_tokens(source, flags, size, seen) for size in pool)
     except TonnageError as error:
         section.refuse(name, error)
         return
@@ -92,9 +94,8 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     section.misses.append(f"{name}: planned {low[0]:,} to {high[0]:,}, printed {truth:,}")
 
 
-def _tokens(plan_source: Any, source: Any, flags: Any, size: int, seen: dict[str, Any]) -> tuple[int, int]:
+def _tokens(source: Any, flags: Any, size: int, seen: dict[str, Any]) -> tuple[int, int]:
     """Return (tokens or blocks as the row prints them, the size of one block in the same unit)."""
-    from dataclasses import replace
 
     plan = plan_source(source, replace(flags, kv_cache_memory_bytes=size))
     cache = plan.kv_cache
@@ -104,8 +105,6 @@ def _tokens(plan_source: Any, source: Any, flags: Any, size: int, seen: dict[str
 
 
 def _version(row: dict[str, Any]) -> str | None:
-    from tonnage.planner.engines.version import parse_version
-    from tonnage.planner.errors import TonnageError
 
     text = row["engine_version"]
     if text is None:

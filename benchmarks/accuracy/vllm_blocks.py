@@ -6,13 +6,18 @@ The table has 0.32.0 for every config, and thirteen versions (vllm_versions.py) 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from accuracy import vllm_versions
 from accuracy.common import Inputs, Section, read_tsv
-
-if TYPE_CHECKING:
-    from tonnage.planner.plans import KVCachePlan
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices import host
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.size import Sizer
+from tonnage.planner.plans import KVCachePlan
+from tonnage.planner.source.resolve import ModelSource
 
 NAME = "vllm_blocks"
 
@@ -21,9 +26,6 @@ class Planned:
     """Plans of one config by vLLM's rules on a CPU, version by version."""
 
     def __init__(self, name: str, config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-        from tonnage.planner.deployment import Deployment
-        from tonnage.planner.planning.size import Sizer
-        from tonnage.planner.source.resolve import ModelSource
 
         self._source = ModelSource(name, name, config, "folder")
         self._sizer = Sizer(self._source)
@@ -34,9 +36,6 @@ class Planned:
 
     def under(self, version: str) -> KVCachePlan:
         """Return the KV cache plan for ``version``."""
-        from dataclasses import replace
-
-        from tonnage.planner.planning.build import plan_source
 
         return plan_source(self._source, replace(self._flags, engine_version=version), self._sizer).kv_cache
 
@@ -45,7 +44,6 @@ def score(inputs: Inputs) -> Section | None:
     """Return the scores of the table and of each version, for a CPU without AMX."""
     if inputs.configs is None or inputs.vllm is None:
         return None
-    from tonnage.planner.devices import host
 
     features = host.cpu_features
     without = frozenset(name for name in features() if not name.startswith("amx"))
@@ -57,7 +55,6 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _score(inputs: Inputs) -> Section:
-    from tonnage.planner.errors import TonnageError
 
     section = Section()
     for row in read_tsv(inputs.vllm, "config", "num_blocks", "tokens", "max_concurrency"):
@@ -80,8 +77,6 @@ def _score(inputs: Inputs) -> Section:
 
 def versions() -> dict[str, Any]:
     """Return the scores of every version: answered cases, equal plans, and the differences by name."""
-    from tonnage.planner.devices import host
-    from tonnage.planner.errors import TonnageError
 
     out: dict[str, Any] = {}
     features, host.cpu_features = host.cpu_features, vllm_versions.cpu_features

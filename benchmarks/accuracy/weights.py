@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from accuracy.common import Inputs, Section, read_tsv
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.model.dtypes import config_dtype
+from tonnage.planner.planning.checkpoint import checkpoint_size
+from tonnage.planner.quantization.read import read_quantization
 
 NAME = "weights"
 
@@ -25,8 +30,6 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _parameters(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
 
     config = inputs.config(row["model"])
     if config is None:
@@ -40,10 +43,6 @@ def _parameters(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
 
 
 def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
-    from tonnage.planner.errors import TonnageError
-    from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.checkpoint import checkpoint_size
-    from tonnage.planner.quantization.read import read_quantization
 
     config = inputs.config(row["model"])
     if config is None:
@@ -72,7 +71,6 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
 
 def _dtype(row: dict[str, str], config: dict[str, Any]) -> str:
     """Return the dtype of the row, else of the config, else bfloat16."""
-    from tonnage.planner.model.dtypes import config_dtype
 
     if row["torch_dtype"] not in ("None", ""):
         return row["torch_dtype"]
