@@ -45,7 +45,7 @@ examples:
 """
 
 
-COLUMNS = "what the trace calls arrival, prompt_tokens, output_tokens, ...: arrival=t,prompt_tokens=in,..."
+COLUMNS = "column names of the trace: arrival=t,prompt_tokens=in,..."
 
 
 # Options of a single deployment that accept several values here (sweep/choices.py); text added to their help.
@@ -59,11 +59,11 @@ SEVERAL = {
 def parser() -> Parser:
     """Return the parser of `tonnage plan`; options have vLLM's names."""
     p = Parser(
-        "tonnage plan", "Say what a model needs and what a device carries, before anything loads.", _EPILOG
+        "tonnage plan", "Show what a model needs and what a device can hold, before anything loads.", _EPILOG
     )
     p.add_argument(
         "model", metavar="MODEL",
-        help="demo, a folder with config.json, a .gguf file, or of the hub org/name or org/name@revision",
+        help="demo, a folder with config.json, a .gguf file, or a hub id: org/name or org/name@revision",
     )  # fmt: skip
     p.add_argument("others", metavar="MODEL", nargs="*", help="more models: one table, side by side")
     add_token_flag(p)
@@ -90,10 +90,13 @@ def _output_flags(p: _Group) -> None:
     p.add_argument("--top", metavar="N", help="only the first N rows of a table")
     p.add_argument(
         "--price", action="append", metavar="GPU=USD",
-        help="what one costs an hour, for example h100-80g=2.10 (repeatable; default: public lists)",
+        help="hourly price of one GPU, for example h100-80g=2.10 (repeatable; default: public lists)",
     )  # fmt: skip
     p.add_argument(
-        "--compare", nargs=2, metavar=("A", "B"), help="what the upgrade from version A to B changes, and why"
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="show what an upgrade from version A to B changes, and why",
     )
     p.add_argument(
         "--request", action="append", metavar="P+O",
@@ -123,11 +126,23 @@ def _trace_flags(p: _Group) -> None:
     p.add_argument("--trace", metavar="FILE", help="how many requests with the lengths in FILE run at once")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
     p.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
-    p.add_argument("--replicas", metavar="auto", help="how many servers of this plan --rate needs")
+    p.add_argument("--replicas", metavar="auto", help="number of servers with this plan that --rate needs")
     p.add_argument("--rate", type=float, metavar="N", help="requests per second, with the lengths of --trace")
-    p.add_argument("--wait-target", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
-    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
-    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
+    p.add_argument(
+        "--wait-target", metavar="TIME", help="target for the 99th percentile of waits (default: 1s)"
+    )
+    p.add_argument(
+        "--memory-bandwidth",
+        type=float,
+        metavar="GB/s",
+        help="memory bandwidth of one device (default: by --gpu)",
+    )
+    p.add_argument(
+        "--flops",
+        type=float,
+        metavar="TFLOP/s",
+        help="dense 16-bit operations of one device (default: by --gpu)",
+    )
 
 
 def _check_trace(args: argparse.Namespace) -> None:
@@ -166,36 +181,34 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     if args.compare is not None:
         if many:
             refuse(
-                "compare", f"is about one deployment, --{many.replace('_', '-')} about many", "leave one out"
+                "compare", f"compares one deployment; --{many.replace('_', '-')} plans many", "leave one out"
             )
         if args.engine_version is not None:
-            refuse("compare", "says both versions", "leave --engine-version out")
+            refuse("compare", "already names both versions", "leave --engine-version out")
         many = "compare"
     if args.sweep and args.target_concurrency is not None:
         refuse(
-            "sweep", "prints all combinations, --target-concurrency the cheapest that hold so many", "give one"
+            "sweep", "excludes --target-concurrency, which prints only the cheapest combinations", "give one"
         )
-    about = f"--{many.replace('_', '-')}" if many else "several models or values are" if several else ""
+    about = f"--{many.replace('_', '-')} gives" if many else "several models or values give" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
         if about and getattr(args, name) and (name != "request" or many):
-            refuse(name, f"is about one plan, {about} about many", "leave one out")
+            refuse(name, f"needs a single plan; {about} a table of plans", "leave one out")
     settings = "emit" if args.emit else "serve_line" if args.serve_line else None
     for name in ("explain", "request", "trace"):
         if settings and getattr(args, name):
-            refuse(
-                name, f"is about figures, --{settings.replace('_', '-')} prints settings alone", "leave one out"
-            )
+            refuse(name, f"adds figures; --{settings.replace('_', '-')} prints settings only", "leave one out")
     if args.explain and (args.csv or args.markdown):
-        refuse("explain", "has no place in a table", "--json has the terms, with their formulas")
+        refuse("explain", "is not available in a table", "--json has the terms, with their formulas")
     for name in ("sort", "top", "price"):
         if getattr(args, name) is None:
             continue
         if not about:
-            refuse(name, "is for a table of many plans", "give several models or values, or --sweep")
+            refuse(name, "applies to a table of plans only", "give several models or values, or --sweep")
         if many == "compare":
-            refuse(name, "is for a table of many plans, --compare about one", "leave one out")
+            refuse(name, "applies to a table of plans; --compare shows one deployment", "leave one out")
     if args.sort is not None and many == "target_concurrency":
-        refuse("sort", "is for a table, --target-concurrency prints the cheapest first", "leave one out")
+        refuse("sort", "does not combine with --target-concurrency, which sorts by price", "leave one out")
 
 
 def run(argv: list[str]) -> int:
@@ -224,7 +237,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
         TonnageError: the model or the options are not supported.
     """
     if args.trace is not None and trace is None:
-        raise DeploymentError("traces are read by the command tonnage, not by the planner", field="--trace")
+        raise DeploymentError("only the command tonnage can read traces", field="--trace")
     _check_trace(args)
     many = args.sweep or args.target_concurrency is not None
     choices = read_choices(args)

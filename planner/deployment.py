@@ -31,7 +31,7 @@ class Deployment:
     """
 
     engine: EngineName = flag(
-        "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
+        "hf", "engine to plan for (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
         # planner/engines/registry.py checks that the engine exists
         metavar="|".join(get_args(EngineName)), spellings=_ENGINES,
     )  # fmt: skip
@@ -43,18 +43,18 @@ class Deployment:
         "cpu", "device the engine runs on (default: cpu, or the GPU's)", group=_DEVICE, choices=("cpu", "cuda")
     )
     gpu: str | None = flag(
-        None, "a GPU of the catalogue, or ask this machine", group=_DEVICE, metavar="NAME|cpu|auto"
+        None, "a GPU of the catalogue, or this machine's device", group=_DEVICE, metavar="NAME|cpu|auto"
     )
     device_memory: int | None = flag(
         None, "memory of the device, for example 79.18GiB (default: the device's own)", group=_DEVICE,
         unit="bytes",
     )  # fmt: skip
     device_memory_used: int = flag(
-        0, "memory of each device that others hold already, for example 10GiB (default: none)", group=_DEVICE,
-        unit="bytes", least=0, engine="vllm",
+        0, "memory of each device that other processes use already, for example 10GiB (default: none)",
+        group=_DEVICE, unit="bytes", least=0, engine="vllm",
     )  # fmt: skip
     num_gpus: int | None = flag(
-        None, "GPUs of the machine (default: as many as there are ranks)", group=_DEVICE, most=_MAX_RANKS,
+        None, "GPUs of the machine (default: one per rank)", group=_DEVICE, most=_MAX_RANKS,
         engine="vllm",
     )  # fmt: skip
     gpu_memory_utilization: float | None = flag(
@@ -62,10 +62,14 @@ class Deployment:
         group=_DEVICE, unit="share",
     )  # fmt: skip
     calibration: str | None = flag(
-        None, "what tonnage fit-log --calibrate kept of starts on this GPU", group=_DEVICE, metavar="FILE"
+        None, "measurements of this GPU from tonnage fit-log --calibrate", group=_DEVICE, metavar="FILE"
     )
     dtype: str = flag(
-        "auto", "what the model is loaded in", group=_MODEL, choices=("auto", *DTYPE_BYTES), metavar="DTYPE"
+        "auto",
+        "dtype in which the model is loaded",
+        group=_MODEL,
+        choices=("auto", *DTYPE_BYTES),
+        metavar="DTYPE",
     )
     quantization: str | None = flag(
         None,
@@ -84,59 +88,64 @@ class Deployment:
         choices=("auto", *DTYPE_BYTES), metavar="DTYPE", engine="vllm",
     )  # fmt: skip
     mamba_cache_mode: str = flag(
-        "auto", "states kept for prefixes: all or align (default: the version's; without effect from 0.33 on)",
+        "auto", "states kept for prefix hits: all or align (default: the version's; no effect from 0.33 on)",
         group=_CACHE, choices=("auto", "none", "align", "all"), metavar="MODE", engine="vllm",
     )  # fmt: skip
     runner: str = flag(
-        "auto", "pooling: embeddings of a model that could generate, by vllm (default: what the model is for)",
+        "auto", "pooling: embeddings from a generative model, by vllm (default: the model's own task)",
         group=_MODEL, choices=("auto", "generate", "pooling"),
     )  # fmt: skip
     max_model_len: int | None = flag(
         None, "longest prompt and completion together, in tokens (default: the model's own)", group=_MODEL
     )
-    max_num_seqs: int | None = flag(None, "most sequences running at once", group=_CACHE)
-    max_num_batched_tokens: int | None = flag(None, "most tokens of one step", group=_CACHE)
+    max_num_seqs: int | None = flag(None, "maximum number of running sequences", group=_CACHE)
+    max_num_batched_tokens: int | None = flag(None, "maximum number of tokens per step", group=_CACHE)
     block_size: int | None = flag(
         None, "tokens per KV block (default: the engine's own: 16, vllm on cpu 128, sglang 1)", group=_CACHE,
         most=8192,
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = flag(
-        None, "size of the KV pool, for example 512MiB (default: what is left)", group=_CACHE, unit="bytes"
+        None,
+        "size of the KV pool, for example 512MiB (default: the remaining memory)",
+        group=_CACHE,
+        unit="bytes",
     )
     enable_prefix_caching: bool | None = flag(
-        None, "share blocks of equal prefixes (default: on, where the engine has it on)", group=_CACHE
+        None, "reuse blocks of equal prefixes (default: as the engine does)", group=_CACHE
     )
     num_gpu_blocks_override: int | None = flag(
-        None, "blocks of the pool, whatever the memory", group=_CACHE, engine="vllm"
+        None, "number of blocks in the pool, regardless of memory", group=_CACHE, engine="vllm"
     )
     limit_mm_per_prompt: str = flag(
-        "{}", """most pictures of a prompt, for example '{"image": 2, "video": 0}' (default: any number)""",
+        "{}", """most pictures per prompt, for example '{"image": 2, "video": 0}' (default: any number)""",
         group=_CACHE, metavar="JSON", engine="vllm",
     )  # fmt: skip
     mm_processor_kwargs: str = flag(
-        "{}", """sizes of pictures, for example '{"max_pixels": 1003520}' (default: the processor's own)""",
+        "{}", """picture processor options, such as '{"max_pixels": 1003520}' (default: the processor's own)""",
         group=_CACHE, metavar="JSON", engine="vllm",
     )  # fmt: skip
-    language_model_only: bool = flag(False, "no pictures: towers are not loaded", group=_MODEL, engine="vllm")
+    language_model_only: bool = flag(
+        False, "load the language model only, without picture towers", group=_MODEL, engine="vllm"
+    )
     skip_mm_profiling: bool = flag(
-        False, "the profile run encodes no pictures: what they take is not reserved", group=_CACHE,
+        False, "skip pictures in the profile run and reserve no memory for them", group=_CACHE,
         engine="vllm",
     )  # fmt: skip
     disable_chunked_mm_input: bool = flag(
-        False, "a picture is not cut into several steps", group=_CACHE, engine="vllm"
+        False, "do not split a picture over several steps", group=_CACHE, engine="vllm"
     )
     mm_encoder_tp_mode: str = flag(
-        "weights", "ranks divide the tower, or the pictures", group=_EXTRAS, choices=("weights", "data"),
-        engine="vllm",
+        "weights", "divide the tower's weights or the pictures over the ranks", group=_EXTRAS,
+        choices=("weights", "data"), engine="vllm",
     )  # fmt: skip
     tensor_parallel_size: int = flag(
-        1, "GPUs a layer is divided over", group=_EXTRAS, most=_MAX_RANKS, short="-tp"
+        1, "GPUs that each layer is divided over", group=_EXTRAS, most=_MAX_RANKS, short="-tp"
     )
     pipeline_parallel_size: int = flag(
-        1, "GPUs the layers are divided over", group=_EXTRAS, most=_MAX_RANKS, short="-pp"
+        1, "GPUs that the layers are distributed over", group=_EXTRAS, most=_MAX_RANKS, short="-pp"
     )
     data_parallel_size: int = flag(1, "replicas", group=_EXTRAS, most=_MAX_RANKS, short="-dp")
-    enable_expert_parallel: bool = flag(False, "whole experts per GPU", group=_EXTRAS, short="-ep")
+    enable_expert_parallel: bool = flag(False, "place whole experts on each GPU", group=_EXTRAS, short="-ep")
     decode_context_parallel_size: int = flag(
         1,
         "ranks that divide a sequence's KV cache",
@@ -145,42 +154,42 @@ class Deployment:
         engine="vllm",
         short="-dcp",
     )
-    enforce_eager: bool = flag(False, "no CUDA graphs", group=_DEVICE)
+    enforce_eager: bool = flag(False, "do not use CUDA graphs", group=_DEVICE)
     cpu_offload_bytes: int = flag(
-        0, "GiB of weights per GPU kept in the host's memory (default: none)", group=_EXTRAS, unit="GiB",
+        0, "GiB of weights per GPU kept in host memory (default: none)", group=_EXTRAS, unit="GiB",
         least=0, option="--cpu-offload-gb",
     )  # fmt: skip
     load_format: str = flag(
-        "auto", "how the weights' files are read", group=_MODEL,
+        "auto", "how weight files are loaded", group=_MODEL,
         choices=("auto", "safetensors", "pt", "dummy"), engine="vllm",
     )  # fmt: skip
     safetensors_load_strategy: str = flag(
-        "lazy", "what of a file is in memory while it is read", group=_MODEL,
+        "lazy", "how much of a weight file is in memory while it is read", group=_MODEL,
         choices=("lazy", "eager", "prefetch"), engine="vllm",
     )  # fmt: skip
     mm_processor_cache_bytes: int = flag(
-        4 * GiB, "GiB of the host's memory for processed pictures and sound (default: 4)", group=_EXTRAS,
+        4 * GiB, "GiB of host memory for processed pictures and sound (default: 4)", group=_EXTRAS,
         unit="GiB", least=0, option="--mm-processor-cache-gb", engine="vllm",
     )  # fmt: skip
     kv_offloading_bytes: int = flag(
-        0, "GiB of the host's memory that keep blocks of all GPUs (default: none)", group=_EXTRAS, unit="GiB",
+        0, "GiB of host memory for offloaded blocks of all GPUs (default: none)", group=_EXTRAS, unit="GiB",
         least=0, option="--kv-offloading-size", engine="vllm",
     )  # fmt: skip
     enable_sleep_mode: bool = flag(
-        False, "may sleep, its weights in the host's memory", group=_EXTRAS, engine="vllm"
+        False, "allow sleeping, with the weights in host memory", group=_EXTRAS, engine="vllm"
     )
     flash_attn: str = flag(
-        "auto", "scores of attention in pieces, or those of a step whole in memory", group=_CACHE,
+        "auto", "compute attention scores in tiles, or store all scores of a step", group=_CACHE,
         choices=("auto", "on", "off"), engine="llama.cpp",
     )  # fmt: skip
     kv_unified: bool = flag(
         False, "all sequences share one context of --max-model-len tokens", group=_CACHE, engine="llama.cpp"
     )
     cache_ram_bytes: int = flag(
-        8192 * MiB, "MiB of the host's memory that keep prompts (default: 8192)", group=_EXTRAS, unit="MiB",
+        8192 * MiB, "MiB of host memory for cached prompts (default: 8192)", group=_EXTRAS, unit="MiB",
         least=0, option="--cache-ram", engine="llama.cpp",
     )  # fmt: skip
-    enable_lora: bool = flag(False, "hold LoRA slots", group=_EXTRAS)
+    enable_lora: bool = flag(False, "reserve LoRA slots", group=_EXTRAS)
     max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
     # 512 is vLLM's largest rank
     max_lora_rank: int = flag(
@@ -190,18 +199,22 @@ class Deployment:
         None, "draft model, or mtp for the checkpoint's own layers", group=_EXTRAS, metavar="M"
     )
     num_speculative_tokens: int = flag(
-        0, "tokens drafted a step (default: 1 with a draft)", group=_EXTRAS, least=0, most=64,
+        0, "tokens drafted per step (default: 1 with a draft)", group=_EXTRAS, least=0, most=64,
         needs="speculative_model",
     )  # fmt: skip
     mem_fraction_static: float | None = flag(
-        None, "share for weights and pool", group=_DEVICE, unit="share", engine="sglang"
+        None, "share of memory for weights and pool", group=_DEVICE, unit="share", engine="sglang"
     )
     # SGLang, server_args.py: tokens of the sliding-window pool per token of the full pool
     swa_full_tokens_ratio: float = flag(
-        0.8, "sliding tokens for each full one", group=_DEVICE, unit="share", engine="sglang"
+        0.8,
+        "tokens of the sliding pool per token of the full pool",
+        group=_DEVICE,
+        unit="share",
+        engine="sglang",
     )
     mamba_full_memory_ratio: float = flag(
-        0.9, "bytes of states for each byte of tokens", group=_DEVICE, unit="share", engine="sglang"
+        0.9, "bytes of state memory per byte of token memory", group=_DEVICE, unit="share", engine="sglang"
     )
 
 

@@ -305,7 +305,9 @@ class Plan:
         if len(self.ranks) > 1:
             name = f"{len(self.ranks)} x {name}"
         return (
-            f"{name} ({flags.data_parallel_size} replicas, each so)" if flags.data_parallel_size > 1 else name
+            f"{name} ({flags.data_parallel_size} replicas of this plan)"
+            if flags.data_parallel_size > 1
+            else name
         )
 
     def memory_rows(self) -> list[tuple[str, int, str]]:
@@ -374,8 +376,8 @@ class Plan:
         if self.deployment.data_parallel_size > 1:
             line += " for each replica"
         if host.shared_bytes:
-            line += f"; of it in /dev/shm up to {gib(host.shared_bytes)} (a container has 64 MiB unasked)"
-        return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can take back"]
+            line += f"; of it in /dev/shm up to {gib(host.shared_bytes)} (a container has 64 MiB by default)"
+        return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can reclaim"]
 
     def verdict_lines(self) -> list[str]:
         """Return lines that say whether the plan fits, otherwise why not and what would fit, and the notes."""

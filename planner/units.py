@@ -86,10 +86,12 @@ def parse_port(text: str) -> int:
     """Return the port number of `--port`.
 
     Raises:
-        DeploymentError: the text is no port from 0 to 65535.
+        DeploymentError: the text is not a port number from 0 to 65535.
     """
     if not text.isdecimal() or not text.isascii() or len(text) > 5 or int(text) > 65_535:
-        raise DeploymentError(f"{text[:40]!r} is no port", field="--port", hint="from 0 (a free one) to 65535")
+        raise DeploymentError(
+            f"{text[:40]!r} is not a port number", field="--port", hint="from 0 (a free one) to 65535"
+        )
     return int(text)
 
 

@@ -196,7 +196,7 @@ def local_gpu() -> Gpu:
         total = int(memory.total - memory.reserved)
     except pynvml.NVMLError as error:
         raise DeploymentError(
-            f"the NVIDIA driver does not say what it has: {error}", field="--gpu",
+            f"the NVIDIA driver does not report its memory: {error}", field="--gpu",
             hint="name the GPU, or give --device-memory",
         ) from None  # fmt: skip
     finally:

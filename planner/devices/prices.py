@@ -90,7 +90,7 @@ def read_prices(texts: Iterable[str]) -> dict[str, float]:
     """Parse prices such as `h100-80g=2.10` into USD per hour of one GPU, by its name in the catalogue.
 
     Raises:
-        DeploymentError: a text is no price, or its GPU is unknown.
+        DeploymentError: a text is not a price, or its GPU is unknown.
     """
     found = {}
     for text in texts:
@@ -101,7 +101,7 @@ def read_prices(texts: Iterable[str]) -> dict[str, float]:
             usd = -1.0
         if not isfinite(usd) or usd <= 0:
             raise DeploymentError(
-                f"{text[:60]!r} is no price", field=FIELD, hint="GPU=USD an hour, for example h100-80g=2.10"
+                f"{text[:60]!r} is not a price", field=FIELD, hint="GPU=USD an hour, for example h100-80g=2.10"
             )
         found[find_gpu(name, FIELD).name] = usd
     return found

@@ -34,7 +34,7 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
     learnt = [entry for comparison in compared for entry in _entries(comparison)]
     if not learnt:
         raise DeploymentError(
-            "the logs say nothing of activations, non-torch memory or CUDA graphs on a GPU that is known",
+            "the logs have no activations, non-torch memory or CUDA graphs of a known GPU",
             field="--calibrate",
             hint="--gpu NAME, and for vLLM a log with VLLM_LOGGING_LEVEL=DEBUG",
         )

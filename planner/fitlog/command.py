@@ -26,7 +26,7 @@ def parser() -> Parser:
     """Return the parser of `tonnage fit-log`."""
     p = Parser(
         "tonnage fit-log",
-        "Hold an engine's start-up log against the plan, term by term; of many logs, fit the terms.",
+        "Compare an engine's start-up log with the plan, term by term; with several logs, fit the terms.",
         """
 exit codes: 0 compared, 2 bad input.
 
@@ -41,9 +41,9 @@ examples:
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument(
         "--calibrate", metavar="FILE",
-        help="add what the logs say of this GPU and version to FILE, for tonnage plan --calibration FILE",
+        help="add the logs' measurements of this GPU and version to FILE, for tonnage plan --calibration FILE",
     )  # fmt: skip
-    add_flags(p.add_argument_group("where the log does not say it"), Deployment, ASKED)
+    add_flags(p.add_argument_group("values that the log does not contain"), Deployment, ASKED)
     return p
 
 
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
         for name, (factor, before, after) in refit.items():
             print(f"  {name:<18} x {factor:.3f}   median error {100 * before:.1f} % -> {100 * after:.1f} %")
     elif len(compared) > 1:
-        print(f"No refit: {_LEAST_LOGS} logs with the same term are the least.")
+        print(f"No refit: {_LEAST_LOGS} logs with the same term are needed.")
     if kept is not None:
         print(f"{args.calibrate}: {kept} start{'s' if kept > 1 else ''}; tonnage plan --calibration reads it")
     return OK

@@ -222,7 +222,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
             raise DeploymentError(
                 "the log says neither n_ctx nor the cells of a cache",
                 field="n_ctx",
-                hint="give all of its start, or --max-model-len",
+                hint="give the whole start-up log, or --max-model-len",
             )
         return replace(flags, device_memory=flags.device_memory or _ENDLESS)
     return flags
@@ -270,7 +270,7 @@ def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tup
     stored = read_quantization(source.config, None).scheme
     if made not in engine_of(flags.engine).quantizes_to or stored != "none":
         return flags, []
-    return replace(flags, quantization=made), [f"its weights were made {logged} while they were loaded"]
+    return replace(flags, quantization=made), [f"its weights were quantized to {logged} while loading"]
 
 
 def _draft(found: StartLog) -> tuple[str, int] | None:
@@ -303,8 +303,8 @@ def _not_compared(
     if found.failure is not None:
         foretold = size.failure.sentence if size.failure is not None and size.reasons else None
         notes.append(
-            "by the plan these flags start: it failed for another reason" if foretold is None
-            else f"by the plan it stops with: {foretold}"
+            "the plan expects these flags to start; the failure has another reason" if foretold is None
+            else f"the plan expects this error: {foretold}"
         )  # fmt: skip
     if found.starts > 1:
         notes.append(f"the log holds {found.starts} starts: the last is compared")
@@ -424,7 +424,7 @@ def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
     ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size * flags.data_parallel_size
     told = len(found.ranks)
     if ranks > 1 and told < ranks and not engine.sized_by_context:
-        out.append(f"what {ranks - told} of {ranks} ranks hold")
+        out.append(f"memory of {ranks - told} of {ranks} ranks")
     if found.version is None and any(engine.newest):
         out.append("the engine's version")
     return tuple(out)

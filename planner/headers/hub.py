@@ -112,7 +112,7 @@ def add_token_flag(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--hf-token", action=_TokenFlag, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="TOKEN",
         help="for gated and private models of the hub (default: HF_TOKEN, else what 'hf auth login' stored, "
-        "which others on this machine cannot read as they can a command line)",
+        "which other users cannot read, unlike a command line)",
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ class _TokenFlag(argparse.Action):
         if modelscope():
             switch = next(filter(_on, _SWITCHES))
             raise ModelNotFound(
-                f"is not sent to ModelScope, which {switch} asks for models", field="--hf-token",
+                f"is not sent to ModelScope, from which {switch} loads models", field="--hf-token",
                 hint=f"set MODELSCOPE_API_TOKEN, or unset {switch}",
             )  # fmt: skip
         os.environ["HF_TOKEN"], _explicit = found, True
@@ -160,7 +160,7 @@ def _checked(text: str, source: str) -> str | None:
     """
     found = text.replace("\r", "").replace("\n", "").strip()
     if not found.isascii() or not found.isprintable() or " " in found:
-        raise ModelNotFound("has characters that no token of the hub has", field=source)
+        raise ModelNotFound("has characters that a hub token cannot have", field=source)
     return found or None
 
 

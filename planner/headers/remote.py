@@ -118,10 +118,10 @@ class Remote:
         with answer, _told(name):
             stated = answer.headers.get("Content-Length")
             if stated is not None and stated.isdigit() and int(stated) > limit:
-                raise CheckpointError(f"{int(stated):,} bytes are too many", field=name)
+                raise CheckpointError(f"has {int(stated):,} bytes; at most {limit:,} are read", field=name)
             data: bytes = answer.read(limit + 1)
         if len(data) > limit:
-            raise CheckpointError(f"more than {limit:,} bytes are too many", field=name)
+            raise CheckpointError(f"has more than {limit:,} bytes", field=name)
         return data
 
     def header(self, name: str) -> tuple[HeaderTensor, ...]:
@@ -215,10 +215,10 @@ class Remote:
             )
         if code == 429:
             wait = _seconds(headers.get("Retry-After"))
-            more = "" if sent else f"; with {own} more requests are answered"
+            more = "" if sent else f"; {own} allows more requests"
             return f"{said}: too many requests", f"try again {f'in {wait} s' if wait else 'later'}{more}"
         if code >= 500:
-            return f"{said}: it fails itself, or a proxy before it", (
+            return f"{said}: the hub or a proxy in front of it has an error", (
                 "try again later; a local folder with config.json needs no hub"
             )
         return said, f"look at {self._page}"

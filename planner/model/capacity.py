@@ -111,11 +111,11 @@ def check_lengths(prompt: int, output: int, longest: int) -> None:
     """
     asked = f"{prompt}+{output}"
     if prompt < 1 or output < 1:
-        raise DeploymentError(f"{asked}: both are at least one token", field="--request")
+        raise DeploymentError(f"{asked}: prompt and output need at least one token each", field="--request")
     if prompt + output > longest:
         raise DeploymentError(
             f"{asked} is {prompt + output:,} tokens, above max_model_len {longest:,}",
-            field="--request", hint="a larger --max-model-len, if the model has it",
+            field="--request", hint="raise --max-model-len if the model allows it",
         )  # fmt: skip
 
 
@@ -150,10 +150,10 @@ def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
     """
     parts = []
     if law.fixed_blocks:
-        parts.append(f"{law.fixed_blocks * law.bytes_per_block:,} bytes whatever its length")
+        parts.append(f"{law.fixed_blocks * law.bytes_per_block:,} bytes at any length")
     if law.token_bytes:
-        parts.append(f"{law.token_bytes:,} bytes a token")
-    parts += [f"{size:,} bytes a token up to {window:,}" for window, size in law.windows]
+        parts.append(f"{law.token_bytes:,} bytes per token")
+    parts += [f"{size:,} bytes per token up to {window:,}" for window, size in law.windows]
     sizes = sorted({group.block_size for group in law.groups if group.kind not in ("fixed",)})
     whole = f", in blocks of {' and '.join(f'{size:,}' for size in sizes)} tokens" if sizes else ""
     extra = "; one more state in each group where a block ends" if any(g.aligned for g in law.groups) else ""
@@ -175,7 +175,7 @@ def capacity_line(request: RequestCapacity) -> str:
     count, ends = f"{request.at_once:,} at once", ""
     if low < high:
         count, ends = f"about {count}", f", {low:,} to {high:,}"
-    share = f", {request.share} take no more" if request.share else ""
+    share = f", {request.share} need no more" if request.share else ""
     text = f"Requests of {request.prompt_tokens:,}+{request.output_tokens:,} tokens{share}: {count}{ends}"
     text += f" ({blocks.fullest:,} blocks each, {gib(request.bytes)}"
     if blocks.arrival > blocks.fullest:

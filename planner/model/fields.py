@@ -46,7 +46,7 @@ def load_config(path: Path) -> dict[str, Any]:
             raise ConfigError("is not a regular file", field=str(path))
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{size:,} bytes is no config.json", field=str(path))
+            raise ConfigError(f"{size:,} bytes is too large for a config.json", field=str(path))
         return parse_config(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(path)) from None

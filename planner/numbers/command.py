@@ -84,7 +84,7 @@ def read_value(text: str) -> Real:
     meant = [name for name in (*NAMES, *_SPELLED) if word in (name, name.partition("_")[0])]
     wrong = DeploymentError(
         f"{text.strip()[:40]!r} is not a number", field="VALUE",
-        hint=f"a format is asked for by --format {' or '.join(meant)}" if meant else None,
+        hint=f"to choose a format, use --format {' or '.join(meant)}" if meant else None,
     )  # fmt: skip
     try:
         number = Decimal(text.strip())
@@ -223,7 +223,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.bits is not None:
         if args.value is not None:
             raise DeploymentError(
-                "are a value's fields: give them or VALUE", field="--bits", hint="leave one out"
+                "gives the fields of a value and excludes VALUE", field="--bits", hint="leave one out"
             )
         if chosen is None:
             raise DeploymentError("needs --format " + "|".join(f.name for f in FLOATS), field="--bits")

@@ -36,8 +36,8 @@ def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | 
     whose = "this machine's CPU" if memory is None else "a CPU"
     about = f"For {whose}, {gib(plan.rank.total_bytes)} of memory, as no"
     if gpu is not None:
-        return f"{about} NVIDIA GPU answers here: --gpu h100-80g is for one"
-    return f"{about} GPU was named: --gpu h100-80g is for one, --gpu auto for the one here"
+        return f"{about} NVIDIA GPU was found here; --gpu h100-80g plans for one"
+    return f"{about} GPU was named; --gpu h100-80g plans for one, --gpu auto for this machine's"
 
 
 def plain_lines(plan: Plan, explain: bool) -> list[str]:
@@ -50,7 +50,7 @@ def plain_lines(plan: Plan, explain: bool) -> list[str]:
 
 
 def _terms(plan: Plan) -> list[str]:
-    lines = ["", "How each figure came about (bytes unless said):"]
+    lines = ["", "How each figure was computed (in bytes unless stated):"]
     for term in plan.terms:
         lines += [f"{term.name} = {term.value:,}", f"    {term.formula}  [{term.source}]"]
     return lines

@@ -25,11 +25,11 @@ examples:
 def parser() -> Parser:
     """Return the parser of `tonnage page`."""
     p = Parser(
-        "tonnage page", "A page that plans: tonnage plan and train in the browser, nothing leaves it.", _EPILOG
+        "tonnage page", "Run tonnage plan and train on a page in the browser; no data leaves it.", _EPILOG
     )
     p.add_argument("--host", help=f"address to listen on (default: {_HOST})")
-    p.add_argument("--port", metavar="N", help=f"0: any that is free (default: {_PORT})")
-    p.add_argument("--build", metavar="FOLDER", help="write the files there and end")
+    p.add_argument("--port", metavar="N", help=f"0 takes a free port (default: {_PORT})")
+    p.add_argument("--build", metavar="FOLDER", help="write the files to FOLDER and exit")
     p.add_argument(
         "--pyodide", metavar="FOLDER", help="Pyodide's files (default: shipped, else fetched once by npm)"
     )

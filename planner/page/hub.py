@@ -106,7 +106,7 @@ class Reading(Remote):
             self.wanted.append((request.full_url, span, most + 1))
             raise _Wanted
         if answer.failed and span:
-            raise _NoRange(f"the browser may not read the beginning of a file there ({answer.failed})")
+            raise _NoRange(f"the browser cannot read the first bytes of a file there ({answer.failed})")
         if answer.failed:
             raise URLError(answer.failed)
         headers = Message()

@@ -53,7 +53,9 @@ def present() -> Path:
     for folder in (SHIPPED, _cached()):
         if folder.is_dir():
             return checked(folder)
-    raise PageError(f"Pyodide {VERSION} is not here", field="--pyodide", hint="tonnage page fetches it once")
+    raise PageError(
+        f"Pyodide {VERSION} is not installed", field="--pyodide", hint="tonnage page fetches it once"
+    )
 
 
 def _cached() -> Path:
@@ -72,7 +74,7 @@ def checked(folder: Path) -> Path:
                 hint=f"the npm package pyodide {VERSION}",
             ) from None
         if hashlib.sha256(content).hexdigest() != digest:
-            raise PageError(f"{folder / name} is not of Pyodide {VERSION}", field="--pyodide")
+            raise PageError(f"{folder / name} is not the file of Pyodide {VERSION}", field="--pyodide")
     return folder
 
 

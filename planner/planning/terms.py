@@ -178,7 +178,7 @@ def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str
 def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
     """Return notes on environment variables that override the plan, and on what --gpu auto found."""
     if gpu == "auto" and flags.device == "cpu":
-        return ("no NVIDIA GPU answers here: planned for the CPU", *environment_notes(flags, None))
+        return ("no NVIDIA GPU was found here; planned for the CPU", *environment_notes(flags, None))
     return engine_of(flags.engine).environment_notes(flags)
 
 

@@ -91,7 +91,7 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
         else:
             shown = rows[:_TOP] if many and top is None else rows
             if here:
-                print("For this machine's CPU, as no GPU was named: --gpu h100-80g,l40s is for these two")
+                print("For this machine's CPU, as no GPU was named; --gpu h100-80g,l40s compares these two")
             _print_all(shown, found, by, lengths, prices)
         _print_left_out(left_out)
     return 0 if any(row.fits for row in rows) else 1
@@ -104,9 +104,9 @@ def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engin
         DeploymentError: a flag has a value that a table cannot have.
     """
     alone = (
-        ("device_memory", None, "the memory of each GPU is the catalogue's"),
+        ("device_memory", None, "a table uses the catalogue's memory of each GPU"),
         ("pipeline_parallel_size", 1, "a table divides models by tensor parallelism alone"),
-        ("data_parallel_size", 1, "a table is of one replica"),
+        ("data_parallel_size", 1, "a table shows one replica"),
     )
     for name, default, why in alone:
         if getattr(deployment, name) != default:
@@ -158,9 +158,7 @@ def _print_all(
 ) -> None:  # fmt: skip
     if rows:
         name = f"{rows[0].model}: " if len({row.model for row in rows}) == 1 else ""
-        print(
-            f"{name}weights and pool in GiB of one GPU, prices of all and of each sequence that runs at least"
-        )
+        print(f"{name}weights and pool in GiB of one GPU, prices of all GPUs and of each certain sequence")
     if rows:
         print_rows(rows, lengths, sys.stdout)
     for why, count in Counter(row.refused or row.unsupported or row.stops for row in rows).items():
@@ -183,7 +181,7 @@ def _print_left_out(rows: list[SweepRow]) -> None:
     if not rows:
         return
     reasons = Counter(row.unsupported for row in rows).most_common()
-    print(f"Left out: {len(rows):,} combinations that the engine does not run there, for example")
+    print(f"Left out: {len(rows):,} combinations that the engine does not support, for example")
     for why, count in reasons[:_REASONS]:
         print(f"  {count:,}: {why}")
 

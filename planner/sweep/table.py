@@ -105,12 +105,14 @@ def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -
     own = {row.model: row.max_model_len for row in rows if row.max_model_len}
     if lengths:
         prompt, output = lengths[0]
-        first = f"Of requests of {prompt:,}+{output:,} tokens, the first length: at least, each"
+        first = f'"at least" and "each" count requests of {prompt:,}+{output:,} tokens, the first length'
         return [first] if own and len(lengths) > 1 else []
     if len(set(own.values())) < 2:
-        return [f"Sequences are of {length:,} tokens" for length in set(own.values())]
+        return [f"Sequences have {length:,} tokens" for length in set(own.values())]
     each = ", ".join(f"{model} {length:,}" for model, length in own.items())
-    return [f"Sequences are of each model's own length: {each} tokens; alike by --request or --max-model-len"]
+    return [
+        f"Sequences have each model's own length: {each} tokens; --request or --max-model-len makes them equal"
+    ]
 
 
 def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:

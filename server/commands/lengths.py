@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     for name in ("sweep", "target_concurrency", "compare"):
         if getattr(arguments, name):
-            why = f"is about one plan, --{name.replace('_', '-')} about many"
+            why = f"needs a single plan; --{name.replace('_', '-')} gives a table of plans"
             raise DeploymentError(why, field="--trace", hint="leave one out")
     # imported here because --help does not need them
     from tonnage.cache.replay.columns import parse_columns

@@ -98,7 +98,7 @@ def test_a_plan_without_a_gpu_says_first_what_it_is_for(monkeypatch, tmp_path, c
         run(["demo", *arguments])
         return capsys.readouterr().out.partition("\n")[0]
 
-    assert re.fullmatch(r"For this machine's CPU, [\d,.]+ GiB of memory, as no GPU was named: --gpu.*", first())
+    assert re.fullmatch(r"For this machine's CPU, [\d,.]+ GiB of memory, as no GPU was named; --gpu.*", first())
     assert first("--engine", "vllm", "--device-memory", "16GiB").startswith("For a CPU, 16.00 GiB of memory")
     for named in (["--gpu", "l4"], ["--gpu", "cpu"], ["--device", "cpu"]):
         assert first(*named).startswith("demo: LlamaForCausalLM")
@@ -115,7 +115,7 @@ def test_auto_is_the_cpu_only_where_no_nvidia_driver_is(monkeypatch, tmp_path, c
     driver = tmp_path / "nvidiactl"
     monkeypatch.setattr(catalogue, "_DRIVER", (str(driver),))
     run(["demo", "--gpu", "auto"])
-    assert re.match(r"For this machine's CPU, .* as no NVIDIA GPU answers here", capsys.readouterr().out)
+    assert re.match(r"For this machine's CPU, .* as no NVIDIA GPU was found here", capsys.readouterr().out)
     driver.touch()
     assert run(["demo", "--gpu", "auto"]) == 2
     shown = capsys.readouterr()

@@ -303,7 +303,7 @@ def test_what_people_see(folder, capsys, tmp_path):
     assert run([*arguments, "--csv"]) == 0
     assert capsys.readouterr().out.startswith("term,0.19.0,0.20.0,difference")
     for wrong, said in (
-        (["--engine-version", "0.20.0"], "--compare: says both versions"),
+        (["--engine-version", "0.20.0"], "--compare: already names both versions"),
         (["--sweep"], "--compare"),
         (["--explain"], "--explain"),
         (["--engine", "llama.cpp"], "no rule of llama.cpp depends on its version"),

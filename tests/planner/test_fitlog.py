@@ -252,9 +252,9 @@ def test_a_start_that_failed(llama, capsys):
     (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["failure"] == "AssertionError: DP adjusted local rank 1 is out of bounds."
     assert log["verdict"].startswith("the start failed")
-    assert "by the plan these flags start: it failed for another reason" in log["notes"]
+    assert "the plan expects these flags to start; the failure has another reason" in log["notes"]
     (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g", "--num-gpus", "1")["logs"]
-    assert f"by the plan it stops with: {log['failure']}" in log["notes"]
+    assert f"the plan expects this error: {log['failure']}" in log["notes"]
 
 
 def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):

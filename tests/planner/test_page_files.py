@@ -57,7 +57,7 @@ def test_other_folders_and_files_are_refused(tmp_path: Any, runtime: str, capsys
     assert run(["--build", str(other / "thesis.tex"), "--pyodide", runtime]) == 2
     assert "cannot be written" in capsys.readouterr().err
     (tmp_path / "runtime" / "pyodide.mjs").write_text("another")
-    with pytest.raises(PageError, match="is not of Pyodide"):
+    with pytest.raises(PageError, match="is not the file of Pyodide"):
         build(tmp_path / "site", runtime)
     assert not (tmp_path / "site").exists()
 
@@ -96,7 +96,7 @@ def test_what_is_no_port_is_refused_before_anything_is_fetched(
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
     monkeypatch.setattr(pyodide, "SHIPPED", tmp_path / "none")
     assert run(["--port", port]) == 2
-    said = f"tonnage: --port: '{port}' is no port (from 0 (a free one) to 65535)\n"
+    said = f"tonnage: --port: '{port}' is not a port number (from 0 (a free one) to 65535)\n"
     assert capsys.readouterr().err == said
     assert not [*tmp_path.iterdir()]
 

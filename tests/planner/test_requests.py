@@ -45,7 +45,7 @@ def test_a_hybrid_says_what_a_request_takes(hybrid, capsys):
     # three groups of states; ten layers of 2 KV heads x 256 x K and V x 2 bytes; a block of 1,056 tokens
     block = 10 * 2 * 256 * 2 * 2 * 1056
     assert law == (
-        f"A request takes {3 * block:,} bytes whatever its length + 20,480 bytes a token, in blocks of 1,056 "
+        f"A request takes {3 * block:,} bytes at any length + 20,480 bytes per token, in blocks of 1,056 "
         f"tokens; one more state in each group where a block ends; at least {4 * block:,} bytes (4 blocks)"
     )
     (hits,) = (line for line in lines if line.startswith("Prefix hits"))
@@ -90,7 +90,7 @@ def test_a_plain_model_says_it_when_asked(model, capsys):
     (law,) = (line for line in lines if line.startswith("A request takes"))
     assert (
         law
-        == "A request takes 32,768 bytes a token, in blocks of 128 tokens; at least 4,194,304 bytes (1 block)"
+        == "A request takes 32,768 bytes per token, in blocks of 128 tokens; at least 4,194,304 bytes (1 block)"
     )
     # 1,152 tokens have room in 9 blocks; the last one of 1,153 is never computed
     assert (
@@ -106,7 +106,7 @@ def test_a_plain_model_says_it_when_asked(model, capsys):
         (("--request", "5+0"), "--request: '0' is not a positive integer"),
         (("--request", "1+2+3"), "is not PROMPT+OUTPUT"),
         (("--max-model-len", "512", "--request", "500+13"), "500+13 is 513 tokens, above max_model_len 512"),
-        (("--sweep", "--request", "5+5"), "--request: is about one plan, --sweep about many"),
+        (("--sweep", "--request", "5+5"), "--request: needs a single plan; --sweep gives a table of plans"),
         (("--engine", "vllm", "--engine-version", "0.7.3", "--request", "5+5"), "block manager of V0"),
     ],
 )

@@ -404,13 +404,13 @@ def test_a_table_says_of_how_many_tokens_its_sequences_are(models, capsys):
     llama, other = models
     two = [llama, other, "--gpu", "h100-80g"]
     run(two)
-    assert f"Sequences are of each model's own length: {llama} 131,072, {other} 40,960 tokens" in told(capsys)
+    assert f"Sequences have each model's own length: {llama} 131,072, {other} 40,960 tokens" in told(capsys)
     run([*two, "--max-model-len", "8192"])
-    assert "Sequences are of 8,192 tokens\n" in told(capsys)
+    assert "Sequences have 8,192 tokens\n" in told(capsys)
     run([*two, "--request", "2000+300"])
     assert "equences are of" not in told(capsys)
     run([*two, "--request", "2000+300", "--request", "500+100"])
-    assert "Of requests of 2,000+300 tokens, the first length: at least, each\n" in told(capsys)
+    assert '"at least" and "each" count requests of 2,000+300 tokens, the first length\n' in told(capsys)
 
 
 def test_a_gpu_by_two_of_its_names_is_one_row(llama, capsys):

@@ -159,5 +159,5 @@ def test_the_manual_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     shown = " ".join(re.sub("\b.|\x1b\\[[0-9;]*m", "", done.stdout).replace("\u2010\n", "").split())
-    assert "--tensor-parallel-size, -tp N GPUs a layer is divided over (default: 1)" in shown
+    assert "--tensor-parallel-size, -tp N GPUs that each layer is divided over (default: 1)" in shown
     assert "tonnage plan ./Qwen3-32B --gpu h100-80g --trace azure.csv" in shown

@@ -49,14 +49,14 @@ def test_in_text_and_beside_lengths_of_ones_own(capsys):
     assert any(line.startswith(f"Requests with the lengths of {TRACE.name} (20): about ") for line in lines)
     said = [line.partition(" tokens")[2][:20] for line in lines if line.startswith("Requests of")]
     assert len(said) == 5
-    assert said[1].startswith(", half take no more")
+    assert said[1].startswith(", half need no more")
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (("--trace", "no/such/file.csv"), "No such file"),
-        (("--trace", str(TRACE), "--sweep"), "--trace: is about one plan, --sweep about many"),
+        (("--trace", str(TRACE), "--sweep"), "--trace: needs a single plan; --sweep gives a table of plans"),
         (("--trace", str(TRACE), "--max-model-len", "16"), "above max_model_len 16"),
         (("--trace", str(TRACE), "--limit", "0"), "--limit"),
     ],
