@@ -31,7 +31,7 @@ AN_ENGINE = "pip install 'tonnage[hf]', or 'tonnage[vllm]' for vLLM on a CPU; on
 
 
 class ExtraMissing(TonnageError):
-    """A required extra is not installed; the message names its missing modules, the hint the pip command."""
+    """Error for a missing extra; the message names its missing modules, the hint the pip command."""
 
     code = "extra_missing"
 

@@ -45,9 +45,9 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> Iterato
     formatter = parser._get_formatter()
     value = "" if action.nargs == 0 else formatter._format_args(action, action.dest.upper())
     names: Iterable[str] = action.option_strings or (value,)
-    said = ", ".join(f"\\fB{_escaped(name)}\\fR" for name in names)
+    names_text = ", ".join(f"\\fB{_escaped(name)}\\fR" for name in names)
     yield ".TP"
-    yield said + (f" \\fI{_escaped(value)}\\fR" if action.option_strings and value else "")
+    yield names_text + (f" \\fI{_escaped(value)}\\fR" if action.option_strings and value else "")
     yield _text(formatter._expand_help(action) if action.help else "")
 
 

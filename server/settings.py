@@ -74,7 +74,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class _Declared(Options, BaseSettings):
-        """Fields of Options for the type checker; code reads the plan's fields from the Deployment."""
+        """Stand-in for the generated settings model, for the type checker; it has the fields of Options."""
 
 else:
     _DECLARED = {name: flags_of(Deployment)[name] for name in PLANNED} | dict(flags_of(Options))

@@ -71,7 +71,7 @@ class ServerState:
         return self.draining_since is not None
 
     def phase(self, stats: EngineStats) -> tuple[str, float]:
-        """Return the server's phase and its begin in seconds since the epoch.
+        """Return the server's phase and the time when it began, in seconds since the epoch.
 
         The phase is loading, ready, restarting, draining or failed.
         """

@@ -81,7 +81,7 @@ def parse_body(
 def _apply(
     document: dict[str, Any], table: FieldTable, honours: frozenset[str], lenient: bool, prefix: str
 ) -> list[str]:
-    """Remove from ``json_body`` the fields that are not for the model; return the names of the ignored ones."""
+    """Remove from ``document`` the fields that are not for the model; return the names of the ignored ones."""
     ignored: list[str] = []
     for name in list(document):
         rule, value = table.get(name), document[name]

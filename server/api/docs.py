@@ -33,7 +33,7 @@ _STARTS = {
 
 
 def docs_router(title: str) -> APIRouter:
-    """Return the routes of both pages and of their files; ``title`` is the title of the pages."""
+    """Return the routes of /docs, /redoc and their files; ``title`` is the title of both pages."""
     router = APIRouter(include_in_schema=False)
     static = files(_FILES) / "static"  # looked up late, so that a command can first name the missing extra
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"

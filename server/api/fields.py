@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Standing(StrEnum):
-    """How the API treats a request field."""
+    """Treatment of a request field by the API."""
 
     HONOURED = "honoured"
     IGNORED = "accepted without effect"
@@ -33,7 +33,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """How the API treats one request field.
+    """Treatment of one request field by the API.
 
     Attributes:
         standing: Whether the field is honoured, accepted without effect, or rejected.

@@ -69,7 +69,7 @@ class _Sequence:
 
 
 class Generator:
-    """Runs the submissions of one app on its engine."""
+    """Runner of one app's submissions on its engine."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -393,7 +393,7 @@ async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> Asyn
 
 
 def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts) -> Delta:
-    """Add a chunk to a sequence and return its new text.
+    """Process the engine's chunk for a sequence and return its new text.
 
     With stop strings it goes token by token, so that tokens after a stop string are neither shown nor counted.
     """

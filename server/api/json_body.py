@@ -194,7 +194,7 @@ def _check_encoding(body: bytes | bytearray) -> None:
 
 
 def _check_size(document: dict[str, Any], names: Collection[str]) -> None:
-    """Raise ApiError when the document has too many objects and lists, or a too large object.
+    """Raise ApiError when the document has too many objects and lists, or an object with too many names.
 
     pydantic keeps a record of about a kilobyte for each invalid item. A list whose first item is a scalar is
     not searched, because the models read it with ``fail_fast``, only to its first invalid item.

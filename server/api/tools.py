@@ -29,7 +29,7 @@ def tool_use(
     messages: Sequence[Mapping[str, Any]] = (),
     grammar: Grammar | None = None,
 ) -> ToolUse:
-    """Return how a request uses its tools.
+    """Return how a request uses tools in its prompt, generation and parsing.
 
     Args:
         state: The app's state.
@@ -158,7 +158,7 @@ _DECODER = json.JSONDecoder()
 
 
 class ForcedReader:
-    """Parses the text of a forced tool call as it arrives.
+    """Parser for the text of a forced tool call, as it arrives.
 
     The grammar produces either the arguments of ``function`` or, for None, an array of {name, parameters}.
     Arguments are passed on as written, even from a call that was cut off.
@@ -172,11 +172,11 @@ class ForcedReader:
         self._inside = False
 
     def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
-        """Return the calls of a complete text, with an empty remaining text."""
+        """Parse a complete text; return an empty remaining text and its calls."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
-        """Add text and return the new parts of calls, with an empty remaining text."""
+        """Parse more text; return an empty remaining text and the new pieces of calls."""
         self._rest += text
         deltas: list[CallDelta] = []
         while self._inside or self._begins(deltas):

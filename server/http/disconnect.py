@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection before its answer was complete."""
+    """Error that the client closed the connection before its answer was complete."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -34,11 +34,11 @@ class HalfClosed:
         self._transport = transport
         self._flow = flow
         self._left = len(START)
-        self._begun: _Begun | None = None
+        self._begun: _StartedTransport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """Probe on behalf of ``cycle``, the request whose answer comes next on the connection."""
+        """Start probing the client; ``cycle`` is the request whose answer comes next on the connection."""
         self._cycle = cycle
         self._begun = None
         if self._timer is None:
@@ -60,7 +60,7 @@ class HalfClosed:
             pass  # the data that waits to be sent is the probe
         elif not cycle.response_started:
             if self._begun is None:
-                cycle.transport = self._begun = _Begun(self._transport)
+                cycle.transport = self._begun = _StartedTransport(self._transport)
             self._begun.write_ahead()
         elif cycle.chunked_encoding and not cycle.response_complete:
             self._transport.write(b"0")
@@ -69,7 +69,7 @@ class HalfClosed:
             self._probe_in(seconds)
 
 
-class _Begun(asyncio.Transport):
+class _StartedTransport(asyncio.Transport):
     """The transport of an answer whose first bytes are sent, with the methods that uvicorn's cycle uses."""
 
     def __init__(self, transport: asyncio.Transport) -> None:

@@ -157,7 +157,7 @@ class Ticket:
         )
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
-        """Record ``count`` new tokens of a sequence at ``now``; ``last`` is the time of its previous ones."""
+        """Record ``count`` tokens of a sequence that arrived at ``now``, after previous ones at ``last``."""
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._start
             self._accounts.time_to_first_token.observe(self.first_token_seconds)

@@ -31,7 +31,7 @@ _FAULTS = (
 
 
 class TemplateRefused(TonnageError):
-    """The template rejects the messages, for example roles that do not alternate or a system message."""
+    """Error for messages that the template rejects, such as roles that do not alternate."""
 
     code = "invalid_value"
 
@@ -162,6 +162,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a plain set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the nodes between the tag and its end."""
+        """Parse the tag and return the nodes up to ``endgeneration``."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

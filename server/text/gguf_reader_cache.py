@@ -18,9 +18,9 @@ def cached_gguf_reader() -> Iterator[None]:
     """
     import gguf  # an optional dependency
 
-    own = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = cache(own[0]), cache(own[1])  # type: ignore[assignment, misc]
+    originals = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(originals[0]), cache(originals[1])  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = own  # type: ignore[misc]
+        gguf.GGUFReader, gguf.get_tensor_name_map = originals  # type: ignore[misc]

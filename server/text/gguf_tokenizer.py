@@ -53,9 +53,9 @@ def _make(given: Path, made: Path) -> None:
         print(f"Reading the tokenizer of {given.name} (once)", file=sys.stderr, flush=True)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+            messages = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
             raise CheckpointError(
-                f"transformers cannot read the tokenizer of {given.name}: {said[-1][:300]}",
+                f"transformers cannot read the tokenizer of {given.name}: {messages[-1][:300]}",
                 field="tokenizer.ggml.tokens",
                 hint="put the model's tokenizer.json beside the file",
             )

@@ -16,7 +16,7 @@ MAX_BYTES = 120_000
 
 
 class GrammarTooLong(TonnageError):
-    """The grammar's text exceeds the limit, so it is not sent to an engine."""
+    """Error for a grammar whose text exceeds the limit; it is not sent to an engine."""
 
     code = "invalid_value"
 

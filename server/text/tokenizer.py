@@ -183,11 +183,11 @@ class ByteDetokenizer:
         self._decode(b"".join(map(self._shown_bytes, prompt_token_ids[-_PROMPT_END:])))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain after ``token_ids``; it may be empty."""
+        """Add the answer's next ``token_ids`` and return the text that is complete; it may be empty."""
         return self._decode(b"".join(map(self._shown_bytes, token_ids)))
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the answer."""
+        """End the answer and return the text held back."""
         return self._decode(b"", True)
 
 
@@ -213,7 +213,7 @@ class Detokenizer:
         self._shown = len(self._decode(self._ids)) if self._ids else 0  # characters returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain after ``token_ids``; it may be empty."""
+        """Add the answer's next ``token_ids`` and return the text that is complete; it may be empty."""
         self._ids.extend(token_ids)
         text = self._decode(self._ids)
         unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -230,7 +230,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the answer."""
+        """End the answer and return the text held back."""
         text = self._decode(self._ids)
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
@@ -290,7 +290,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -56,7 +56,7 @@ class ToolParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How a request uses its tools.
+    """A request's use of tools in its prompt, generation and parsing.
 
     Attributes:
         shown: The tools that the chat template shows.

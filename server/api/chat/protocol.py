@@ -112,7 +112,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fa
 
 
 class FunctionDefinition(BaseModel):
-    """A function's name and description; ``parameters`` is a JSON schema, absent for a function without any."""
+    """A function's name and description; ``parameters`` is a JSON schema or absent."""
 
     model_config = STRICT
 

@@ -94,13 +94,13 @@ class CompletionService(OpenAIEvents):
         )
 
     @staticmethod
-    def _best(answers: list[_Answer], ran: int, n: int) -> list[_Answer]:
-        """Return the ``n`` answers per prompt, of ``ran``, with the highest log probability per token."""
-        if ran == n:
+    def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
+        """Return the ``n`` answers per prompt, of ``generated``, with the highest log probability per token."""
+        if generated == n:
             return answers
         kept: list[_Answer] = []
-        for at in range(0, len(answers), ran):
-            ranked = sorted(answers[at : at + ran], key=lambda answer: -answer.mean_logprob)
+        for at in range(0, len(answers), generated):
+            ranked = sorted(answers[at : at + generated], key=lambda answer: -answer.mean_logprob)
             kept += ranked[:n]
         return kept
 
@@ -148,7 +148,7 @@ class CompletionService(OpenAIEvents):
                 f"best_of is not supported by this server's engine; leave it out or send n = {request.n or 1}",
                 param="best_of",
             )
-        ran = self._sequences(request)
+        generated = self._sequences(request)
         scoring = request.max_tokens == 0
         if scoring and (not request.echo or request.stream):
             raise ApiError(
@@ -168,7 +168,7 @@ class CompletionService(OpenAIEvents):
             raise ApiError(
                 ErrorCode.INVALID_VALUE, "suffix cannot be used with echo and logprobs", param="suffix"
             )
-        prompts = await self._tokens(request, ran)
+        prompts = await self._tokens(request, generated)
         max_tokens = generator.max_tokens(
             1 if scoring else request.max_tokens,
             max(map(len, prompts)),
@@ -179,23 +179,23 @@ class CompletionService(OpenAIEvents):
             max_tokens,
             state.tokenizer.eos_token_ids,
             state.plan.model.vocab_size,
-            logprobs=0 if top is None and ran > (request.n or 1) else top,
+            logprobs=0 if top is None and generated > (request.n or 1) else top,
             prompt_logprobs=top if scored else None,
         )
         submission = Submission(
             prompts,
             params,
-            ran,
+            generated,
             request.stop_strings(),
             request.cache_salt or "",
             request.priority,
             lora=lora,
         )
-        return submission, [text for text in self._echo(request, prompts) for _ in range(ran)]
+        return submission, [text for text in self._echo(request, prompts) for _ in range(generated)]
 
     @staticmethod
     def _sequences(request: CompletionRequest) -> int:
-        """Return the sequences to generate per prompt: n, or best_of, of which n are kept."""
+        """Return the number of sequences to generate per prompt: n, or best_of, of which n are kept."""
         n, best_of = request.n or 1, request.best_of
         if best_of is None or best_of == n:
             return n
@@ -207,9 +207,9 @@ class CompletionService(OpenAIEvents):
             )
         return best_of
 
-    async def _tokens(self, request: CompletionRequest, ran: int) -> tuple[tuple[int, ...], ...]:
+    async def _tokens(self, request: CompletionRequest, generated: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
-        self._generator.check_sequences(len(_as_list(request.prompt)), ran)
+        self._generator.check_sequences(len(_as_list(request.prompt)), generated)
         return await self._generator.token_ids(
             self._filled_in(request), add_special_tokens=special, param="prompt"
         )
@@ -272,7 +272,7 @@ class _CompletionEvents:
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
-    """Return the four forms of ``prompt`` as a list of texts or of token id lists."""
+    """Return ``prompt``, which has four forms, as a list of texts or a list of token id lists."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):

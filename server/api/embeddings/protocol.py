@@ -26,7 +26,7 @@ class EmbeddingRequest(EngineBody):
     dimensions: AtLeastOne | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """Return the four forms of ``input`` as a list of texts or of token id lists."""
+        """Return ``input``, which has four forms, as a list of texts or a list of token id lists."""
         if isinstance(self.input, str):
             return [self.input]
         if isinstance(self.input[0], int):

@@ -19,7 +19,7 @@ def message(item_id: str, text: str | None, status: str) -> dict[str, Any]:
 
 
 def part(text: str) -> dict[str, Any]:
-    """Return a content part of text."""
+    """Return an ``output_text`` content part."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -63,7 +63,7 @@ class OutputEvents:
         return event({"type": kind, "sequence_number": self._number - 1, **fields})
 
     def text(self, text: str) -> bytes:
-        """Return the events for more text; an empty text only opens the message."""
+        """Return the events that add ``text`` to the message item; an empty text only opens the item."""
         events = b""
         if self._text is None:
             events += self.close("completed") + self._open(message(self._message_id, None, "in_progress"))
@@ -75,7 +75,7 @@ class OutputEvents:
         return events
 
     def call(self, delta: CallDelta) -> bytes:
-        """Return the events for more of a call; a new call closes the item before it."""
+        """Return the events that add ``delta`` to a function call item; a new call closes the open item."""
         events = b""
         if self._call is None or delta.index != self._index:
             events += self.close("completed")

@@ -115,7 +115,7 @@ class ReasoningItem(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """A function that the model may call; ``parameters`` is a JSON schema, absent for none."""
+    """A function that the model may call; ``parameters`` is a JSON schema or absent."""
 
     model_config = STRICT
 
