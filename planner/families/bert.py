@@ -29,7 +29,7 @@ _NO_SHAPE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class EncoderVariant:
     """How one BERT-like encoder names its modules, and which parts it has.
 
     Attributes:
@@ -39,8 +39,12 @@ class Style:
         names: modules of one layer: query, key, value, attention output, its norm, MLP up, MLP down, last norm.
         token_types: there is a table of token types.
         pooler: the bare encoder has a pooler.
-        padded: positions are counted from behind the padding token's index.
+        pooled: the classifier reads the pooler's output.
+        unused: positions at the start of the table that no token uses; None: pad_token_id + 1.
         buckets: a table of relative positions exists beside the absolute one.
+        masked_head: dense layer, norm and decoder of the pretraining head.
+        shared_bias: parameter of that head which the decoder's bias may be tied to; None: there is none.
+        classifier: linear layers of the classifier; all but the last keep the hidden size.
     """
 
     name: str
@@ -52,39 +56,21 @@ class Style:
     )  # fmt: skip
     token_types: bool = True
     pooler: bool = True
-    padded: bool = False
-    buckets: bool = False  # a table of relative positions beside the absolute ones
+    pooled: bool = False
+    unused: int | None = 0
+    buckets: bool = False
+    masked_head: tuple[str, str, str] = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
+    shared_bias: str | None = "lm_head.bias"
+    classifier: tuple[str, ...] = ("classifier.dense", "classifier.out_proj")
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of an encoder of this family from its checked config."""
+        return _build(self, fields, model_type)
 
 
-_ROBERTA: dict[str, Any] = {"body": "roberta", "padded": True}
-_STYLES = {
-    "bert": Style("Bert", "bert"),
-    "roberta": Style("Roberta", **_ROBERTA),
-    "xlm-roberta": Style("XLMRoberta", **_ROBERTA),
-    "camembert": Style("Camembert", **_ROBERTA),
-    "mpnet": Style(
-        "MPNet", "mpnet", token_types=False, padded=True, buckets=True,
-        names=(
-            "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
-            "attention.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
-        ),
-    ),
-    "distilbert": Style(
-        "DistilBert", "distilbert", "transformer.layer", token_types=False, pooler=False,
-        names=(
-            "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
-            "sa_layer_norm", "ffn.lin1", "ffn.lin2", "output_layer_norm",
-        ),
-    ),
-}  # fmt: skip
-# Parameter of the pretraining head that the decoder's bias is tied to; other families have lm_head.bias
-_TIED_BIAS = {"bert": "cls.predictions.bias", "distilbert": None}
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a BERT-like encoder from its checked config."""
-    style = _STYLES[model_type]
-    class_name, kind = wanted_class(fields, style.name)
+def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a BERT-like encoder by its variant."""
+    class_name, kind = wanted_class(fields, variant.name)
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
@@ -96,10 +82,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
         raise UnsupportedArchitecture("only absolute positions are planned", field="position_embedding_type")
     t = Tensors()
     headed = not class_name.endswith("Model")
-    at = f"{style.body}." if headed else ""
-    _embeddings(t, at, fields, style, (vocab, positions, hidden))
-    for _, layer in t.layers(layers, f"{at}{style.layers}"):
-        query, key, value, out, norm, up, down, last = (f"{layer}.{name}" for name in style.names)
+    at = f"{variant.body}." if headed else ""
+    _embeddings(t, at, fields, variant, (vocab, positions, hidden))
+    for _, layer in t.layers(layers, f"{at}{variant.layers}"):
+        query, key, value, out, norm, up, down, last = (f"{layer}.{name}" for name in variant.names)
         for name in (query, key, value):
             t.linear(name, hidden, hidden, bias=True, shard="column")
         t.linear(out, hidden, hidden, bias=True, shard="row")
@@ -107,18 +93,18 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.linear(up, inner, hidden, "mlp", bias=True, shard="column")
         t.linear(down, hidden, inner, "mlp", bias=True, shard="row")
         t.norm(last, hidden, "layer")
-    if style.buckets:
+    if variant.buckets:
         t.embedding(
             f"{at}encoder.relative_attention_bias",
             fields.integer("relative_attention_num_buckets", 32, limit="vocab"), heads,
         )  # fmt: skip
-    if style.pooler and (not headed or (class_name == "BertForSequenceClassification")):
+    if variant.pooler and (not headed or (variant.pooled and class_name.endswith("ForSequenceClassification"))):
         t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
     if class_name.endswith("ForMaskedLM"):
-        _masked_head(t, fields, model_type, vocab, hidden)
+        _masked_head(t, fields, variant, vocab, hidden)
     elif headed:
-        _classifier(t, fields, model_type, hidden)
-    longest = text_length(fields, positions - _offset(fields, model_type, style))
+        _classifier(t, fields, variant, hidden)
+    longest = text_length(fields, positions - _unused(fields, variant))
     more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
     return common.decoder(
         fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
@@ -166,43 +152,37 @@ def text_length(fields: Fields, positions: int) -> int:
     return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)
 
 
-def _offset(fields: Fields, model_type: str, style: Style) -> int:
-    """Return how many positions at the start of the table no token uses.
-
-    RoBERTa counts positions from ``pad_token_id`` + 1. MPNet counts from 2 whatever the file says
-    (MPNetEmbeddings.padding_idx).
-    """
-    if not style.padded:
-        return 0
-    return 2 if model_type == "mpnet" else fields.integer("pad_token_id", 1, limit="vocab", minimum=0) + 1
+def _unused(fields: Fields, variant: EncoderVariant) -> int:
+    """Return how many positions at the start of the table no token uses."""
+    if variant.unused is None:
+        return fields.integer("pad_token_id", 1, limit="vocab", minimum=0) + 1
+    return variant.unused
 
 
-def _embeddings(t: Tensors, at: str, fields: Fields, style: Style, sizes: tuple[int, int, int]) -> None:
+def _embeddings(
+    t: Tensors, at: str, fields: Fields, variant: EncoderVariant, sizes: tuple[int, int, int]
+) -> None:
     """Add word, position and token-type embeddings and their norm; ``sizes``: vocabulary, positions, width."""
     vocab, positions, hidden = sizes
     t.vocabulary(f"{at}embeddings.word_embeddings", vocab, hidden)
     t.embedding(f"{at}embeddings.position_embeddings", positions, hidden)
     t.buffer(f"{at}embeddings.position_ids", (1, positions), "Embeddings", "int64")
-    if style.token_types:
+    if variant.token_types:
         types = fields.integer("type_vocab_size", 2, limit="vocab")
         t.embedding(f"{at}embeddings.token_type_embeddings", types, hidden)
         t.buffer(f"{at}embeddings.token_type_ids", (1, positions), "Embeddings", "int64")
     t.norm(f"{at}embeddings.LayerNorm", hidden, "layer")
 
 
-def _masked_head(t: Tensors, fields: Fields, model_type: str, vocab: int, hidden: int) -> None:
+def _masked_head(t: Tensors, fields: Fields, variant: EncoderVariant, vocab: int, hidden: int) -> None:
     """Add the pretraining head: a dense layer, its norm and the matrix to the vocabulary.
 
     The matrix is the word embedding's when they are tied.
     """
     tied = fields.boolean("tie_word_embeddings", True)
-    words = f"{_STYLES[model_type].body}.embeddings.word_embeddings.weight"
-    bias = _TIED_BIAS.get(model_type, "lm_head.bias")
-    dense, norm, decoder = {
-        "bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm",
-                 "cls.predictions.decoder"),
-        "distilbert": ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
-    }.get(model_type, ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"))  # fmt: skip
+    words = f"{variant.body}.embeddings.word_embeddings.weight"
+    dense, norm, decoder = variant.masked_head
+    bias = variant.shared_bias
     t.linear(dense, hidden, hidden, "head", bias=True)
     t.norm(norm, hidden, "layer")
     t.head(decoder, vocab, hidden, words if tied else None)
@@ -211,28 +191,57 @@ def _masked_head(t: Tensors, fields: Fields, model_type: str, vocab: int, hidden
     t.add(f"{decoder}.bias", (vocab,), "head", "Linear", shard=0, tied_to=bias if tied else None)
 
 
-def _classifier(t: Tensors, fields: Fields, model_type: str, hidden: int) -> None:
+def _classifier(t: Tensors, fields: Fields, variant: EncoderVariant, hidden: int) -> None:
     """Add the classifier's linear layers."""
-    labels = label_count(fields)
-    if model_type == "bert":
-        t.linear("classifier", labels, hidden, "head", bias=True)
-        return
-    distilled = model_type == "distilbert"
-    t.linear("pre_classifier" if distilled else "classifier.dense", hidden, hidden, "head", bias=True)
-    t.linear("classifier" if distilled else "classifier.out_proj", labels, hidden, "head", bias=True)
+    *inner, last = variant.classifier
+    for name in inner:
+        t.linear(name, hidden, hidden, "head", bias=True)
+    t.linear(last, label_count(fields), hidden, "head", bias=True)
 
 
 _family = partial(
-    Family, build, ignored=(*IGNORED, *_NO_SHAPE), reads_class=True,
-    files=InFiles(renamed=True, sentence_length=True),
+    Family, ignored=(*IGNORED, *_NO_SHAPE), reads_class=True, files=InFiles(renamed=True, sentence_length=True),
 )  # fmt: skip
 FAMILIES = {
-    "bert": _family(hf="encoder", vllm=InVLLM(embeddings="BertModel")),
-    "roberta": _family(hf="encoder", vllm=InVLLM(embeddings="RobertaModel")),
-    "xlm-roberta": _family(hf="encoder", vllm=InVLLM(embeddings="XLMRobertaModel")),
-    "camembert": _family(hf="encoder"),
-    "mpnet": _family(),
+    "bert": _family(
+        EncoderVariant(
+            "Bert", "bert", pooled=True, classifier=("classifier",), shared_bias="cls.predictions.bias",
+            masked_head=(
+                "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm",
+                "cls.predictions.decoder",
+            ),
+        ).build,
+        hf="encoder", vllm=InVLLM(embeddings="BertModel"),
+    ),
+    "roberta": _family(
+        EncoderVariant("Roberta", "roberta", unused=None).build, hf="encoder",
+        vllm=InVLLM(embeddings="RobertaModel"),
+    ),
+    "xlm-roberta": _family(
+        EncoderVariant("XLMRoberta", "roberta", unused=None).build, hf="encoder",
+        vllm=InVLLM(embeddings="XLMRobertaModel"),
+    ),
+    "camembert": _family(EncoderVariant("Camembert", "roberta", unused=None).build, hf="encoder"),
+    "mpnet": _family(
+        EncoderVariant(
+            # positions start at 2 whatever pad_token_id says (MPNetEmbeddings.padding_idx)
+            "MPNet", "mpnet", token_types=False, unused=2, buckets=True,
+            names=(
+                "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
+                "attention.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
+            ),
+        ).build,
+    ),
     "distilbert": _family(
+        EncoderVariant(
+            "DistilBert", "distilbert", "transformer.layer", token_types=False, pooler=False,
+            names=(
+                "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
+                "sa_layer_norm", "ffn.lin1", "ffn.lin2", "output_layer_norm",
+            ),
+            masked_head=("vocab_transform", "vocab_layer_norm", "vocab_projector"), shared_bias=None,
+            classifier=("pre_classifier", "classifier"),
+        ).build,
         aliases={
             "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_attention_heads": "n_heads",
             "num_hidden_layers": "n_layers",

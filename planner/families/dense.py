@@ -45,7 +45,28 @@ ROPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class SwitchedNorms:
+    """Norms of q and k that a config field switches on.
+
+    Attributes:
+        field: the switch.
+        default: whether the norms exist when the file does not say.
+        names: modules of the norms.
+        kind: kind of the norms.
+        each: every head has a module of its own.
+        own: every head has a row of the weight.
+    """
+
+    field: str
+    default: bool = False
+    names: tuple[str, str] = ("q_layernorm", "k_layernorm")
+    kind: NormKind = "layer"
+    each: bool = False
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DenseVariant:
     """How one dense family differs from Llama; the defaults are Llama.
 
     Attributes:
@@ -55,13 +76,17 @@ class Variant:
         mlp_bias: bias of the MLP's matrices.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
         qk_norm_names: modules of these norms.
+        switched_norms: norms of q and k that a config field switches on.
         normed_last: q and k are normed after their rotation.
+        heads_span_hidden: num_attention_heads x head_dim must be hidden_size.
         qkv: name of the fused projection of q, k and v; None: three projections.
         out: name of the output projection.
+        clipped_field: field that, when set, clamps q, k and v.
         mlp_names: gate, up and down; or two names: up (with the gate, if ``fused``) and down.
         fused: the first of two MLP matrices holds gate and up.
         act: hidden_act when the file does not say.
         flow: order of norms, branches and residual additions in a layer.
+        parallel_field: switch that makes attention and MLP parallel behind the first norm alone.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
         final: name of the final norm.
@@ -71,7 +96,11 @@ class Variant:
         rope: name of the rotary embedding's form in ``ROPES``.
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
-        window: which layers slide: ``none``, ``always``, ``layer_types`` or ``qwen``.
+        table_by_kind: full and sliding layers have rotary tables of their own.
+        window: rule that says which layers slide. ``none``; ``unused``: none, but layer_types is checked;
+            ``always``: every layer if there is a window; ``pattern``: layer_types, else sliding_window_pattern;
+            ``rotated``: layer_types, else the layers without rotary positions; ``qwen``: see common.kinds_of.
+        default_window: sliding window in tokens when the file has no such field.
         attention_dropout: dropout of attention weights when the file does not say.
         dropout: field and default of the dropout behind attention and MLP.
         dropped: whether that dropout applies behind attention, and behind the MLP.
@@ -85,27 +114,33 @@ class Variant:
     qkv_bias: Bias = False
     out_bias: Bias = False
     mlp_bias: Bias = False
-    qk_norm: str = "none"  # none | head | full
+    qk_norm: str = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    normed_last: bool = False  # q and k are normed after their rotation
-    qkv: str | None = None  # name of the fused projection
+    switched_norms: SwitchedNorms | None = None
+    normed_last: bool = False
+    heads_span_hidden: bool = False
+    qkv: str | None = None
     out: str = "o_proj"
-    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: up and down, or fused
-    fused: bool = False  # the first of two matrices holds gate and up
-    act: str = "silu"  # hidden_act when the file does not say
+    clipped_field: str = ""
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    fused: bool = False
+    act: str = "silu"
     flow: Flow = "pre"
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # as computed
+    parallel_field: str = ""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm: NormKind = "rms"
     final: str = "model.norm"
     head_bias: bool = False
-    tied: bool = False  # tie_word_embeddings when the file does not say
-    rotary_share: float = 1.0  # partial_rotary_factor when the file does not say
+    tied: bool = False
+    rotary_share: float = 1.0
     rope: str = "half"
-    roped: str = "all"  # all | sliding (layers) | windowed (the sliding ones, where the file has a window)
-    window: str = "none"  # none | always | layer_types | qwen
-    attention_dropout: float = 0.0  # when the file does not say
-    dropout: tuple[str, float] = ("", 0.0)  # field and default: behind attention and MLP ...
-    dropped: tuple[bool, bool] = (True, True)  # ... or only one of them
+    roped: str = "all"
+    table_by_kind: bool = False
+    window: str = "none"
+    default_window: int | None = None
+    attention_dropout: float = 0.0
+    dropout: tuple[str, float] = ("", 0.0)
+    dropped: tuple[bool, bool] = (True, True)
     embedding_dropout: str = ""
     ignored: tuple[str, ...] = ()
     extra: Callable[[Attention, Mlp, Layer], Layer] | None = None
@@ -116,13 +151,10 @@ class Variant:
         return _build(self, fields, model_type)
 
 
-def _build(variant: Variant, fields: Fields, model_type: str) -> Architecture:
+def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a dense decoder by its variant."""
-    if model_type == "qwen2":
-        # Qwen2Config declares no head_dim, but the model reads one that the file states
-        fields.ignore("head_dim")
     dims = common.heads_of(fields)
-    if model_type == "helium" and dims.heads * dims.head_size != dims.hidden:
+    if variant.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
         raise ConfigError(f"{dims.heads} heads of it are not hidden_size = {dims.hidden}", field="head_dim")
     if fields.boolean("is_moe", False):
         raise UnsupportedArchitecture("Doge's product-key experts are not planned", field="is_moe")
@@ -133,11 +165,11 @@ def _build(variant: Variant, fields: Fields, model_type: str) -> Architecture:
     )
     count = fields.integer("num_hidden_layers", limit="layers")
     tied = fields.boolean("tie_word_embeddings", variant.tied)
-    kinds, window = _kinds(fields, model_type, variant, count)
+    kinds, window = _kinds(fields, variant, count)
     share = common.rotary_share(fields, variant.rotary_share)
     rotary = Rotary(int(dims.head_size * share), 1)
     tables: tuple[str, ...] = (_TABLE,)
-    if model_type == "olmo3":
+    if variant.table_by_kind:
         tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
         rotary = Rotary(rotary.dim, len(tables))
     layers = _layers(fields, model_type, variant, dims, inner, kinds, window, rotary.dim)
@@ -162,7 +194,7 @@ def _build(variant: Variant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _layers(
-    fields: Fields, model_type: str, variant: Variant, dims: Heads, inner: int, kinds: tuple[str, ...],
+    fields: Fields, model_type: str, variant: DenseVariant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
     """Return the recipe's layers, which differ only in the rotary table they read, if any."""
@@ -170,14 +202,14 @@ def _layers(
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
     flow, names = variant.flow, variant.norms
-    if model_type == "stablelm" and fields.boolean("use_parallel_residual", False):
+    if variant.parallel_field and fields.boolean(variant.parallel_field, False):
         flow, names = "parallel", names[:1]
     q_norm, k_norm = _qk_norms(fields, model_type, variant, dims)
     attention = Attention(
         "self_attn", dims, out=variant.out, qkv=variant.qkv, bias=qkv_bias, out_bias=out_bias,
         q_norm=q_norm, k_norm=k_norm, normed_last=variant.normed_last,
         rope=replace(ROPES[variant.rope], dim=rotated, tables=_TABLE),
-        clipped=model_type == "olmo" and fields.config.get("clip_qkv") is not None,
+        clipped=variant.clipped_field != "" and fields.config.get(variant.clipped_field) is not None,
         dropout=common.number(fields, "attention_dropout", variant.attention_dropout),
     )  # fmt: skip
     mlp = Mlp(
@@ -199,16 +231,16 @@ def _layers(
         made = layer_of(flow, own, mlp, norms, dropouts)
         return made if variant.extra is None else variant.extra(own, mlp, made)
 
-    read = _tables_read(fields, model_type, variant, kinds, window)
+    read = _tables_read(fields, variant, kinds, window)
     made = {table: layer(table) for table in dict.fromkeys(read)}
     return tuple(made[table] for table in read)
 
 
 def _tables_read(
-    fields: Fields, model_type: str, variant: Variant, kinds: tuple[str, ...], window: int | None
+    fields: Fields, variant: DenseVariant, kinds: tuple[str, ...], window: int | None
 ) -> tuple[str | None, ...]:
     """Return for each layer the name of the rotary table it reads, None for no rotary positions."""
-    if model_type == "olmo3":
+    if variant.table_by_kind:
         return tuple(f"{_TABLE}{kind}_" for kind in kinds)
     if variant.roped == "listed":
         return tuple(_TABLE if rotated else None for rotated in _rotated(fields, len(kinds)))
@@ -218,48 +250,46 @@ def _tables_read(
 
 
 def _qk_norms(
-    fields: Fields, model_type: str, variant: Variant, dims: Heads
+    fields: Fields, model_type: str, variant: DenseVariant, dims: Heads
 ) -> tuple[Norm | None, Norm | None]:
     """Return the norms of q and k, (None, None) when there are none."""
-    names, kind, each = variant.qk_norm_names, variant.norm, False
-    own = model_type == "cohere" and fields.boolean("use_qk_norm", False)  # Command R+: a weight per head
-    if fields.boolean("qk_layernorm", model_type == "persimmon"):
-        if model_type not in ("stablelm", "phi", "persimmon"):
-            raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
-        names, each = ("q_layernorm", "k_layernorm"), model_type == "stablelm"
-        kind = "layer-weight" if each else "layer"  # StableLM has a LayerNorm without bias per head
-    elif variant.qk_norm == "none" and not own:
+    switch, widths = variant.switched_norms, (dims.heads, dims.kv_heads)
+    if (switch is None or switch.field != "qk_layernorm") and fields.boolean("qk_layernorm", False):
+        raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
+    if switch is not None and fields.boolean(switch.field, switch.default):
+        q_norm, k_norm = (
+            Norm(name, dims.head_size, switch.kind, count, switch.each, switch.own)
+            for name, count in zip(switch.names, widths, strict=True)
+        )
+        return q_norm, k_norm
+    if variant.qk_norm == "none":
         return None, None
     q_norm, k_norm = (
-        Norm(name, count * dims.head_size, kind) if variant.qk_norm == "full"
-        else Norm(name, dims.head_size, kind, count, each, own)
-        for name, count in zip(names, (dims.heads, dims.kv_heads), strict=True)
+        Norm(name, count * dims.head_size, variant.norm) if variant.qk_norm == "full"
+        else Norm(name, dims.head_size, variant.norm, count)
+        for name, count in zip(variant.qk_norm_names, widths, strict=True)
     )  # fmt: skip
     return q_norm, k_norm
 
 
-def _kinds(
-    fields: Fields, model_type: str, variant: Variant, layers: int
-) -> tuple[tuple[str, ...], int | None]:
+def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Return (kind of each layer, sliding window in tokens or None) by the variant's rule."""
     full = ("full_attention",) * layers
-    if variant.window == "none":
-        if model_type == "hunyuan_v1_dense":
+    if variant.window in ("none", "unused"):
+        if variant.window == "unused":
             fields.layer_types(layers)
         return full, None
     window = common.window_of(fields)
+    if variant.window == "qwen":
+        return common.kinds_of(fields, "qwen", layers)
+    if "sliding_window" not in fields.config and variant.default_window is not None:
+        window = variant.default_window
     if variant.window == "always":
-        # every layer slides unless the field is null; a missing field means MistralConfig's default of 4096
-        if "sliding_window" not in fields.config and model_type == "mistral":
-            window = 4096
         return (full if window is None else ("sliding_attention",) * layers), window
-    if variant.window == "layer_types":
-        return _listed_kinds(fields, model_type, layers, window)
-    return common.kinds_of(fields, "qwen", layers)
-
-
-# Defaults of the config classes: (n of "every n-th layer is full" without layer_types, window in tokens)
-_PATTERNS = {"exaone4": (4, 4096), "olmo3": (4, 4096), "cohere2": (4, 4096)}
+    kinds = fields.layer_types(layers)
+    if kinds is None:
+        kinds = (_pattern if variant.window == "pattern" else _without_rope)(fields, layers, window)
+    return kinds, window
 
 
 def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
@@ -272,6 +302,18 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
     return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
 
 
+def _pattern(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
+    """Return the layer kinds that sliding_window_pattern states; by default every fourth layer is full."""
+    stated = fields.config.get("sliding_window_pattern", 4)
+    if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:  # EXAONE 4 states LLLG
+        slides = [stated[i % len(stated)] == "L" and i != layers - 1 for i in range(layers)]
+    elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+        slides = [(i + 1) % stated != 0 for i in range(layers)]
+    else:
+        raise ConfigError(f"{shown(stated)} is not a pattern", field="sliding_window_pattern")
+    return tuple("sliding_attention" if slide and window is not None else "full_attention" for slide in slides)
+
+
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has rotary positions, from no_rope_layers or no_rope_layer_interval."""
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
@@ -282,29 +324,3 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
         fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
     listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
-
-
-def _listed_kinds(
-    fields: Fields, model_type: str, layers: int, window: int | None
-) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, window) from layer_types, or from sliding_window_pattern."""
-    kinds = fields.layer_types(layers)
-    if model_type not in _PATTERNS:
-        return kinds or _without_rope(fields, layers, window), window
-    every, default = _PATTERNS[model_type]
-    if "sliding_window" not in fields.config:
-        window = default
-    if kinds is None:
-        stated = fields.config.get("sliding_window_pattern", every)
-        if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:  # EXAONE 4 states LLLG
-            kinds = tuple(
-                "sliding_attention" if stated[i % len(stated)] == "L" and i != layers - 1 else "full_attention"
-                for i in range(layers)
-            )
-        elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
-            kinds = tuple("sliding_attention" if (i + 1) % stated else "full_attention" for i in range(layers))
-        else:
-            raise ConfigError(f"{shown(stated)} is not a pattern", field="sliding_window_pattern")
-        if window is None:
-            kinds = ("full_attention",) * layers
-    return kinds, window

@@ -120,6 +120,7 @@ class Family:
         leftovers: fields that sound like a shape and that neither transformers 5.19 nor vLLM 0.32.0 reads, with
             their harmless values. tests/planner/test_leftovers.py checks this against their code; most were
             left by the remote code that a model was first published with.
+        refusal: why there is no adapter, for the error message; empty when no reason is known.
         first_class: class named by the first published files (remote code).
         reads_class: ``build`` reads ``architectures`` itself.
         attentions: attention implementations besides eager in transformers 5.19 (_supports_sdpa,
@@ -140,6 +141,7 @@ class Family:
     aliases: Mapping[str, str] | None = None
     absent: Mapping[str, int] | None = None
     leftovers: Mapping[str, Values] | None = None
+    refusal: str = ""
     first_class: str | None = None
     reads_class: bool = False
     attentions: tuple[str, ...] = ("sdpa", "flash")

@@ -33,7 +33,7 @@ from tonnage.planner.model.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class GemmaVariant:
     """How one Gemma text model differs from Gemma 1.
 
     Attributes:
@@ -41,16 +41,22 @@ class _Variant:
         defaults: sizes of the config class when the file does not say.
         norms: norms of a layer in the order they run.
         qk_norm: q and k have a norm per head.
+        pattern: every n-th layer is full when the file lists no kinds; 0: every layer is full.
+        pattern_field: sliding_window_pattern states the pattern.
+        by_kind: full and sliding layers have rotary tables of their own, and the file states the scaled length.
         attention_cap: attn_logit_softcapping when the file does not say.
         final_cap: final_logit_softcapping when the file does not say.
     """
 
     class_name: str
     defaults: dict[str, Any]
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # as computed
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     qk_norm: bool = False
-    attention_cap: float | None = None  # attn_logit_softcapping when the file does not say
-    final_cap: float | None = None  # final_logit_softcapping
+    pattern: int = 0
+    pattern_field: bool = False
+    by_kind: bool = False
+    attention_cap: float | None = None
+    final_cap: float | None = None
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a model of this family from its checked config."""
@@ -66,7 +72,7 @@ _HEAD_DIM = 256  # head_dim of the config classes when the file has none; never 
 _WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the file has none
 
 
-def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
+def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Gemma text model by its variant."""
     default = variant.defaults
 
@@ -84,8 +90,8 @@ def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
     fields.ignore(
         "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"
     )
-    kinds, window = _kinds(fields, model_type, layers)
-    prefixes, factor = _rotary(fields, model_type, kinds)
+    kinds, window = _kinds(fields, variant, layers)
+    prefixes, factor = _rotary(fields, variant, kinds)
     dims = Heads(hidden, heads, kv_heads, head_size)
     q_norm, k_norm = (
         Norm(name, head_size, "rms-one", count) if variant.qk_norm else None
@@ -126,19 +132,18 @@ def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def _kinds(fields: Fields, model_type: str, layers: int) -> tuple[tuple[str, ...], int | None]:
+def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Return (kind of each layer, sliding window in tokens or None)."""
-    if model_type == "gemma":
+    if not variant.pattern:
         return ("full_attention",) * layers, None
     window = common.window_of(fields)
     if "sliding_window" not in fields.config:
         window = _WINDOW
     kinds = fields.layer_types(layers)
-    pattern = 2  # Gemma 2 alternates, beginning with a sliding layer (configuration_gemma2.py)
-    if model_type == "gemma3_text":
-        # every sixth layer is full unless the file says otherwise (configuration_gemma3.py)
+    pattern = variant.pattern
+    if variant.pattern_field:
         fields.ignore("_sliding_window_pattern")
-        pattern = fields.integer("sliding_window_pattern", 6, limit="layers")
+        pattern = fields.integer("sliding_window_pattern", pattern, limit="layers")
         stated = fields.config.get("_sliding_window_pattern")
         if kinds is None and stated not in (None, pattern):
             raise ConfigError(
@@ -150,9 +155,9 @@ def _kinds(fields: Fields, model_type: str, layers: int) -> tuple[tuple[str, ...
     return kinds, window
 
 
-def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], float]:
+def _rotary(fields: Fields, variant: GemmaVariant, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], float]:
     """Return (prefixes of the rotary tables, factor on max_position_embeddings)."""
-    if model_type != "gemma3_text":
+    if not variant.by_kind:
         return (_TABLE,), common.read_rope(fields)[1]
     fields.ignore("rope_theta", "rope_local_base_freq")
     new = fields.raw("rope_parameters")
@@ -172,7 +177,7 @@ _GGUF_NORMS = {
 }
 FAMILIES = {
     "gemma": Family(
-        _Variant(
+        GemmaVariant(
             "GemmaForCausalLM",
             {
                 "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576,
@@ -183,41 +188,43 @@ FAMILIES = {
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
     ),
     "gemma2": Family(
-        _Variant(
+        GemmaVariant(
             "Gemma2ForCausalLM",
             {
                 "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 8192,
             },
-            _FOUR_NORMS, attention_cap=50.0, final_cap=30.0,
+            # the first layer slides, then kinds alternate (configuration_gemma2.py)
+            _FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
         leftovers={"sliding_window_size": "sliding_window"},  # the 9B and 27B files state the window twice
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
         vllm=InVLLM(float16=False), gguf=InGGUF("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "gemma3_text": Family(
-        _Variant(
+        GemmaVariant(
             "Gemma3ForCausalLM",
             {
                 "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 131_072,
             },
-            _FOUR_NORMS, qk_norm=True,
+            # every sixth layer is full unless the file says otherwise (configuration_gemma3.py)
+            _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
         ).build,
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
         gguf=InGGUF("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "vaultgemma": Family(
-        _Variant(
+        GemmaVariant(
             "VaultGemmaForCausalLM",
             {
                 "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 8192,
             },
-            ("input_layernorm", "pre_feedforward_layernorm"), attention_cap=50.0, final_cap=30.0,
+            ("input_layernorm", "pre_feedforward_layernorm"), pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
         hf="served",
     ),

@@ -166,21 +166,22 @@ def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     return tuple(names[kind] for kind in out)
 
 
-def gptj(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a GPT-J model, or of CodeGen, which fuses q, k and v."""
+def gptj(
+    fields: Fields, model_type: str, class_name: str = "GPTJForCausalLM", fused: bool = False
+) -> Architecture:
+    """Return the architecture of a GPT-J model; ``fused``: of CodeGen, which fuses q, k and v."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * h, limit="width")
     rotary = fields.optional_integer("rotary_dim", 64, limit="width") or h
     tied = fields.boolean("tie_word_embeddings", False)
-    codegen = model_type == "codegen"
     behind = common.number(fields, "resid_pdrop", 0.0)
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
-        "attn", dims, qkv="qkv_proj" if codegen else None, out="out_proj", upcast=True,
-        copied="v" if codegen else "",  # CodeGen merges four groups of heads
-        rope=Rope(rotary, joined=True, apart="wide" if codegen else "typed"),
+        "attn", dims, qkv="qkv_proj" if fused else None, out="out_proj", upcast=True,
+        copied="v" if fused else "",  # CodeGen merges four groups of heads
+        rope=Rope(rotary, joined=True, apart="wide" if fused else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip
     mlp = Mlp("mlp", h, inner, _act(fields), ("fc_in", "fc_out"), bias=True)
@@ -190,7 +191,7 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
         "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied, True)
     )
     return _made(
-        fields, model_type, "CodeGenForCausalLM" if codegen else "GPTJForCausalLM", recipe, dims, inner,
+        fields, model_type, class_name, recipe, dims, inner,
         max_model_len=positions, position_field=fields.name("max_position_embeddings"),
         rotary=Rotary(rotary, 1),
     )  # fmt: skip
@@ -317,7 +318,10 @@ FAMILIES = {
         attentions=("flash",), hf="own attention",
     ),
     "gptj": _family(gptj, aliases=GPT2_NAMES, attentions=("flash",), hf="own attention"),
-    "codegen": _family(gptj, aliases=GPT2_NAMES, attentions=EAGER, hf="own attention"),
+    "codegen": _family(
+        partial(gptj, class_name="CodeGenForCausalLM", fused=True), aliases=GPT2_NAMES, attentions=EAGER,
+        hf="own attention",
+    ),
     "opt": _family(opt, lora=QV, ia3=("q_proj", "k_proj", "fc2"), hf="served"),
     "bloom": _family(
         bloom,

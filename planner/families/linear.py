@@ -11,6 +11,7 @@ shapes).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
@@ -43,20 +44,20 @@ class Delta:
         return self.value_heads * self.value_size
 
 
-_QWEN_CLASSES = {
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}
-
-
-def qwen(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Qwen3-Next or Qwen3.5, dense or with experts.
+def qwen(
+    fields: Fields, model_type: str, *, class_name: str, moe: bool = True, fused: bool = False
+) -> Architecture:
+    """Return the architecture of Qwen3-Next or Qwen3.5 from its checked config.
 
     The query projection has twice the rows because it also makes the output gate.
+
+    Args:
+        fields: the config.
+        model_type: type of the model.
+        class_name: the causal language model's class in transformers.
+        moe: layers may route to experts.
+        fused: the delta nets have two input projections instead of four.
     """
-    moe = model_type != "qwen3_5_text"
-    next_ = model_type == "qwen3_next"
     dims = common.heads_of(fields)
     d = Delta(
         dims.hidden,
@@ -99,7 +100,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
             t.norm(f"{at}.self_attn.k_norm", dims.head_size)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         else:
-            delta_net(t, f"{at}.linear_attn", d, fused=next_)
+            delta_net(t, f"{at}.linear_attn", d, fused=fused)
             cache.append(delta_cache(i, d, state_dtype))
         if experts is not None and experts.sparse[i]:
             experts.add(t, f"{at}.mlp", dims.hidden)
@@ -110,7 +111,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25)), 1)
     t.rotary(rotary.dim, "model.rotary_emb.")
     return common.decoder(
-        fields, model_type, _QWEN_CLASSES[model_type], t, dims, tuple(cache), layers=layers,
+        fields, model_type, class_name, t, dims, tuple(cache), layers=layers,
         inner=experts.widest if experts is not None else inner, vocab=vocab, rotary=rotary,
         experts=experts.count if experts is not None else 0,
         experts_per_token=experts.chosen if experts is not None else 0,
@@ -369,12 +370,11 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def lfm2(fields: Fields, model_type: str) -> Architecture:
+def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
     """Return the architecture of LFM2 or LFM2-MoE: gated short convolutions and a few full layers.
 
     LFM2-MoE routes to experts from layer ``num_dense_layers`` on.
     """
-    moe = model_type == "lfm2_moe"
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -451,15 +451,18 @@ def _lfm2_inner(fields: Fields) -> int:
 
 FAMILIES = {
     "qwen3_next": Family(
-        qwen, absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
+        partial(qwen, class_name="Qwen3NextForCausalLM", fused=True),
+        absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
         vllm=InVLLM(one_mrope_length=True), files=RENAMED,
     ),
     "qwen3_5_text": Family(
-        qwen, absent={"num_key_value_heads": 4, "head_dim": 256}, hf="recurrent",
+        partial(qwen, class_name="Qwen3_5ForCausalLM", moe=False),
+        absent={"num_key_value_heads": 4, "head_dim": 256}, hf="recurrent",
         vllm=InVLLM(float32_states=True, one_mrope_length=True),
     ),
     "qwen3_5_moe_text": Family(
-        qwen, absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
+        partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
+        absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
         first_class="Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model name it
         vllm=InVLLM(float32_states=True, one_mrope_length=True),
     ),
@@ -471,6 +474,7 @@ FAMILIES = {
         lfm2, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED,
     ),
     "lfm2_moe": Family(
-        lfm2, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED,
+        partial(lfm2, moe=True), absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY,
+        files=RENAMED,
     ),
 }  # fmt: skip

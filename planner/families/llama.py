@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.families.dense import Variant
+from tonnage.planner.families.dense import DenseVariant, SwitchedNorms
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, QV_DOWN, Family, InGGUF, InVLLM, Values
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
@@ -22,9 +22,9 @@ _PLAIN = ("up_proj", "down_proj")
 _FUSED = ("gate_up_proj", "down_proj")
 
 
-def _granite(name: str) -> Variant:
+def _granite(name: str) -> DenseVariant:
     """Return Llama's variant with the biases that ``attention_bias`` and ``mlp_bias`` switch on."""
-    return Variant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
+    return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
 def _internlm3(fields: Fields, model_type: str) -> Architecture:
@@ -110,52 +110,54 @@ FAMILIES = {
         gguf=InGGUF("llama", "LlamaForCausalLM", _GGUF_NORMS, rotary_head=True, bias=True),
     ),
     "mistral": Family(
-        Variant("MistralForCausalLM", window="always").build,
+        DenseVariant("MistralForCausalLM", window="always", default_window=4096).build,
         absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
     ),
-    # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads
+    # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads; the fields of
+    # Qwen2Config lack head_dim, but the model reads it from a file that states it
     "qwen2": Family(
-        Variant("Qwen2ForCausalLM", True, window="qwen").build,
+        DenseVariant("Qwen2ForCausalLM", True, window="qwen", ignored=("head_dim",)).build,
         absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",
         gguf=InGGUF("qwen2", "Qwen2ForCausalLM", _GGUF_NORMS),
     ),
     "qwen3": Family(
-        Variant("Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen").build,
+        DenseVariant("Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen").build,
         absent={"num_key_value_heads": 32, "head_dim": 128}, lora=QV, ia3=QV_DOWN, hf="served",
         vllm=LORA_ON_VOCABULARY, gguf=InGGUF("qwen3", "Qwen3ForCausalLM", _GGUF_NORMS, bias=True),
     ),
     "granite": Family(_granite("GraniteForCausalLM").build, hf="served", vllm=LORA_ON_VOCABULARY),
     "helium": Family(
-        Variant(
+        DenseVariant(
             "HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), norm="rms-cast", rope="helium",
+            heads_span_hidden=True,
         ).build,
         absent={"num_key_value_heads": 20, "head_dim": 128}, hf="served",
     ),
     "smollm3": Family(
-        Variant(
+        DenseVariant(
             "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
-            window="layer_types", roped="listed",
+            window="rotated", roped="listed",
             ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
         ).build,
         absent={"num_key_value_heads": 4}, hf="served",
         leftovers={"max_window_layers": ()},  # SmolLM3-3B states it; its class reads only layer_types
     ),
     "seed_oss": Family(
-        Variant(
+        DenseVariant(
             "SeedOssForCausalLM", ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False),
             attention_dropout=0.1, dropout=("residual_dropout", 0.1),
         ).build,
         absent={"num_key_value_heads": 8, "head_dim": 128}, hf="served",
     ),
     "glm": Family(
-        Variant(
+        DenseVariant(
             "GlmForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, rotary_share=0.5,
             rope="glm",
         ).build,
         absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served",
     ),
     "glm4": Family(
-        Variant(
+        DenseVariant(
             "Glm4ForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, flow="sandwich",
             norms=(
                 "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm",
@@ -165,69 +167,72 @@ FAMILIES = {
         absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served",
     ),
     "ernie4_5": Family(
-        Variant(
+        DenseVariant(
             "Ernie4_5ForCausalLM", ("use_bias", False), ("use_bias", False), ("use_bias", False), tied=True,
             rope="ernie",
         ).build,
         absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served",
     ),
     "exaone4": Family(
-        Variant(
-            "Exaone4ForCausalLM", qk_norm="head", flow="post", norms=_POST_NORMS, window="layer_types",
-            roped="windowed", ignored=("sliding_window_pattern",),
+        DenseVariant(
+            "Exaone4ForCausalLM", qk_norm="head", flow="post", norms=_POST_NORMS, window="pattern",
+            default_window=4096, roped="windowed", ignored=("sliding_window_pattern",),
         ).build,
         absent={"num_key_value_heads": 32}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "olmo": Family(
-        Variant(
+        DenseVariant(
             "OlmoForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norm="layer-none", rope="olmo",
-            ignored=("clip_qkv",),
+            clipped_field="clip_qkv", ignored=("clip_qkv",),
         ).build,
         hf="served",
     ),
     "olmo2": Family(
-        Variant(
+        DenseVariant(
             "Olmo2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post",
             norms=_POST_NORMS, norm="rms-wide", rope="olmo",
         ).build,
         hf="served",
     ),
     "olmo3": Family(
-        Variant(
+        DenseVariant(
             "Olmo3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post",
-            norms=_POST_NORMS, norm="rms-wide", rope="olmo", window="layer_types",
+            norms=_POST_NORMS, norm="rms-wide", rope="olmo", window="pattern", default_window=4096,
+            table_by_kind=True,
         ).build,
         hf="served",
     ),
     "arcee": Family(
-        Variant(
+        DenseVariant(
             "ArceeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
             act="relu2",
         ).build,
         hf="served",
     ),
     "apertus": Family(
-        Variant(
+        DenseVariant(
             "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp_names=_PLAIN,
             act="xielu", norms=("attention_layernorm", "feedforward_layernorm"), extra=_apertus,
         ).build,
         hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "bitnet": Family(
-        Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, act="relu2", extra=_bitnet).build,
+        DenseVariant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, act="relu2", extra=_bitnet).build,
         absent={"num_key_value_heads": 5}, hf="served",
     ),
     "cohere": Family(
-        Variant(
+        DenseVariant(
             "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
             norm="layer-written", rope="cohere", tied=True, ignored=("logit_scale",),
+            switched_norms=SwitchedNorms("use_qk_norm", False, ("q_norm", "k_norm"), "layer-written", own=True),
         ).build,
         hf="served", vllm=InVLLM(lora_vocabulary=1),
     ),
     "cohere2": Family(
-        Variant(
+        DenseVariant(
             "Cohere2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
-            norm="layer-written", rope="cohere", roped="sliding", tied=True, window="layer_types",
+            norm="layer-written", rope="cohere", roped="sliding", tied=True, window="pattern",
+            default_window=4096,
             ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
         ).build,
         leftovers={  # fields of Command R7B, which is older than sliding_window_pattern
@@ -237,11 +242,13 @@ FAMILIES = {
         hf="served", vllm=InVLLM(lora_vocabulary=1),
     ),
     "diffllama": Family(
-        Variant("DiffLlamaForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_diffllama, taped=False).build,
+        DenseVariant(
+            "DiffLlamaForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_diffllama, taped=False,
+        ).build,
         hf="two attentions",
     ),
     "doge": Family(
-        Variant(
+        DenseVariant(
             "DogeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), qk_norm="head",
             extra=_doge, dropout=("hidden_dropout", 0.0),
             ignored=("keep_window_size", "num_experts", "num_experts_per_tok"), taped=False,
@@ -249,9 +256,9 @@ FAMILIES = {
         hf="served",
     ),
     "hunyuan_v1_dense": Family(
-        Variant(
+        DenseVariant(
             "HunYuanDenseV1ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", normed_last=True,
-            qk_norm_names=("query_layernorm", "key_layernorm"),
+            qk_norm_names=("query_layernorm", "key_layernorm"), window="unused",
         ).build,
         leftovers={
             **HUNYUAN_LEFTOVERS, "moe_intermediate_size": (), "moe_layer_num_skipped": (), "moe_topk": (),
@@ -260,7 +267,7 @@ FAMILIES = {
         hf="served",
     ),
     "starcoder2": Family(
-        Variant(
+        DenseVariant(
             "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True),
             mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh", norm="layer", tied=True, window="always",
             dropout=("residual_dropout", 0.0), embedding_dropout="embedding_dropout",
@@ -268,15 +275,18 @@ FAMILIES = {
         absent={"num_key_value_heads": 2}, leftovers={"norm_type": ("layer_norm",)}, hf="served",
     ),
     "stablelm": Family(
-        Variant(
+        DenseVariant(
             "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25, rope="joined",
+            parallel_field="use_parallel_residual",
+            switched_norms=SwitchedNorms("qk_layernorm", kind="layer-weight", each=True),
             dropout=("hidden_dropout", 0.0), dropped=(False, True),
         ).build,
         absent={"num_key_value_heads": 32}, hf="keywords lost",
     ),
     "persimmon": Family(
-        Variant(
+        DenseVariant(
             "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense",
+            switched_norms=SwitchedNorms("qk_layernorm", True),
             mlp_names=("dense_h_to_4h", "dense_4h_to_h"), act="relu2", norm="layer",
             final="model.final_layernorm", rotary_share=0.5, rope="joined", dropout=("hidden_dropout", 0.0),
             dropped=(False, True),
@@ -284,8 +294,9 @@ FAMILIES = {
         hf="served",
     ),
     "phi": Family(
-        Variant(
-            "PhiForCausalLM", True, True, True, out="dense", mlp_names=("fc1", "fc2"), act="gelu_new",
+        DenseVariant(
+            "PhiForCausalLM", True, True, True, out="dense", switched_norms=SwitchedNorms("qk_layernorm"),
+            mlp_names=("fc1", "fc2"), act="gelu_new",
             flow="parallel", norms=("input_layernorm",), norm="layer", final="model.final_layernorm",
             head_bias=True, rotary_share=0.5, rope="joined", dropout=("resid_pdrop", 0.0),
             embedding_dropout="embd_pdrop",
@@ -293,21 +304,21 @@ FAMILIES = {
         lora=("q_proj", "v_proj", "fc1", "fc2"), hf="served",
     ),
     "phi3": Family(
-        Variant(
+        DenseVariant(
             "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
             dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
         ).build,
         leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini states it; every layer is full
     ),
     "nemotron": Family(
-        Variant(
+        DenseVariant(
             "NemotronForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
             act="relu2", norm="layer-one", rotary_share=0.5, rope="joined",
         ).build,
         hf="keywords lost", vllm=LORA_ON_VOCABULARY,
     ),
     "jais2": Family(
-        Variant(
+        DenseVariant(
             "Jais2ForCausalLM", ("attention_bias", True), ("attention_bias", True), ("mlp_bias", True),
             mlp_names=_PLAIN, act="relu2", norm="layer",
         ).build,
@@ -322,9 +333,11 @@ FAMILIES = {
         first_class="IQuestCoderForCausalLM",
     ),
     # Published with remote code; the shapes are Llama's
-    "xverse": Family(Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build),
+    "xverse": Family(
+        DenseVariant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build
+    ),
     "baichuan": Family(
-        Variant(
+        DenseVariant(
             "BaichuanForCausalLM", qkv="W_pack", ignored=("model_max_length", "z_loss_weight"), taped=False,
         ).build,
     ),

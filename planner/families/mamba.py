@@ -9,7 +9,9 @@ A Mamba layer keeps per sequence the last kernel - 1 inputs of its convolution a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
@@ -125,52 +127,65 @@ class Mamba1:
         return CacheLayer(layer, "state", None, 0, 0, states=states)
 
 
-def build(fields: Fields, model_type: str) -> Architecture:
+def _mamba1(fields: Fields, hidden: int) -> Mamba1:
+    """Return the Mamba-1 mixer that the config states."""
+    inner = fields.integer("expand", 2, limit="width") * hidden
+    return Mamba1(
+        hidden, fields.integer("intermediate_size", inner, limit="width"),
+        auto(fields, "time_step_rank", -(-hidden // 16)), fields.integer("state_size", 16, limit="width"),
+        fields.integer("conv_kernel", 4, limit="width"), fields.boolean("use_bias", False),
+        fields.boolean("use_conv_bias", True),
+    )  # fmt: skip
+
+
+def _mamba2(fields: Fields, hidden: int) -> Mamba2:
+    """Return the Mamba-2 mixer that the config states."""
+    inner = fields.integer("expand", 2, limit="width") * hidden
+    heads = fields.integer("num_heads", 128, limit="heads")
+    size = fields.integer("head_dim", 64, limit="width")
+    if inner != heads * size:
+        raise ConfigError(f"{heads} x {size} is not expand x hidden_size = {inner}", field="num_heads")
+    fields.ignore("time_step_rank")
+    return Mamba2(
+        hidden, heads, size, fields.integer("n_groups", 8, limit="heads"),
+        fields.integer("state_size", 128, limit="width"), fields.integer("conv_kernel", 4, limit="width"),
+        inner, fields.boolean("use_bias", False), fields.boolean("use_conv_bias", True), chunk=chunk_of(fields),
+    )  # fmt: skip
+
+
+def build(
+    fields: Fields, model_type: str, *, class_name: str, mixer_of: Callable[[Fields, int], Mamba1 | Mamba2],
+    tied: bool = True, normed: bool = False,
+) -> Architecture:  # fmt: skip
     """Return the architecture of a model that has only Mamba layers.
 
     Without attention the length is unlimited, and the memory per sequence is constant.
+
+    Args:
+        fields: the config.
+        model_type: type of the model.
+        class_name: the causal language model's class in transformers.
+        mixer_of: function from the config and the hidden size to the layers' mixer.
+        tied: tie_word_embeddings when the file does not say.
+        normed: dt, B and C have norms without learned weights.
     """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
-    bias, conv_bias = fields.boolean("use_bias", False), fields.boolean("use_conv_bias", True)
-    kernel = fields.integer("conv_kernel", 4, limit="width")
-    inner_factor = fields.integer("expand", 2, limit="width")
-    tied = fields.boolean("tie_word_embeddings", model_type != "mamba2")
-    mixer: Mamba1 | Mamba2
-    if model_type == "mamba2":
-        heads = fields.integer("num_heads", 128, limit="heads")
-        size = fields.integer("head_dim", 64, limit="width")
-        groups = fields.integer("n_groups", 8, limit="heads")
-        inner = inner_factor * hidden
-        if inner != heads * size:
-            raise ConfigError(f"{heads} x {size} is not expand x hidden_size = {inner}", field="num_heads")
-        state = fields.integer("state_size", 128, limit="width")
-        mixer = Mamba2(
-            hidden, heads, size, groups, state, kernel, inner, bias, conv_bias, chunk=chunk_of(fields)
-        )
-        fields.ignore("time_step_rank")
-    else:
-        inner = fields.integer("intermediate_size", inner_factor * hidden, limit="width")
-        rank = auto(fields, "time_step_rank", -(-hidden // 16))
-        mixer = Mamba1(
-            hidden, inner, rank, fields.integer("state_size", 16, limit="width"), kernel, bias, conv_bias
-        )
+    mixer = mixer_of(fields, hidden)
+    tied = fields.boolean("tie_word_embeddings", tied)
     t = Tensors()
     t.vocabulary("backbone.embeddings", vocab, hidden)
-    for i in range(layers):
-        t.layer = i
-        t.norm(f"backbone.layers.{i}.norm", hidden)
-        at = f"backbone.layers.{i}.mixer"
-        mixer.add(t, at)
-        if model_type == "falcon_mamba":
-            for name, width in (("dt", inner), ("b", mixer.state), ("c", mixer.state)):
-                t.buffer(f"{at}.{name}_layernorm.weight", (width,), "WeightlessRMSNorm", None)
+    for _, at in t.layers(layers, "backbone.layers"):
+        t.norm(f"{at}.norm", hidden)
+        mixer.add(t, f"{at}.mixer")
+        if normed:
+            for name, width in (("dt", mixer.inner), ("b", mixer.state), ("c", mixer.state)):
+                t.buffer(f"{at}.mixer.{name}_layernorm.weight", (width,), "WeightlessRMSNorm", None)
     t.close("backbone.norm_f", "backbone.embeddings", vocab, hidden, tied)
-    names = {"mamba": "Mamba", "mamba2": "Mamba2", "falcon_mamba": "FalconMamba"}
     return common.decoder(
-        fields, model_type, f"{names[model_type]}ForCausalLM", t, Heads(hidden, 1, 1, 1),
-        tuple(mixer.cache(i) for i in range(layers)), layers=layers, inner=inner, vocab=vocab,
+        fields, model_type, class_name, t, Heads(hidden, 1, 1, 1),
+        tuple(mixer.cache(i) for i in range(layers)), layers=layers, inner=mixer.inner, vocab=vocab,
         max_model_len=_UNLIMITED, position_field="none: a state has no length", gated=False,
     )  # fmt: skip
 
@@ -179,8 +194,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
 _UNLIMITED = 1 << 31
 
 
+_family = partial(Family, ignored=TIME_STEP, hf="recurrent")
 FAMILIES = {
-    "mamba": Family(build, ignored=TIME_STEP, hf="recurrent"),
-    "mamba2": Family(build, ignored=TIME_STEP, hf="recurrent"),
-    "falcon_mamba": Family(build, ignored=TIME_STEP, hf="recurrent"),
+    "mamba": _family(partial(build, class_name="MambaForCausalLM", mixer_of=_mamba1)),
+    "mamba2": _family(partial(build, class_name="Mamba2ForCausalLM", mixer_of=_mamba2, tied=False)),
+    "falcon_mamba": _family(partial(build, class_name="FalconMambaForCausalLM", mixer_of=_mamba1, normed=True)),
 }

@@ -37,12 +37,12 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
     )  # fmt: skip
 
 
-def bamba(fields: Fields, model_type: str) -> Architecture:
+def bamba(fields: Fields, model_type: str, *, granite: bool = False) -> Architecture:
     """Return the architecture of a Bamba or Granite hybrid model from its checked config.
 
-    Each layer is a Mamba-2 or an attention layer, followed by an MLP or by experts.
+    Each layer is a Mamba-2 or an attention layer, followed by an MLP, in Granite hybrid (``granite``) by
+    experts and a shared expert.
     """
-    granite = model_type == "granitemoehybrid"
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -293,7 +293,9 @@ def _nemotron_kinds(fields: Fields) -> str:
 _family = partial(Family, ignored=TIME_STEP)
 FAMILIES = {
     "bamba": _family(bamba, absent={"num_key_value_heads": 8}, hf="recurrent"),
-    "granitemoehybrid": _family(bamba, hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED),
+    "granitemoehybrid": _family(
+        partial(bamba, granite=True), hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED,
+    ),
     "falcon_h1": _family(falcon_h1, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY),
     "jamba": _family(jamba, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY),
     "nemotron_h": _family(

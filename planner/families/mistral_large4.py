@@ -14,6 +14,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla, towers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import moved
+from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -132,8 +133,6 @@ def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Mistral Large 4 from its checked config."""
-    from tonnage.planner.families.registry import build_text
-
     config = fields.mapping("text_config")
     if config is None:
         raise ConfigError("missing", field="text_config")

@@ -70,7 +70,7 @@ def cache(
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class LatentVariant:
     """How one family with latent attention and experts differs from DeepSeek-V3.
 
     Attributes:
@@ -78,13 +78,19 @@ class Variant:
         dense_layers: first_k_dense_replace when the file does not say.
         indexer: layers have sparse indexers.
         correction: the router has e_score_correction_bias.
+        softmax: the router is a softmax, grouped only if topk_method says so; otherwise a grouped sigmoid.
+        complex_rope: rotary positions are computed as complex numbers.
+        mlp_bias: the class reads mlp_bias.
         taped: training activations can be derived from the recipe.
     """
 
     class_name: str
-    dense_layers: int  # first_k_dense_replace when the file does not say
+    dense_layers: int
     indexer: bool = False
     correction: bool = True
+    softmax: bool = False
+    complex_rope: bool = False
+    mlp_bias: bool = False
     taped: bool = True
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
@@ -92,7 +98,7 @@ class Variant:
         return _build(self, fields, model_type)
 
 
-def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
+def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a latent-attention model with experts by its variant."""
     # DeepSeek's small vision models switch latent attention off and have ordinary heads
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
@@ -112,16 +118,14 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("num_nextn_predict_layers")
-    mlp_bias = (
-        fields.boolean("mlp_bias", False) and model_type == "deepseek_v2"
-    )  # the other classes do not read it
+    mlp_bias = fields.boolean("mlp_bias", False) and v.mlp_bias
     common.every_layer_routes(fields)
     sparse = common.sparse_layers(fields, layers, v.dense_layers)
     index_heads, index_size, indexed = indexer(fields, layers) if v.indexer else (0, 0, ())
 
-    table = Table("model.rotary_emb.", d.rotary or d.nope, complex=model_type == "deepseek_v2")
+    table = Table("model.rotary_emb.", d.rotary or d.nope, complex=v.complex_rope)
     dropout = common.number(fields, "attention_dropout", 0.0)
-    rope = Rope(d.rotary, table.name, restored=model_type == "deepseek_v2")
+    rope = Rope(d.rotary, table.name, restored=v.complex_rope)
     d = replace(d, bias=bias, rope=rope, dropout=dropout)
     mixers: dict[bool, Attention | LatentAttention] = {False: d}
     if v.indexer:
@@ -131,7 +135,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     norms = tuple(Norm(name, d.hidden) for name in ("input_layernorm", "post_attention_layernorm"))
     act = common.act_of(fields, "silu")
     routed = Experts(
-        "mlp", d.hidden, inner, count, chosen, act, _router(fields, model_type),
+        "mlp", d.hidden, inner, count, chosen, act, _router(fields, v),
         Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
         first=True, extra=_correction(count) if v.correction else (),
     )  # fmt: skip
@@ -163,9 +167,9 @@ def _correction(count: int) -> tuple[TensorSpec, ...]:
     return (TensorSpec(name, (count,), "buffer", "Router", dtype="float32", stored="float32"),)
 
 
-def _router(fields: Fields, model_type: str) -> Router:
+def _router(fields: Fields, v: LatentVariant) -> Router:
     """Return how tokens are routed to experts."""
-    if model_type == "deepseek_v2":
+    if v.softmax:
         grouped = fields.config.get("topk_method", "greedy") != "greedy"
         groups = _groups(fields) if grouped else (0, 0)
         return Router("gate", "softmax-groups", False, groups)
@@ -296,23 +300,25 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
 
 FAMILIES = {
     "deepseek_v2": Family(
-        Variant("DeepseekV2ForCausalLM", 0, correction=False).build,
+        LatentVariant(
+            "DeepseekV2ForCausalLM", 0, correction=False, softmax=True, complex_rope=True, mlp_bias=True,
+        ).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 2}, hf="latent",
     ),
     "deepseek_v3": Family(
-        Variant("DeepseekV3ForCausalLM", 3).build,
+        LatentVariant("DeepseekV3ForCausalLM", 3).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "deepseek_v32": Family(
-        Variant("DeepseekV32ForCausalLM", 3, indexer=True, taped=False).build,
+        LatentVariant("DeepseekV32ForCausalLM", 3, indexer=True, taped=False).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "kimi_k2": Family(
-        Variant("DeepseekV3ForCausalLM", 3, taped=False).build,  # published with remote code
+        LatentVariant("DeepseekV3ForCausalLM", 3, taped=False).build,  # published with remote code
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "glm_moe_dsa": Family(
-        Variant("GlmMoeDsaForCausalLM", 3, indexer=True, taped=False).build,
+        LatentVariant("GlmMoeDsaForCausalLM", 3, indexer=True, taped=False).build,
         absent={
             "v_head_dim": 256, "qk_nope_head_dim": 192, "index_n_heads": 32, "q_lora_rank": 2048,
             "n_shared_experts": 1,
@@ -320,12 +326,12 @@ FAMILIES = {
         hf="latent",
     ),
     "glm4_moe_lite": Family(
-        Variant("Glm4MoeLiteForCausalLM", 1).build,
+        LatentVariant("Glm4MoeLiteForCausalLM", 1).build,
         absent={"v_head_dim": 256, "qk_nope_head_dim": 192, "q_lora_rank": 768, "n_shared_experts": 1},
         hf="latent", vllm=InVLLM(wide_router=True),
     ),
     "mistral4": Family(
-        Variant("Mistral4ForCausalLM", 0, correction=False, taped=False).build,
+        LatentVariant("Mistral4ForCausalLM", 0, correction=False, taped=False).build,
         absent={"qk_nope_head_dim": 64, "kv_lora_rank": 256, "q_lora_rank": 1024, "n_shared_experts": 1},
         hf="latent",
     ),

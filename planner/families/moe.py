@@ -6,7 +6,9 @@ Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
@@ -35,8 +37,42 @@ from tonnage.planner.model.recipe import (
 from tonnage.planner.model.tensor import TensorSpec
 
 
+def _every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer: all layers route to experts."""
+    return (True,) * layers
+
+
+def _behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
+    """Return for each layer whether it routes, which the first ``first_k_dense_replace`` do not."""
+    first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
+    return tuple(i >= first for i in range(layers))
+
+
+def _interval(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it routes, by ERNIE's start, end and interval."""
+    start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
+    end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
+    step = fields.integer("moe_layer_interval", 1, limit="layers")
+    last = layers - 1 if end == -1 else end
+    return tuple((i + 1) % step == 0 and start <= i <= last for i in range(layers))
+
+
+def stepped_layers(fields: Fields, layers: int, dense: tuple[int, ...] = ()) -> tuple[bool, ...]:
+    """Return for each layer whether it routes: every ``decoder_sparse_step``-th layer, except dense layers.
+
+    ``mlp_only_layers`` lists the dense layers; without it they are ``dense``.
+    """
+    step = fields.integer("decoder_sparse_step", 1, limit="layers")
+    listed = fields.raw("mlp_only_layers")
+    listed = list(dense) if listed is None else listed or []
+    if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of layers", field="mlp_only_layers")
+    plain = common.numbers_in(listed)
+    return tuple(i not in plain and (i + 1) % step == 0 for i in range(layers))
+
+
 @dataclass(frozen=True, slots=True)
-class Variant:
+class MoeVariant:
     """How one mixture-of-experts family differs from Mixtral.
 
     Attributes:
@@ -55,18 +91,30 @@ class Variant:
         correction: e_score_correction_bias, its name below the MLP; None: there is none.
         correction_dtype: dtype of the loaded correction bias; None: the model's.
         correction_parameter: the correction bias is a parameter [1, experts] instead of a buffer.
-        shared: module of the shared expert below the MLP; None: there is none.
+        shared: module of the shared expert in a layer; None: there is none.
+        shared_names: matrices of the shared expert: gate, up and down, or gate-and-up and down.
         shared_gate: a gate weighs the shared expert.
-        shared_size: config field with the shared expert's inner size. None: n_shared_experts x ``inner_field``.
+        shared_size: config field with the shared expert's inner size, and its default (None: required).
+        shared_count: without ``shared_size``, config field with the number of shared experts, each as large as
+            a routed expert; None: one.
+        sparse: function that returns for each layer whether it routes to experts.
+        jitter: router_jitter_noise adds noise in training, which cannot be taped.
+        experts_bias: field that would give the experts biases; refused when set.
         qkv_bias: bias of the q, k and v projections.
         out_bias: bias of the attention's output projection.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
         qk_norm_names: modules of these norms.
+        qk_norm_field: switch that adds a norm per head.
         normed_last: q and k are normed after their rotation.
         rope: name of the rotary embedding's form in dense.ROPES.
+        rotary_share: partial_rotary_factor when the file does not say.
+        rotary_field: field with the rotated values of a head, which precedes partial_rotary_factor.
+        rounded_heads: without head_dim, hidden_size / num_attention_heads is rounded down instead of checked.
+        clipped_field: field that, when set, clamps q, k and v.
         flow: order of norms, branches and residual additions in a layer.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
+        head_bias: bias of the head.
         tied: tie_word_embeddings when the file does not say.
         window: rule of ``common.kinds_of`` that says which layers slide.
         ignored: config fields of this family that change no shape.
@@ -76,29 +124,40 @@ class Variant:
     experts_field: str = "num_experts"
     per_token_field: str = "num_experts_per_tok"
     inner_field: str = "moe_intermediate_size"
-    mlp: str = "mlp"  # module of the MLP
+    mlp: str = "mlp"
     router: str = "gate"
     routing: RouterKind = "softmax"
-    normed: Bias = ("norm_topk_prob", False)  # the chosen weights are divided by their sum
+    normed: Bias = ("norm_topk_prob", False)
     router_linear: bool = False
     router_bias: bool = False
-    router_dtype: str | None = None  # of the loaded model
-    router_stored: str | None = None  # of the published files
-    correction: str | None = None  # name of e_score_correction_bias below the MLP
+    router_dtype: str | None = None
+    router_stored: str | None = None
+    correction: str | None = None
     correction_dtype: str | None = "float32"
     correction_parameter: bool = False
-    shared: str | None = None  # module of the shared expert
+    shared: str | None = None
+    shared_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared_gate: bool = False
-    shared_size: str | None = None  # field of its inner size, or n_shared_experts x the routed inner size
+    shared_size: tuple[str, int | None] | None = None
+    shared_count: str | None = "n_shared_experts"
+    sparse: Callable[[Fields, int], tuple[bool, ...]] = _every_layer
+    jitter: bool = False
+    experts_bias: str = ""
     qkv_bias: Bias = ("attention_bias", False)
     out_bias: Bias = ("attention_bias", False)
     qk_norm: str = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    normed_last: bool = False  # q and k are normed after their rotation
-    rope: str = "half"  # of llama.py's ROPES
+    qk_norm_field: str = ""
+    normed_last: bool = False
+    rope: str = "half"
+    rotary_share: float = 1.0
+    rotary_field: str = ""
+    rounded_heads: bool = False
+    clipped_field: str = ""
     flow: Flow = "pre"
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     norm: NormKind = "rms"
+    head_bias: Bias = False
     tied: bool = False
     window: str = "none"
     ignored: tuple[str, ...] = ()
@@ -109,15 +168,15 @@ class Variant:
 
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-_GRANITE = Variant(
+_GRANITE = MoeVariant(
     "GraniteMoeForCausalLM", "num_local_experts", inner_field="intermediate_size", mlp="block_sparse_moe",
     router="router", routing="softmax-chosen",
 )  # fmt: skip
 
 
-def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
+def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a mixture-of-experts model by its variant."""
-    dims = common.heads_of(fields, head_default=0 if model_type == "glm4_moe" else None)
+    dims = common.heads_of(fields, head_default=0 if v.rounded_heads else None)
     if not dims.head_size:  # GLM-4.5's config class rounds the quotient down
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -128,20 +187,19 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     chosen = fields.optional_integer(v.per_token_field, limit="width") or 1
     inner = fields.integer(v.inner_field, limit="width")
     dense = fields.integer("intermediate_size", limit="width")
-    sparse = sparse_layers(fields, model_type, layers)
-    shared = _shared_size(fields, model_type, v, inner)
+    sparse = v.sparse(fields, layers)
+    shared = _shared_size(fields, v, inner)
     fields.ignore(*v.ignored)
     qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
-    mlp_bias = model_type == "ernie4_5_moe" and fields.boolean("use_bias", False)
-    if mlp_bias:
-        raise UnsupportedArchitecture("experts with biases are not planned", field="use_bias")
+    if v.experts_bias and fields.boolean(v.experts_bias, False):
+        raise UnsupportedArchitecture("experts with biases are not planned", field=v.experts_bias)
     tied = fields.boolean("tie_word_embeddings", v.tied)
     qk_norm = v.qk_norm
-    if model_type == "glm4_moe" and fields.boolean("use_qk_norm", False):
+    if v.qk_norm_field and fields.boolean(v.qk_norm_field, False):
         qk_norm = "head"
-    head_bias = model_type == "phimoe" and fields.boolean("lm_head_bias", False)
+    head_bias = common.bias_of(fields, v.head_bias)
     kinds, window = common.kinds_of(fields, v.window, layers)
-    rotary = Rotary(int(dims.head_size * _share(fields, model_type, dims)), 1)
+    rotary = Rotary(int(dims.head_size * _share(fields, v, dims)), 1)
 
     table = Table("model.rotary_emb.", rotary.dim, v.rope in ("olmo", "ernie"))
     norms = [
@@ -153,13 +211,13 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     attention = Attention(
         "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=norms[0], k_norm=norms[1],
         normed_last=v.normed_last, rope=replace(ROPES[v.rope], dim=rotary.dim, tables=table.name),
-        clipped=model_type == "olmoe" and fields.config.get("clip_qkv") is not None,
+        clipped=v.clipped_field != "" and fields.config.get(v.clipped_field) is not None,
         dropout=common.number(fields, "attention_dropout", 0.0),
     )  # fmt: skip
     act = common.act_of(fields, "silu")
     routed = Experts(
         v.mlp, dims.hidden, inner, count, chosen, act, _router(fields, v),
-        _shared(model_type, v, dims.hidden, shared, act), "shared_expert_gate" if v.shared_gate else None,
+        _shared(v, dims.hidden, shared, act), "shared_expert_gate" if v.shared_gate else None,
         _correction(v, count),
     )  # fmt: skip
     around = tuple(Norm(name, dims.hidden, v.norm) for name in v.norms)
@@ -170,7 +228,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
         tuple(routed_layer if routes else dense_layer for routes in sparse),
         Norm("model.norm", dims.hidden, v.norm), Head(tied, head_bias), (table,),
         # the tape has neither the load-balancing loss nor the router's noise
-        taped=not (fields.config.get("output_router_logits") or _jitter(fields, model_type)),
+        taped=not (fields.config.get("output_router_logits") or _jitter(fields, v)),
     )  # fmt: skip
     widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
     return common.decoder(
@@ -181,7 +239,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def _router(fields: Fields, v: Variant) -> Router:
+def _router(fields: Fields, v: MoeVariant) -> Router:
     """Return how tokens are routed to experts."""
     groups, taken = (int(common.number(fields, name, 1.0)) for name in ("n_group", "topk_group"))
     normed = v.normed if isinstance(v.normed, bool) else bool(fields.config.get(*v.normed))
@@ -192,21 +250,19 @@ def _router(fields: Fields, v: Variant) -> Router:
     )  # fmt: skip
 
 
-def _jitter(fields: Fields, model_type: str) -> bool:
+def _jitter(fields: Fields, v: MoeVariant) -> bool:
     """Return whether training adds noise to what is routed."""
-    return model_type in ("mixtral", "minimax_m2") and common.number(fields, "router_jitter_noise", 0.0) > 0
+    return v.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
 
 
-def _shared(model_type: str, v: Variant, hidden: int, size: int, act: str) -> Mlp | None:
+def _shared(v: MoeVariant, hidden: int, size: int, act: str) -> Mlp | None:
     """Return the shared expert, None when there is none."""
-    if not size:
+    if not size or v.shared is None:
         return None
-    if model_type == "granitemoeshared":
-        return Mlp("shared_mlp", hidden, size, act, ("input_linear", "output_linear"), fused=True)
-    return Mlp(f"{v.mlp}.{v.shared}", hidden, size, act)
+    return Mlp(v.shared, hidden, size, act, v.shared_names, fused=len(v.shared_names) == 2)
 
 
-def _correction(v: Variant, count: int) -> tuple[TensorSpec, ...]:
+def _correction(v: MoeVariant, count: int) -> tuple[TensorSpec, ...]:
     """Return e_score_correction_bias, or no tensor where the family has none."""
     if v.correction is None:
         return ()
@@ -216,7 +272,7 @@ def _correction(v: Variant, count: int) -> tuple[TensorSpec, ...]:
     return (TensorSpec(name, (count,), "buffer", "Router", dtype=v.correction_dtype, stored="float32"),)
 
 
-def _experts(fields: Fields, v: Variant) -> int:
+def _experts(fields: Fields, v: MoeVariant) -> int:
     """Return the number of experts; a number per layer is refused."""
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
@@ -224,109 +280,87 @@ def _experts(fields: Fields, v: Variant) -> int:
     return fields.integer(v.experts_field, limit="width")
 
 
-def _share(fields: Fields, model_type: str, dims: Heads) -> float:
+def _share(fields: Fields, v: MoeVariant, dims: Heads) -> float:
     """Return the rotated share of each head."""
-    if model_type == "minimax_m2":
-        rotary_dim = fields.optional_integer("rotary_dim", limit="width")
-        if rotary_dim is not None:
-            fields.ignore("partial_rotary_factor")
-            return rotary_dim / dims.head_size
-        return common.rotary_share(fields)
-    return common.rotary_share(fields, 0.5 if model_type == "glm4_moe" else 1.0)
+    rotated = fields.optional_integer(v.rotary_field, limit="width") if v.rotary_field else None
+    if rotated is None:
+        return common.rotary_share(fields, v.rotary_share)
+    fields.ignore("partial_rotary_factor")
+    return rotated / dims.head_size
 
 
-def _shared_size(fields: Fields, model_type: str, v: Variant, inner: int) -> int:
+def _shared_size(fields: Fields, v: MoeVariant, inner: int) -> int:
     """Return the inner size of the shared expert, 0 when there is none."""
-    if model_type == "granitemoeshared":
-        return fields.optional_integer("shared_intermediate_size", 0, limit="width", minimum=0) or 0
     if v.shared is None:
         return 0
     if v.shared_size is not None:
-        return fields.integer(v.shared_size, limit="width")
-    if model_type == "hunyuan_v1_moe":
+        name, default = v.shared_size
+        return fields.integer(name, default, limit="width", minimum=1 if default is None else default)
+    if v.shared_count is None:
         return inner
-    name = "moe_num_shared_experts" if model_type == "ernie4_5_moe" else "n_shared_experts"
-    return inner * (fields.optional_integer(name, 0, limit="width", minimum=0) or 0)
-
-
-def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it routes to experts, by the family's own fields."""
-    if model_type in ("glm4_moe", "dots1"):
-        first = fields.integer(
-            "first_k_dense_replace", 1 if model_type == "glm4_moe" else 0, limit="layers", minimum=0
-        )
-        return tuple(i >= first for i in range(layers))
-    if model_type == "ernie4_5_moe":
-        start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
-        end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
-        step = fields.integer("moe_layer_interval", 1, limit="layers")
-        last = layers - 1 if end == -1 else end
-        return tuple((i + 1) % step == 0 and start <= i <= last for i in range(layers))
-    if model_type in ("qwen2_moe", "qwen3_moe", "flint"):
-        step = fields.integer("decoder_sparse_step", 1, limit="layers")
-        dense = fields.raw("mlp_only_layers")
-        if dense is None and model_type == "flint":
-            dense = [0, 1]
-        dense = dense or []
-        if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-            raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
-        plain = common.numbers_in(dense)
-        return tuple(i not in plain and (i + 1) % step == 0 for i in range(layers))
-    return (True,) * layers
+    return inner * (fields.optional_integer(v.shared_count, 0, limit="width", minimum=0) or 0)
 
 
 FAMILIES = {
     "mixtral": Family(
-        Variant(
+        MoeVariant(
             "MixtralForCausalLM", "num_local_experts", inner_field="intermediate_size", qkv_bias=False,
-            out_bias=False, window="optional", routing="softmax-float", normed=True,
+            out_bias=False, window="optional", routing="softmax-float", normed=True, jitter=True,
         ).build,
         absent={"num_key_value_heads": 8}, lora=QV, hf="routing", vllm=LORA_ON_VOCABULARY,
     ),
     "qwen2_moe": Family(
-        Variant(
-            "Qwen2MoeForCausalLM", shared="shared_expert", shared_gate=True,
-            shared_size="shared_expert_intermediate_size", qkv_bias=("qkv_bias", True), out_bias=False,
-            window="qwen",
+        MoeVariant(
+            "Qwen2MoeForCausalLM", shared="mlp.shared_expert", shared_gate=True,
+            shared_size=("shared_expert_intermediate_size", None), sparse=stepped_layers,
+            qkv_bias=("qkv_bias", True), out_bias=False, window="qwen",
         ).build,
         absent={"num_key_value_heads": 16}, hf="served",
     ),
     "qwen3_moe": Family(
-        Variant("Qwen3MoeForCausalLM", qk_norm="head", window="qwen", ignored=("use_qk_norm",)).build,
+        MoeVariant(
+            "Qwen3MoeForCausalLM", qk_norm="head", window="qwen", sparse=stepped_layers,
+            ignored=("use_qk_norm",),
+        ).build,
         aliases={"num_experts": "num_local_experts"},  # the name that transformers 5.19 writes
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "olmoe": Family(
-        Variant(
-            "OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full", ignored=("clip_qkv",),
+        MoeVariant(
+            "OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full", clipped_field="clip_qkv",
+            ignored=("clip_qkv",),
         ).build,
         hf="served",
     ),
     "flex_olmo": Family(
-        Variant(
+        MoeVariant(
             "FlexOlmoForCausalLM", inner_field="intermediate_size", qk_norm="full", flow="post",
             norms=_POST_NORMS, norm="rms-wide", rope="olmo",
         ).build,
         hf="served",
     ),
     "phimoe": Family(
-        Variant(
+        MoeVariant(
             "PhimoeForCausalLM", "num_local_experts", inner_field="intermediate_size", router="router",
-            routing="mixer", norm="layer", window="optional", ignored=("original_max_position_embeddings",),
+            routing="mixer", norm="layer", window="optional", head_bias=("lm_head_bias", False),
+            ignored=("original_max_position_embeddings",),
         ).build,
         absent={"num_key_value_heads": 8}, first_class="PhiMoEForCausalLM", hf="routing",
         vllm=LORA_ON_VOCABULARY,
     ),
     "granitemoe": Family(_GRANITE.build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
     "granitemoeshared": Family(
-        replace(_GRANITE, class_name="GraniteMoeSharedForCausalLM").build, vllm=LORA_ON_VOCABULARY,
-        files=RENAMED,
+        replace(
+            _GRANITE, class_name="GraniteMoeSharedForCausalLM", shared="shared_mlp",
+            shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
+        ).build,
+        vllm=LORA_ON_VOCABULARY, files=RENAMED,
     ),
     "minimax_m2": Family(
-        Variant(
+        MoeVariant(
             "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size", routing="sigmoid",
             normed=True, rope="joined", correction="e_score_correction_bias", correction_dtype=None,
-            qkv_bias=False, out_bias=False, qk_norm="full",
+            qkv_bias=False, out_bias=False, qk_norm="full", rotary_field="rotary_dim", jitter=True,
             router_stored="float32",  # headers of MiniMax-M2.7; transformers loads both in bf16
             ignored=(
                 "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
@@ -336,37 +370,40 @@ FAMILIES = {
         absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing", vllm=InVLLM(wide_router=True),
     ),
     "ernie4_5_moe": Family(
-        Variant(
+        MoeVariant(
             "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k", routing="softmax-clamped", normed=True,
             rope="ernie", correction="gate.moe_statics.e_score_correction_bias", correction_parameter=True,
             router_dtype="float32",  # _keep_in_fp32_modules_strict
-            shared="shared_experts", qkv_bias=("use_bias", False),
-            out_bias=("use_bias", False), tied=True, ignored=("moe_norm_min",),
+            shared="mlp.shared_experts", shared_count="moe_num_shared_experts", sparse=_interval,
+            experts_bias="use_bias", qkv_bias=("use_bias", False), out_bias=("use_bias", False), tied=True,
+            ignored=("moe_norm_min",),
         ).build,
         absent={"num_key_value_heads": 4, "moe_num_shared_experts": 2},
     ),
     "glm4_moe": Family(
-        Variant(
+        MoeVariant(
             "Glm4MoeForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
-            routing="sigmoid-groups", normed=("norm_topk_prob", True), rope="joined", shared="shared_experts",
-            out_bias=False, ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
+            routing="sigmoid-groups", normed=("norm_topk_prob", True), rope="joined",
+            shared="mlp.shared_experts", sparse=partial(_behind_dense, dense=1), out_bias=False,
+            qk_norm_field="use_qk_norm", rotary_share=0.5, rounded_heads=True,
+            ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
         ).build,
         absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served", vllm=InVLLM(wide_router=True),
     ),
     "dots1": Family(
-        Variant(
+        MoeVariant(
             "Dots1ForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
-            routing="sigmoid-groups", shared="shared_experts", qk_norm="head", window="qwen",
-            ignored=("n_group", "topk_group"),
+            routing="sigmoid-groups", shared="mlp.shared_experts", qk_norm="head", window="qwen",
+            sparse=_behind_dense, ignored=("n_group", "topk_group"),
         ).build,
         absent={"num_key_value_heads": 32},
     ),
     "hunyuan_v1_moe": Family(
-        Variant(
+        MoeVariant(
             "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size", per_token_field="moe_topk",
             router="gate.wg", routing="softmax", normed=True,
             router_linear=True, router_dtype="float32",  # its constructor says so
-            shared="shared_mlp", qk_norm="head", normed_last=True,
+            shared="mlp.shared_mlp", shared_count=None, qk_norm="head", normed_last=True,
             qk_norm_names=("query_layernorm", "key_layernorm"),
         ).build,
         leftovers=HUNYUAN_LEFTOVERS,

@@ -5,26 +5,31 @@ Each head of Q and K has a norm. Shapes after transformers 5.23, models/<family>
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.moe import sparse_layers
+from tonnage.planner.families.moe import stepped_layers
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class SlidingMoeVariant:
     """How these families differ.
 
     Attributes:
         class_name: the causal language model's class in transformers.
         window: sliding window in tokens when the file does not say.
+        kinds: function from the number of layers to their kinds, for a file without layer_types.
+        sparse: function that returns for each layer whether it routes to experts; None: all route.
         norms: norms of a layer.
         shared: module and default inner size of the shared expert; None: there is none.
+        biased: the attention reads attention_bias.
         sinks: every head has a learned sink score.
         gated: a matrix and a bias per head weigh the attention output.
         corrected: the router has a correction bias per expert, in fp32.
@@ -34,8 +39,11 @@ class Variant:
 
     class_name: str
     window: int
+    kinds: Callable[[int], tuple[str, ...]]
     norms: tuple[str, ...]
     shared: tuple[str, int] | None = None
+    sparse: Callable[[Fields, int], tuple[bool, ...]] | None = None
+    biased: bool = True
     sinks: bool = False
     gated: bool = False
     corrected: bool = True
@@ -47,7 +55,7 @@ class Variant:
         return _build(self, fields, model_type)
 
 
-def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
+def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of such a model by its variant."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -56,13 +64,12 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")
     shared = fields.integer("shared_expert_intermediate_size", v.shared[1], limit="width") if v.shared else 0
-    sparse = _sparse(fields, model_type, layers)
+    sparse = (True,) * layers if v.sparse is None else v.sparse(fields, layers)
     dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
     fields.ignore("intermediate_size")
-    # Kolibri's attention has no biases and does not read the field
-    bias = model_type != "kolibri1" and fields.boolean("attention_bias", False)
+    bias = v.biased and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
-    kinds = fields.layer_types(layers) or _KINDS[model_type](layers)
+    kinds = fields.layer_types(layers) or v.kinds(layers)
     # a missing field means the config class's window; null is refused when a layer slides
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
@@ -99,15 +106,10 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def _sparse(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it routes to experts.
-
-    Kolibri routes in every layer, Flint by Qwen's fields, Beam as listed or behind three dense layers.
-    """
-    if model_type == "beam":
-        listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
-        return listed or tuple(i >= 3 for i in range(layers))
-    return sparse_layers(fields, model_type, layers)
+def _beam_sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return for each of Beam's layers whether it routes: as listed, else all but the first three."""
+    listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
+    return listed or tuple(i >= 3 for i in range(layers))
 
 
 def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -155,29 +157,28 @@ def _beam(layers: int) -> tuple[str, ...]:
     )
 
 
-# Layer kinds of the config classes when the file lists no layer_types
-_KINDS = {"kolibri1": _kolibri, "flint": _flint, "beam": _beam}
 _TWO = ("input_layernorm", "post_attention_layernorm")
 FAMILIES = {
     "kolibri1": Family(
-        Variant(
-            "Kolibri1ForCausalLM", 513, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
-            ("shared_experts", 512),
+        SlidingMoeVariant(
+            "Kolibri1ForCausalLM", 513, _kolibri, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
+            ("shared_experts", 512), biased=False,
         ).build,
         aliases={"num_experts": "num_local_experts"},  # the name that transformers writes
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),
     "flint": Family(
-        Variant(
-            "FlintForCausalLM", 513, _TWO, ("shared_expert", 1024), sinks=True, corrected=False,
+        SlidingMoeVariant(
+            "FlintForCausalLM", 513, _flint, _TWO, ("shared_expert", 1024),
+            partial(stepped_layers, dense=(0, 1)), sinks=True, corrected=False,
             wide_router=True,
         ).build,
         absent={"num_key_value_heads": 4, "head_dim": 128}, attentions=("flash",), hf="sinks", files=RENAMED,
     ),
     "beam": Family(
-        Variant(
-            "BeamForCausalLM", 512, (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-            gated=True, wide_router=True, by_kind=True,
+        SlidingMoeVariant(
+            "BeamForCausalLM", 512, _beam, (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            sparse=_beam_sparse, gated=True, wide_router=True, by_kind=True,
         ).build,
         absent={"num_key_value_heads": 8, "head_dim": 128},
     ),

@@ -6,19 +6,20 @@ Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n_towers, gemma4_towers, pictures, towers
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.model.vision import Vision
+from tonnage.planner.model.vision import Tower, Vision
 
 _TOP = (
     "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",
@@ -54,8 +55,6 @@ def text_of(
         tie: False when the wrapper does not decide whether the head is tied.
         own: the language model's own tie_word_embeddings is not read.
     """
-    from tonnage.planner.families.registry import build_text
-
     if config is None:
         raise ConfigError("missing", field="text_config")
     if not tie:
@@ -159,7 +158,33 @@ _LLAMA = {
 }  # fmt: skip
 
 
-def _llava_text(fields: Fields, model_type: str) -> Architecture:
+@dataclass(frozen=True, slots=True)
+class LlavaVariant:
+    """How one of the LLaVA model types differs from LLaVA 1.5.
+
+    Attributes:
+        class_name: the model's class in transformers.
+        texts: model types that the language model may have; the first is the default.
+        towers: types that the tower may have; the first is the default.
+        strategy: vision_feature_select_strategy when the file does not say.
+        own: the language model's own tie_word_embeddings is not read.
+        tiles: function from config, limits of one tile and its side in pixels to the limits of an image that is
+            cut into tiles; None: an image is one tile.
+    """
+
+    class_name: str
+    texts: tuple[str, ...] = ("llama", "mistral", "qwen2")
+    towers: tuple[str, ...] = ("clip_vision_model", "siglip_vision_model", "pixtral")
+    strategy: str = "default"
+    own: bool = False
+    tiles: Callable[[Fields, Vision | None, int], Vision | None] | None = None
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this type from its checked config."""
+        return _llava(self, fields, model_type)
+
+
+def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
     """Return the language model of a LLaVA file.
 
     The first published files are flat: they state Llama's fields, and the tower by name alone.
@@ -178,28 +203,23 @@ def _llava_text(fields: Fields, model_type: str) -> Architecture:
             config.pop(name, None)
         fields.ignore(*fields.config)
         return text_of(fields, "llama", config)
-    own = model_type != "llava"
-    kind = config.get("model_type", "qwen2" if model_type == _ONEVISION else "llama")
-    if kind not in ("llama", "mistral", "qwen2", *(("granite",) if own else ())):
+    kind = config.get("model_type", variant.texts[0])
+    if kind not in variant.texts:
         raise UnsupportedArchitecture(f"{shown(kind)} is not known below llava", field="text_config.model_type")
-    return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, own=own)
+    return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, own=variant.own)
 
 
-_ONEVISION = "llava_onevision"
-_LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
-
-
-def llava(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral.
+def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral by its variant.
 
     NeXT and OneVision cut an image into several tiles and learn an embedding for the end of a line.
     """
     t = Tensors()
     t.role = "vision"
-    text = _llava_text(fields, model_type)
-    vision, following = _vision(fields), model_type != "llava"
-    kind = vision.get("model_type", "siglip_vision_model" if model_type == _ONEVISION else "clip_vision_model")
-    if kind not in _LLAVA_TOWERS[: 2 if following else 3]:
+    text = _llava_text(fields, variant)
+    vision = _vision(fields)
+    kind = vision.get("model_type", variant.towers[0])
+    if kind not in variant.towers:
         raise UnsupportedArchitecture(f"{shown(kind)} is not known", field="vision_config.model_type")
     # without vision_config the tower is CLIP large; a stated one has CLIPVisionConfig's defaults
     defaults = towers.CLIP if vision else towers.LLAVA_CLIP
@@ -221,21 +241,14 @@ def llava(fields: Fields, model_type: str) -> Architecture:
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
-    name = "LlavaForConditionalGeneration"
-    unsaid = "full" if model_type == _ONEVISION else "default"
-    whole = (fields.raw("vision_feature_select_strategy") or unsaid) != "default"
+    whole = (fields.raw("vision_feature_select_strategy") or variant.strategy) != "default"
     if whole == (kind == "clip_vision_model") and kind != "pixtral":
         seen = None  # CLIP's class token becomes an embedding; SigLIP, without one, loses a patch
-    if following:
-        name = "LlavaNextForConditionalGeneration"
+    if variant.tiles is not None:
         t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
         size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
-        if model_type == _ONEVISION:
-            name = "LlavaOnevisionForConditionalGeneration"
-            seen = pictures.onevision(fields, seen, size)
-        else:
-            seen = pictures.tiles(fields, seen, size)
-    return joined(text, model_type, name, t, vision=seen)
+        seen = variant.tiles(fields, seen, size)
+    return joined(text, model_type, variant.class_name, t, vision=seen)
 
 
 # Defaults of Ministral3Config (transformers 5.19)
@@ -298,39 +311,37 @@ def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-_QWEN = {
-    "qwen2_vl": ("qwen2", "Qwen2VLForConditionalGeneration"),
-    "qwen2_5_vl": ("qwen2", "Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": ("qwen3", "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": ("qwen3_moe", "Qwen3VLMoeForConditionalGeneration"),
-    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
-}
-
-
-_QWEN_KV = {"qwen2": 8, "qwen3_moe": 16}  # num_key_value_heads by default in the wrappers' text classes
-
-
-def qwen(fields: Fields, model_type: str) -> Architecture:
+def qwen(
+    fields: Fields, model_type: str, *, class_name: str, text_type: str, tower: Tower,
+    kv_heads: int | None = None, deepstack: bool = True,
+) -> Architecture:  # fmt: skip
     """Return the architecture of a Qwen2-VL to Qwen3.5 model.
 
     The published files of Qwen2-VL and Qwen2.5-VL are flat.
+
+    Args:
+        fields: the config.
+        model_type: type of the model.
+        class_name: the model's class in transformers.
+        text_type: model_type of the language model.
+        tower: form of the vision tower.
+        kv_heads: num_key_value_heads when the text config does not say; None: the language model's default.
+        deepstack: see towers.qwen.
     """
-    text_type, class_name = _QWEN[model_type]
     config = fields.mapping("text_config")
     if config is None:
         config = {
             k: v for k, v in fields.config.items() if k not in (*_TOP, "architectures") or k == "vocab_size"
         }
         fields.ignore(*fields.config)
-    if text_type in _QWEN_KV:
-        config = {"num_key_value_heads": _QWEN_KV[text_type], **config}
+    if kv_heads is not None:
+        config = {"num_key_value_heads": kv_heads, **config}
     text = text_of(fields, text_type, config)
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
-    towers.qwen(t, "model.visual", vision, model_type)
-    seen = pictures.qwen(fields, vision, model_type, text.hidden_size)
+    towers.qwen(t, "model.visual", vision, tower, deepstack=deepstack)
+    seen = pictures.qwen(fields, vision, tower, text.hidden_size, deepstack=deepstack)
     return joined(text, model_type, class_name, t, vision=seen)
 
 
@@ -512,17 +523,67 @@ FAMILIES = {
     "gemma3": _family(gemma3, final_norm="rms-one", files=RENAMED),
     "gemma3n": _family(gemma3n, final_norm="rms-one"),
     "gemma4": _family(gemma4, final_norm="rms-one", files=RENAMED),
-    "llava": _family(llava, first_class="LlavaLlamaForCausalLM", files=RENAMED),
-    "llava_next": _family(llava, files=RENAMED),
-    "llava_onevision": _family(llava, files=RENAMED),
+    "llava": _family(
+        LlavaVariant("LlavaForConditionalGeneration").build, first_class="LlavaLlamaForCausalLM", files=RENAMED,
+    ),
+    "llava_next": _family(
+        LlavaVariant(
+            "LlavaNextForConditionalGeneration", ("llama", "mistral", "qwen2", "granite"),
+            ("clip_vision_model", "siglip_vision_model"), own=True, tiles=pictures.tiles,
+        ).build,
+        files=RENAMED,
+    ),
+    "llava_onevision": _family(
+        LlavaVariant(
+            "LlavaOnevisionForConditionalGeneration", ("qwen2", "llama", "mistral", "granite"),
+            ("siglip_vision_model", "clip_vision_model"), "full", own=True, tiles=pictures.onevision,
+        ).build,
+        files=RENAMED,
+    ),
     "mistral3": _family(mistral3, files=RENAMED),
     "kimi_vl": _family(kimi_vl, files=RENAMED),
-    "qwen2_vl": _family(qwen, files=RENAMED),
-    "qwen2_5_vl": _family(qwen, files=RENAMED),
-    "qwen3_vl": _family(qwen, vllm=InVLLM(one_mrope_length=True), files=RENAMED),
-    "qwen3_vl_moe": _family(qwen, vllm=InVLLM(one_mrope_length=True), files=RENAMED),
-    "qwen3_5": _family(qwen, vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED),
-    "qwen3_5_moe": _family(qwen, vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED),
+    "qwen2_vl": _family(
+        partial(
+            qwen, class_name="Qwen2VLForConditionalGeneration", text_type="qwen2",
+            tower="qwen2", kv_heads=8,
+        ),
+        files=RENAMED,
+    ),
+    "qwen2_5_vl": _family(
+        partial(
+            qwen, class_name="Qwen2_5_VLForConditionalGeneration", text_type="qwen2",
+            tower="qwen2_5", kv_heads=8,
+        ),
+        files=RENAMED,
+    ),
+    "qwen3_vl": _family(
+        partial(
+            qwen, class_name="Qwen3VLForConditionalGeneration", text_type="qwen3",
+            tower="qwen3",
+        ),
+        vllm=InVLLM(one_mrope_length=True), files=RENAMED,
+    ),
+    "qwen3_vl_moe": _family(
+        partial(
+            qwen, class_name="Qwen3VLMoeForConditionalGeneration", text_type="qwen3_moe",
+            tower="qwen3", kv_heads=16,
+        ),
+        vllm=InVLLM(one_mrope_length=True), files=RENAMED,
+    ),
+    "qwen3_5": _family(
+        partial(
+            qwen, class_name="Qwen3_5ForConditionalGeneration", text_type="qwen3_5_text",
+            tower="qwen3", deepstack=False,
+        ),
+        vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED,
+    ),
+    "qwen3_5_moe": _family(
+        partial(
+            qwen, class_name="Qwen3_5MoeForConditionalGeneration", text_type="qwen3_5_moe_text",
+            tower="qwen3", deepstack=False,
+        ),
+        vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED,
+    ),
     "mllama": _family(mllama, files=RENAMED),
     "mllama_text_model": _family(mllama_text, absent={"num_key_value_heads": 8}),
     "llama4": _family(llama4, every_expert=True, hf="chunked masks", files=RENAMED),
@@ -531,4 +592,4 @@ FAMILIES = {
     "step3p7": _family(
         step, first_class="Step3p7FlashForCausalLM", vllm=InVLLM(wide_router=True), files=RENAMED
     ),
-}
+}  # fmt: skip

@@ -9,7 +9,7 @@ Qwen2.5-VL's in both; an audio clip has fewer embeddings than an image.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,8 @@ from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.vision import Tower
 
-_TEXT = {"qwen2_5_omni": ("qwen2", "qwen2_5_vl"), "qwen3_omni_moe": ("qwen3_moe", "qwen3_vl")}
-_CLASS = {
-    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
-    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
-}
 _IGNORED = (
     "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
     "assistant_token_id", "im_end_token_id", "im_start_token_id", "system_token_id", "tts_bos_token_id",
@@ -33,13 +29,24 @@ _IGNORED = (
 )  # fmt: skip
 
 
-def thinker(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an Omni model's thinker from its checked config."""
+def thinker(
+    fields: Fields, model_type: str, *, class_name: str, text_type: str, tower: Tower,
+    audio: Callable[[Tensors, str, Mapping[str, Any]], None],
+) -> Architecture:  # fmt: skip
+    """Return the architecture of an Omni model's thinker from its checked config.
+
+    Args:
+        fields: the config.
+        model_type: type of the model.
+        class_name: the whole model's class in transformers.
+        text_type: model_type of the language model.
+        tower: form of the vision tower.
+        audio: function that adds the audio encoder's tensors.
+    """
     config = fields.mapping("thinker_config")
     if config is None:
         raise ConfigError("missing", field="thinker_config")
     inner = Fields(config)
-    text_type, tower = _TEXT[model_type]
     stated = inner.mapping("text_config")
     if stated is None:
         raise ConfigError("missing", field="thinker_config.text_config")
@@ -49,13 +56,9 @@ def thinker(fields: Fields, model_type: str) -> Architecture:
     vision = inner.mapping("vision_config") or {}
     towers.qwen(t, "visual", vision, tower)
     t.role = "audio"
-    sound = inner.mapping("audio_config") or {}
-    if model_type == "qwen2_5_omni":
-        _whisper(t, "audio_tower", sound)
-    else:
-        _downsampled(t, "audio_tower", sound)
+    audio(t, "audio_tower", inner.mapping("audio_config") or {})
     seen = pictures.omni(fields, vision, tower, text.hidden_size)
-    return joined(text, model_type, _CLASS[model_type], t, "model.", vision=seen)
+    return joined(text, model_type, class_name, t, "model.", vision=seen)
 
 
 def _sizes(f: Fields) -> tuple[int, int, int, int]:
@@ -114,8 +117,19 @@ def _downsampled(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     t.linear(f"{at}.proj2", out, hidden, bias=True)
 
 
-_family = partial(Family, thinker, ignored=_IGNORED, files=RENAMED)
+_family = partial(Family, ignored=_IGNORED, files=RENAMED)
 FAMILIES = {
-    "qwen2_5_omni": _family(first_class="Qwen2_5OmniModel"),
-    "qwen3_omni_moe": _family(),
-}
+    "qwen2_5_omni": _family(
+        partial(
+            thinker, class_name="Qwen2_5OmniForConditionalGeneration", text_type="qwen2", tower="qwen2_5",
+            audio=_whisper,
+        ),
+        first_class="Qwen2_5OmniModel",
+    ),
+    "qwen3_omni_moe": _family(
+        partial(
+            thinker, class_name="Qwen3OmniMoeForConditionalGeneration", text_type="qwen3_moe", tower="qwen3",
+            audio=_downsampled,
+        )
+    ),
+}  # fmt: skip

@@ -46,10 +46,14 @@ def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[
     return found
 
 
-def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int) -> Vision:
-    """Return the image limits of Qwen2-VL to Qwen3.5; ``width`` is the language model's hidden size."""
+def qwen(
+    fields: Fields, vision: Mapping[str, Any], tower: Tower, width: int, *, deepstack: bool = True
+) -> Vision:
+    """Return the image limits of Qwen2-VL to Qwen3.5; ``width`` is the language model's hidden size.
+
+    ``deepstack``: a qwen3 tower also gives the language model the outputs of some of its layers.
+    """
     f = Fields(vision)
-    tower: Tower = "qwen2" if model_type == "qwen2_vl" else "qwen2_5" if model_type == "qwen2_5_vl" else "qwen3"
     old, new = tower == "qwen2", tower == "qwen3"
     hidden = f.integer(
         "embed_dim" if old else "hidden_size", 1280 if old else 1152 if new else 3584, limit="width"
@@ -62,7 +66,7 @@ def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int)
     frames = f.integer("temporal_patch_size", 2, limit="width")
     channels = f.integer("in_channels" if "in_channels" in vision else "in_chans", 3, limit="width")
     deep = 0
-    if new and not model_type.startswith("qwen3_5"):
+    if new and deepstack:
         listed = f.raw("deepstack_visual_indexes")
         deep = 3 if listed is None else len(listed)
     image, video = _QWEN_PIXELS[tower]
@@ -76,7 +80,7 @@ def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int)
     )  # fmt: skip
 
 
-def omni(fields: Fields, vision: Mapping[str, Any], tower: str, width: int) -> Vision:
+def omni(fields: Fields, vision: Mapping[str, Any], tower: Tower, width: int) -> Vision:
     """Return the image, video and audio limits of Qwen's Omni models.
 
     Images and video frames are processed as in Qwen2.5-VL; audio clips have up to 30 s. The processors leave at

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.family import NO_FAMILY, Family
+from tonnage.planner.families.meta import meta_architecture
 from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
@@ -50,15 +52,28 @@ def known_model_types() -> tuple[str, ...]:
 
 def _known(model_type: str) -> str:
     """Return a hint that names similar model types and how many are known."""
-    from difflib import get_close_matches
-
     known = known_model_types()
     close = get_close_matches(model_type, known, 5, 0.5)
     also = f"close to it: {', '.join(close)}; " if close else ""
     return f"{also}{len(known)} model types are known"
 
 
-_last: tuple[str, Architecture] | None = None  # advice plans one model with a dozen flags
+class ArchitectureCache:
+    """The architecture of the last config asked for, because advice plans one model with a dozen flags."""
+
+    def __init__(self) -> None:
+        self._config = ""
+        self._found: Architecture | None = None
+
+    def get(self, config: Mapping[str, Any], build: Callable[[], Architecture]) -> Architecture:
+        """Return the architecture kept for ``config``; call ``build`` and keep its result when there is none."""
+        written = repr(config)
+        if self._found is None or self._config != written:
+            self._config, self._found = written, build()
+        return self._found
+
+
+_ARCHITECTURES = ArchitectureCache()
 
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
@@ -80,12 +95,8 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 def _adapted(config: Mapping[str, Any]) -> Architecture:
     """Return the adapter's architecture, from the cache for the same config as last time."""
-    global _last
     small = {key: value for key, value in config.items() if key != "quantization_config"}
-    written = repr(small)
-    if _last is None or _last[0] != written:
-        _last = (written, _build(config))
-    return _last[1]
+    return _ARCHITECTURES.get(small, lambda: _build(config))
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -98,26 +109,18 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         UnsupportedArchitecture: the ``model_type`` or a field is unknown.
         ConfigError: values are missing, have the wrong type or contradict each other.
     """
-    global _last
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or family_of(model_type).build is not None:
         return _adapted(config)
-    written = repr(config)
-    if _last is None or _last[0] != written:
-        from tonnage.planner.families.meta import meta_architecture
-
-        _last = (written, meta_architecture(config, _unknown(model_type)))
-    return _last[1]
+    return _ARCHITECTURES.get(config, lambda: meta_architecture(config, _unknown(model_type)))
 
 
 def _unknown(model_type: str) -> UnsupportedArchitecture:
     """Return the error for a model type without an adapter."""
-    from tonnage.planner.families.without_adapter import NOT_UNDERSTOOD
-
-    why = NOT_UNDERSTOOD.get(model_type)
+    why = family_of(model_type).refusal
     said = f"{model_type[:60]!r} is not supported"
     return UnsupportedArchitecture(
-        said if why is None else f"{said}: {why}", field="model_type", hint=_known(model_type)
+        f"{said}: {why}" if why else said, field="model_type", hint=_known(model_type)
     )
 
 

@@ -62,17 +62,21 @@ def _self_attention(t: Tensors, at: str, dims: Heads, k_bias: bool) -> None:
     t.linear(f"{at}.out_proj", dims.hidden, width, bias=True, shard="row")
 
 
-_BART = {
-    "bart": ("Bart", 2, True, False),
-    "mbart": ("MBart", 2, True, True),
-    "pegasus": ("Pegasus", 0, False, True),
-    "whisper": ("Whisper", 0, False, True),
-}  # class prefix, first position's index, norm behind the embedding, final norm
+def bart(
+    fields: Fields, model_type: str, *, name: str, offset: int = 0, first_norm: bool = False,
+    last_norm: bool = True, speech: bool = False,
+) -> Architecture:  # fmt: skip
+    """Return the architecture of a BART, mBART, Pegasus or Whisper model from its checked config.
 
-
-def bart(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a BART, mBART, Pegasus or Whisper model from its checked config."""
-    name, offset, first_norm, last_norm = _BART[model_type]
+    Args:
+        fields: the config.
+        model_type: type of the model.
+        name: prefix of the class names in transformers.
+        offset: rows of the position table in front of the first position.
+        first_norm: a norm follows the embedding.
+        last_norm: a norm follows the layers.
+        speech: the encoder reads audio through convolutions (Whisper), not tokens.
+    """
     known: dict[str, Kind] = {
         f"{name}ForCausalLM": "decoder",
         f"{name}ForConditionalGeneration": "encoder-decoder",
@@ -85,7 +89,6 @@ def bart(fields: Fields, model_type: str) -> Architecture:
     heads = fields.integer("decoder_attention_heads", limit="heads")
     inner = fields.integer("decoder_ffn_dim", limit="width")
     common.divisible(hidden, heads, "d_model", "decoder_attention_heads")
-    speech = model_type == "whisper"
     positions_field = "max_target_positions" if speech else "max_position_embeddings"
     positions = fields.integer(positions_field, limit="positions")
     encoder_layers = fields.integer("encoder_layers", limit="layers")
@@ -164,12 +167,17 @@ def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
     return CacheLayer(layer, "cross", None, heads, size, source_tokens=tokens)
 
 
-def t5(fields: Fields, model_type: str) -> Architecture:
+def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> Architecture:
     """Return the architecture of a T5, mT5 or UMT5 model, or of its encoder alone.
 
-    Relative positions are a table of buckets in the first layer, in UMT5 in each. There is no length limit.
+    Relative positions are a table of buckets in the first layer. There is no length limit.
+
+    Args:
+        fields: the config.
+        model_type: type of the model.
+        name: prefix of the class names in transformers.
+        tables: each layer has a table of buckets, as in UMT5.
     """
-    name = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[model_type]
     known: dict[str, Kind] = {
         f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
         f"{name}EncoderModel": "encoder", f"{name}WithLMHeadModel": "encoder-decoder",
@@ -205,7 +213,7 @@ def t5(fields: Fields, model_type: str) -> Architecture:
                 for part in "qkv":
                     t.linear(f"{here}.{part}", heads * size, hidden, shard="column")
                 t.linear(f"{here}.o", hidden, heads * size, shard="row")
-                if place == "SelfAttention" and (i == 0 or model_type == "umt5"):
+                if place == "SelfAttention" and (i == 0 or tables):
                     t.add(
                         f"{here}.relative_attention_bias.weight",
                         (buckets, heads),
@@ -472,13 +480,15 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
 
 _family = partial(Family, ignored=IGNORED, reads_class=True)
 FAMILIES = {
-    "bart": _family(bart, hf="encoder-decoder"),
-    "mbart": _family(bart, hf="encoder-decoder"),
-    "pegasus": _family(bart, hf="encoder-decoder"),
-    "whisper": _family(bart, hf="encoder-decoder"),
-    "t5": _family(t5, hf="encoder-decoder"),
-    "mt5": _family(t5, hf="encoder-decoder"),
-    "umt5": _family(t5, hf="encoder-decoder"),
+    "bart": _family(
+        partial(bart, name="Bart", offset=2, first_norm=True, last_norm=False), hf="encoder-decoder"
+    ),
+    "mbart": _family(partial(bart, name="MBart", offset=2, first_norm=True), hf="encoder-decoder"),
+    "pegasus": _family(partial(bart, name="Pegasus"), hf="encoder-decoder"),
+    "whisper": _family(partial(bart, name="Whisper", speech=True), hf="encoder-decoder"),
+    "t5": _family(partial(t5, name="T5"), hf="encoder-decoder"),
+    "mt5": _family(partial(t5, name="MT5"), hf="encoder-decoder"),
+    "umt5": _family(partial(t5, name="UMT5", tables=True), hf="encoder-decoder"),
     "t5gemma": _family(t5gemma, hf="encoder-decoder", files=RENAMED),
     "moonshine": _family(moonshine, hf="encoder-decoder"),
     "moshi": _family(moshi, hf="encoder-decoder"),

@@ -13,6 +13,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
 from tonnage.planner.families.multimodal import moved
+from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -31,8 +32,6 @@ def _text(fields: Fields, text_type: str, tied: bool) -> Architecture:
 
     The wrapper's tie_word_embeddings says whether the head is tied; ``tied`` is its config class's default.
     """
-    from tonnage.planner.families.registry import build_text
-
     config = fields.mapping("text_config")
     if config is None:
         raise ConfigError("missing", field="text_config")

@@ -15,6 +15,7 @@ from tonnage.planner.families.gemma4_towers import linear
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.vision import Tower
 
 
 def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
@@ -127,14 +128,21 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
     return hidden
 
 
-def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> None:
+def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepstack: bool = True) -> None:
     """Add the tower of Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv and a merger.
 
     Missing sizes are the defaults of the vision config class.
+
+    Args:
+        t: receives the tensors.
+        at: module of the tower.
+        config: the vision config.
+        tower: ``qwen2`` (Qwen2-VL), ``qwen2_5`` or ``qwen3`` (Qwen3-VL and later).
+        deepstack: a qwen3 tower has further mergers behind some of its layers, as in Qwen3-VL.
     """
     f = Fields(config)
-    old = model_type == "qwen2_vl"
-    gated = model_type == "qwen2_5_vl"
+    old = tower == "qwen2"
+    gated = tower == "qwen2_5"
     new = not old and not gated
     hidden = f.integer(
         "embed_dim" if old else "hidden_size", 1280 if old else 3584 if gated else 1152, limit="width"
@@ -174,7 +182,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> Non
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(f"{shown(listed)} is not a list of layers", field="deepstack_visual_indexes")
         mergers = [(f"{at}.merger", hidden)]
-        if not model_type.startswith("qwen3_5"):
+        if deepstack:
             mergers += [(f"{at}.deepstack_merger_list.{k}", merged) for k in range(len(listed))]
         for here, width in mergers:
             t.norm(f"{here}.norm", width, "layer")

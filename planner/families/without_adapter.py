@@ -23,17 +23,12 @@ _PAGED: dict[Paged, str] = {
     "own attention": "cpmant gpt_neox_japanese openai-gpt reformer xglm",
     "page sizes": "gemma4_unified_text",
 }
-FAMILIES = {name: Family(None, hf=hf) for hf, names in _PAGED.items() for name in names.split()} | {
-    "hyperclovax": Family(None, hf="served", vllm=LORA_ON_VOCABULARY),
-    **dict.fromkeys(("exaone_moe", "minicpm", "solar"), Family(None, vllm=LORA_ON_VOCABULARY)),
-}
-
 _TOWERS = "its towers and connectors are not written down here"
 _NO_TEXT = "it generates no text"
 _ENCODER = "its encoder's layers and heads are not written down here"
 # Types that came with transformers 5.23 (models/<family>/), and why no adapter plans them. With that version
 # installed, types that generate text are planned from its modules, as above.
-NOT_UNDERSTOOD = {
+_REFUSED = {
     **dict.fromkeys(
         ("dots3_note", "dots3_note_text"),
         "its sliding layers keep latents of another width than the others, in a window",
@@ -54,4 +49,9 @@ NOT_UNDERSTOOD = {
         ("gradium_phonon_tts", "jev", "pocket_tts", "pocket_tts_audio_tokenizer", "pp_doclayout_v4"), _NO_TEXT
     ),
     **dict.fromkeys(("ultrabert", "ultravbert"), _ENCODER),
+}
+FAMILIES = {name: Family(None, hf=hf) for hf, names in _PAGED.items() for name in names.split()} | {
+    "hyperclovax": Family(None, hf="served", vllm=LORA_ON_VOCABULARY),
+    **dict.fromkeys(("exaone_moe", "minicpm", "solar"), Family(None, vllm=LORA_ON_VOCABULARY)),
+    **{name: Family(None, refusal=why) for name, why in _REFUSED.items()},
 }
