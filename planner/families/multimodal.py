@@ -35,14 +35,10 @@ _TOP = (
 )  # fmt: skip
 
 
-# Text models whose wrappers also tie the head when the text config says so
-_EITHER = ("llama", "mistral", "qwen2", "minimax_m3")
-_TIED = ("gemma", "deepseek_v3")  # text models whose wrappers (Gemma 3 and 4, Kimi K2.5) tie by default
-
-
 def text_of(
-    fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True, own: bool = False
-) -> Architecture:
+    fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True, tied: bool = False,
+    either: bool = False,
+) -> Architecture:  # fmt: skip
     """Return the architecture of the language model that a wrapper contains.
 
     The wrapper's tie_word_embeddings, or its config class's default, says whether the head is tied
@@ -53,15 +49,15 @@ def text_of(
         text_type: model_type of the language model.
         config: the language model's config; None is refused.
         tie: False when the wrapper does not decide whether the head is tied.
-        own: the language model's own tie_word_embeddings is not read.
+        tied: default of the wrapper's config class.
+        either: the head is also tied when the language model's own config says so.
     """
     if config is None:
         raise ConfigError("missing", field="text_config")
     if not tie:
         return build_text(config, text_type)
-    default = text_type.startswith(_TIED)
-    tied = fields.boolean("tie_word_embeddings", default)
-    if text_type in _EITHER and not own:
+    tied = fields.boolean("tie_word_embeddings", tied)
+    if either:
         tied = tied or config.get("tie_word_embeddings") is True
     elif "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
         raise ConfigError(
@@ -98,7 +94,7 @@ def joined(
 
 def gemma3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Gemma 3 from its checked config."""
-    text = text_of(fields, "gemma3_text", fields.mapping("text_config"))
+    text = text_of(fields, "gemma3_text", fields.mapping("text_config"), tied=True)
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -115,7 +111,7 @@ def gemma3(fields: Fields, model_type: str) -> Architecture:
 
 def gemma3n(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Gemma 3n, which reads images and audio."""
-    text = text_of(fields, "gemma3n_text", fields.mapping("text_config"))
+    text = text_of(fields, "gemma3n_text", fields.mapping("text_config"), tied=True)
     fields.ignore("audio_soft_tokens_per_image")
     t = Tensors()
     vision, sound = _vision(fields), fields.mapping("audio_config") or {}
@@ -133,7 +129,7 @@ def gemma3n(fields: Fields, model_type: str) -> Architecture:
 
 def gemma4(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Gemma 4, which reads images and may read audio."""
-    text = text_of(fields, "gemma4_text", fields.mapping("text_config"))
+    text = text_of(fields, "gemma4_text", fields.mapping("text_config"), tied=True)
     t = Tensors()
     sound, seen = fields.mapping("audio_config"), None
     if fields.raw("vision_config") is not None:
@@ -167,7 +163,7 @@ class LlavaVariant:
         texts: model types that the language model may have; the first is the default.
         towers: types that the tower may have; the first is the default.
         strategy: vision_feature_select_strategy when the file does not say.
-        own: the language model's own tie_word_embeddings is not read.
+        either: the head is also tied when the language model's own config says so.
         tiles: function from config, limits of one tile and its side in pixels to the limits of an image that is
             cut into tiles; None: an image is one tile.
     """
@@ -176,7 +172,7 @@ class LlavaVariant:
     texts: tuple[str, ...] = ("llama", "mistral", "qwen2")
     towers: tuple[str, ...] = ("clip_vision_model", "siglip_vision_model", "pixtral")
     strategy: str = "default"
-    own: bool = False
+    either: bool = True
     tiles: Callable[[Fields, Vision | None, int], Vision | None] | None = None
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
@@ -202,11 +198,11 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
         for name in ("image_aspect_ratio", "unfreeze_mm_vision_tower", "architectures", *pictures.FILES):
             config.pop(name, None)
         fields.ignore(*fields.config)
-        return text_of(fields, "llama", config)
+        return text_of(fields, "llama", config, either=True)
     kind = config.get("model_type", variant.texts[0])
     if kind not in variant.texts:
         raise UnsupportedArchitecture(f"{shown(kind)} is not known below llava", field="text_config.model_type")
-    return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, own=variant.own)
+    return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, either=variant.either)
 
 
 def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architecture:
@@ -270,7 +266,7 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     if kind == "ministral3":  # Mistral's tensors, and a window only if the file states one
         config = {**_MINISTRAL3, **(config or {})}
     # published files store a head without stating tie_word_embeddings (Mistral-Small-3.1: 24.0 B parameters)
-    text = text_of(fields, "mistral", config, own=True)
+    text = text_of(fields, "mistral", config)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture("only the last layer is known", field="vision_feature_layer")
     t = Tensors()
@@ -313,7 +309,7 @@ def kimi_vl(fields: Fields, model_type: str) -> Architecture:
 
 def qwen(
     fields: Fields, model_type: str, *, class_name: str, text_type: str, tower: Tower,
-    kv_heads: int | None = None, deepstack: bool = True,
+    kv_heads: int | None = None, deepstack: bool = True, either: bool = False,
 ) -> Architecture:  # fmt: skip
     """Return the architecture of a Qwen2-VL to Qwen3.5 model.
 
@@ -327,6 +323,7 @@ def qwen(
         tower: form of the vision tower.
         kv_heads: num_key_value_heads when the text config does not say; None: the language model's default.
         deepstack: see towers.qwen.
+        either: see text_of.
     """
     config = fields.mapping("text_config")
     if config is None:
@@ -336,7 +333,7 @@ def qwen(
         fields.ignore(*fields.config)
     if kv_heads is not None:
         config = {"num_key_value_heads": kv_heads, **config}
-    text = text_of(fields, text_type, config)
+    text = text_of(fields, text_type, config, either=either)
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -413,7 +410,7 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
 
 def kimi(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi-K2.5 model from its checked config."""
-    text = text_of(fields, "deepseek_v3", fields.mapping("text_config"))
+    text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tied=True)
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -438,7 +435,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
 
 def minimax(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal MiniMax-M3 from its checked config."""
-    text = text_of(fields, "minimax_m3", fields.mapping("text_config"))
+    text = text_of(fields, "minimax_m3", fields.mapping("text_config"), either=True)
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -529,14 +526,14 @@ FAMILIES = {
     "llava_next": _family(
         LlavaVariant(
             "LlavaNextForConditionalGeneration", ("llama", "mistral", "qwen2", "granite"),
-            ("clip_vision_model", "siglip_vision_model"), own=True, tiles=pictures.tiles,
+            ("clip_vision_model", "siglip_vision_model"), either=False, tiles=pictures.tiles,
         ).build,
         files=RENAMED,
     ),
     "llava_onevision": _family(
         LlavaVariant(
             "LlavaOnevisionForConditionalGeneration", ("qwen2", "llama", "mistral", "granite"),
-            ("siglip_vision_model", "clip_vision_model"), "full", own=True, tiles=pictures.onevision,
+            ("siglip_vision_model", "clip_vision_model"), "full", either=False, tiles=pictures.onevision,
         ).build,
         files=RENAMED,
     ),
@@ -545,14 +542,14 @@ FAMILIES = {
     "qwen2_vl": _family(
         partial(
             qwen, class_name="Qwen2VLForConditionalGeneration", text_type="qwen2",
-            tower="qwen2", kv_heads=8,
+            tower="qwen2", kv_heads=8, either=True,
         ),
         files=RENAMED,
     ),
     "qwen2_5_vl": _family(
         partial(
             qwen, class_name="Qwen2_5_VLForConditionalGeneration", text_type="qwen2",
-            tower="qwen2_5", kv_heads=8,
+            tower="qwen2_5", kv_heads=8, either=True,
         ),
         files=RENAMED,
     ),

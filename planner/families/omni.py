@@ -31,7 +31,7 @@ _IGNORED = (
 
 def thinker(
     fields: Fields, model_type: str, *, class_name: str, text_type: str, tower: Tower,
-    audio: Callable[[Tensors, str, Mapping[str, Any]], None],
+    audio: Callable[[Tensors, str, Mapping[str, Any]], None], either: bool = False,
 ) -> Architecture:  # fmt: skip
     """Return the architecture of an Omni model's thinker from its checked config.
 
@@ -42,6 +42,7 @@ def thinker(
         text_type: model_type of the language model.
         tower: form of the vision tower.
         audio: function that adds the audio encoder's tensors.
+        either: see multimodal.text_of.
     """
     config = fields.mapping("thinker_config")
     if config is None:
@@ -50,7 +51,7 @@ def thinker(
     stated = inner.mapping("text_config")
     if stated is None:
         raise ConfigError("missing", field="thinker_config.text_config")
-    text = text_of(inner, text_type, {"num_key_value_heads": 4, **stated})
+    text = text_of(inner, text_type, {"num_key_value_heads": 4, **stated}, either=either)
     t = Tensors()
     t.role = "vision"
     vision = inner.mapping("vision_config") or {}
@@ -122,7 +123,7 @@ FAMILIES = {
     "qwen2_5_omni": _family(
         partial(
             thinker, class_name="Qwen2_5OmniForConditionalGeneration", text_type="qwen2", tower="qwen2_5",
-            audio=_whisper,
+            audio=_whisper, either=True,
         ),
         first_class="Qwen2_5OmniModel",
     ),

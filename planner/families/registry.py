@@ -66,7 +66,7 @@ class ArchitectureCache:
         self._found: Architecture | None = None
 
     def get(self, config: Mapping[str, Any], build: Callable[[], Architecture]) -> Architecture:
-        """Return the architecture kept for ``config``; call ``build`` and keep its result when there is none."""
+        """Return the architecture kept for ``config``; if there is none, keep what ``build`` returns."""
         written = repr(config)
         if self._found is None or self._config != written:
             self._config, self._found = written, build()

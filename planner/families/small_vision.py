@@ -27,16 +27,25 @@ _TOP = (
 )  # fmt: skip
 
 
-def _text(fields: Fields, text_type: str, tied: bool) -> Architecture:
+def _text(
+    fields: Fields, text_type: str, tied: bool, *, alias: str = "", kv_heads: int | None = None
+) -> Architecture:
     """Return the architecture of the language model in ``text_config``.
 
-    The wrapper's tie_word_embeddings says whether the head is tied; ``tied`` is its config class's default.
+    The wrapper's tie_word_embeddings says whether the head is tied.
+
+    Args:
+        fields: the wrapper's config.
+        text_type: model_type of the language model.
+        tied: tie_word_embeddings of the wrapper's config class.
+        alias: another model_type that the text config may state.
+        kv_heads: num_key_value_heads when the text config does not say.
     """
     config = fields.mapping("text_config")
     if config is None:
         raise ConfigError("missing", field="text_config")
     kind = config.get("model_type", text_type)
-    if kind != text_type and (kind, text_type) != ("granite_docling_text", "granite"):
+    if kind not in (text_type, alias):
         raise UnsupportedArchitecture(f"{shown(kind)} is not {text_type}", field="text_config.model_type")
     own = fields.boolean("tie_word_embeddings", tied)
     if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", own) != own:
@@ -44,8 +53,7 @@ def _text(fields: Fields, text_type: str, tied: bool) -> Architecture:
             f"{not own} contradicts the model around it, whose own field is missing and then {own}",
             field="text_config.tie_word_embeddings",
         )
-    # the default of Granite Docling's text class
-    default = {"num_key_value_heads": 4} if text_type == "granite" else {}
+    default = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     return build_text({**default, **config, "tie_word_embeddings": own}, text_type)
 
 
@@ -215,7 +223,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     SigLIP is followed by a connector with one or two paths, which also adds early layers of the tower to the
     text's.
     """
-    text = _text(fields, "granite", True)
+    text = _text(fields, "granite", True, alias="granite_docling_text", kv_heads=4)
     vision = _of(fields, "vision_config")
     v = Fields(vision)
     t = Tensors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,32 @@ def rows() -> Counter[str]:
 def test_each_type_stands_in_one_module():
     assert rows() == Counter(families().keys())
     assert len(known_model_types()) > 140
+
+
+def tests_of_model_type(tree: ast.AST) -> list[int]:
+    """Return the lines that choose by the value of ``model_type``: comparisons, tables and its own methods."""
+
+    def named(node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == "model_type"
+
+    def chooses(node: ast.AST) -> bool:
+        if isinstance(node, ast.Compare):
+            return any(named(side) for side in (node.left, *node.comparators))
+        if isinstance(node, ast.Subscript):
+            return named(node.slice)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return named(node.func.value) or (node.func.attr == "get" and any(map(named, node.args)))
+        return isinstance(node, ast.Match) and named(node.subject)
+
+    return [node.lineno for node in ast.walk(tree) if chooses(node)]
+
+
+def test_no_builder_compares_model_type():
+    """What differs between families stands in their rows; the registry and the meta device look types up."""
+    assert tests_of_model_type(ast.parse("a = model_type == 'llama' or TABLE[model_type]")) == [1, 1]
+    for path in FOLDER.glob("[a-z]*.py"):
+        if path.name not in ("registry.py", "meta.py"):
+            assert not tests_of_model_type(ast.parse(path.read_text())), path.name
 
 
 def test_an_unknown_type_has_no_family():
@@ -53,8 +80,8 @@ def test_a_new_file_is_enough(tmp_path, monkeypatch):
     (here.parent / "__init__.py").touch()
     (here / "families" / "brand_new.py").write_text(
         "from tonnage.planner.families.family import Family\n"
-        "from tonnage.planner.families.dense import Variant\n"
-        "FAMILIES = {'brand_new': Family(Variant('BrandNewForCausalLM').build, lora=('q_proj',))}\n"
+        "from tonnage.planner.families.dense import DenseVariant\n"
+        "FAMILIES = {'brand_new': Family(DenseVariant('BrandNewForCausalLM').build, lora=('q_proj',))}\n"
     )
     code = (
         "from tonnage.planner.families.registry import build_architecture, family_of\n"
