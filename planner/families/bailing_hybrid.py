@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
-from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -140,6 +140,6 @@ FAMILIES = {
             "n_shared_experts": "num_shared_experts",
         },
         absent={"n_shared_experts": 1}, first_class="BailingMoeV3ForCausalLM", hf="recurrent",
-        vllm=InVLLM(float32_states=True, wide_router=True), files=RENAMED,
+        vllm=VLLMTraits(float32_states=True, wide_router=True), files=RENAMED,
     ),
 }  # fmt: skip

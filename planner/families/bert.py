@@ -13,7 +13,7 @@ from typing import Any
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.family import Family, InFiles, InVLLM
+from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
@@ -200,7 +200,8 @@ def _classifier(t: Tensors, fields: Fields, variant: EncoderVariant, hidden: int
 
 
 _family = partial(
-    Family, ignored=(*IGNORED, *_NO_SHAPE), reads_class=True, files=InFiles(renamed=True, sentence_length=True),
+    Family, ignored=(*IGNORED, *_NO_SHAPE), reads_class=True,
+    files=FileTraits(renamed=True, sentence_length=True),
 )  # fmt: skip
 FAMILIES = {
     "bert": _family(
@@ -211,15 +212,15 @@ FAMILIES = {
                 "cls.predictions.decoder",
             ),
         ).build,
-        hf="encoder", vllm=InVLLM(embeddings="BertModel"),
+        hf="encoder", vllm=VLLMTraits(embeddings="BertModel"),
     ),
     "roberta": _family(
         EncoderVariant("Roberta", "roberta", unused=None).build, hf="encoder",
-        vllm=InVLLM(embeddings="RobertaModel"),
+        vllm=VLLMTraits(embeddings="RobertaModel"),
     ),
     "xlm-roberta": _family(
         EncoderVariant("XLMRoberta", "roberta", unused=None).build, hf="encoder",
-        vllm=InVLLM(embeddings="XLMRobertaModel"),
+        vllm=VLLMTraits(embeddings="XLMRobertaModel"),
     ),
     "camembert": _family(EncoderVariant("Camembert", "roberta", unused=None).build, hf="encoder"),
     "mpnet": _family(

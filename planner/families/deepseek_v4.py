@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.family import EAGER, Family, InFiles
+from tonnage.planner.families.family import EAGER, Family, FileTraits
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -182,6 +182,6 @@ def _rotary(t: Tensors, at: str, half: int) -> None:
 
 
 FAMILIES = {
-    "deepseek_v4": Family(build, attentions=EAGER, files=InFiles(renamed=True, exponent_scales=True)),
-    "deepseek_ref": Family(build, attentions=EAGER, files=InFiles(renamed=True, exponent_scales=True)),
+    "deepseek_v4": Family(build, attentions=EAGER, files=FileTraits(renamed=True, exponent_scales=True)),
+    "deepseek_ref": Family(build, attentions=EAGER, files=FileTraits(renamed=True, exponent_scales=True)),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.family import Family, InFiles
+from tonnage.planner.families.family import Family, FileTraits
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -122,10 +122,10 @@ FAMILIES = {
     ),
     "RefinedWeb": Family(
         _refined, aliases=_REFINED, first_class="RWForCausalLM", lora=("query_key_value",),
-        ia3=("query_key_value", "dense_4h_to_h"), files=InFiles(tied_head=True),
+        ia3=("query_key_value", "dense_4h_to_h"), files=FileTraits(tied_head=True),
     ),
     "RefinedWebModel": Family(
         _refined_7b, aliases=_REFINED, first_class="RWForCausalLM", lora=("query_key_value",),
-        ia3=("query_key_value", "dense_4h_to_h"), files=InFiles(tied_head=True),
+        ia3=("query_key_value", "dense_4h_to_h"), files=FileTraits(tied_head=True),
     ),
 }  # fmt: skip

@@ -28,7 +28,7 @@ Paged = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class InVLLM:
+class VLLMTraits:
     """What vLLM does differently for a family; named files are of vLLM 0.32.0.
 
     Attributes:
@@ -60,7 +60,7 @@ class InVLLM:
 
 
 @dataclass(frozen=True, slots=True)
-class InGGUF:
+class GGUFTraits:
     """How a GGUF file stores a family (transformers 5.19, integrations/ggml.py; gguf package 0.19.0).
 
     Attributes:
@@ -81,7 +81,7 @@ class InGGUF:
 
 
 @dataclass(frozen=True, slots=True)
-class InFiles:
+class FileTraits:
     """How a family's published files differ from the modules that transformers makes of them.
 
     Attributes:
@@ -103,7 +103,7 @@ class InFiles:
     sentence_length: bool = False
 
 
-_VLLM, _FILES = InVLLM(), InFiles()
+_VLLM, _FILES = VLLMTraits(), FileTraits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ class Family:
     lora: tuple[str, ...] | None = None
     ia3: tuple[str, ...] | None = None
     hf: Paged = "unreviewed"
-    vllm: InVLLM = _VLLM
-    gguf: InGGUF | None = None
-    files: InFiles = _FILES
+    vllm: VLLMTraits = _VLLM
+    gguf: GGUFTraits | None = None
+    files: FileTraits = _FILES
 
 
 NO_FAMILY = Family(None)
@@ -167,5 +167,5 @@ GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
 }
 EAGER: tuple[str, ...] = ()
-LORA_ON_VOCABULARY = InVLLM(lora_vocabulary=2)
-RENAMED = InFiles(renamed=True)
+LORA_ON_VOCABULARY = VLLMTraits(lora_vocabulary=2)
+RENAMED = FileTraits(renamed=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.family import QV, QV_DOWN, Family, InGGUF, InVLLM
+from tonnage.planner.families.family import QV, QV_DOWN, Family, GGUFTraits, VLLMTraits
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -200,7 +200,8 @@ FAMILIES = {
         ).build,
         leftovers={"sliding_window_size": "sliding_window"},  # the 9B and 27B files state the window twice
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
-        vllm=InVLLM(float16=False), gguf=InGGUF("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
+        vllm=VLLMTraits(float16=False),
+        gguf=GGUFTraits("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "gemma3_text": Family(
         GemmaVariant(
@@ -213,8 +214,8 @@ FAMILIES = {
             # every sixth layer is full unless the file says otherwise (configuration_gemma3.py)
             _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
         ).build,
-        final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
-        gguf=InGGUF("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
+        final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=VLLMTraits(float16=False),
+        gguf=GGUFTraits("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "vaultgemma": Family(
         GemmaVariant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.family import Family, InFiles
+from tonnage.planner.families.family import Family, FileTraits
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -77,6 +77,6 @@ def _rotary_dim(fields: Fields, head_size: int) -> int:
 FAMILIES = {
     "gpt_neox": Family(
         build, lora=("query_key_value",), ia3=("query_key_value", "dense_4h_to_h"), hf="served",
-        files=InFiles(masks_before=(4, 32)),
+        files=FileTraits(masks_before=(4, 32)),
     ),
 }  # fmt: skip

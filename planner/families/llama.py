@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.dense import DenseVariant, SwitchedNorms
-from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, QV_DOWN, Family, InGGUF, InVLLM, Values
+from tonnage.planner.families.family import (
+    LORA_ON_VOCABULARY,
+    QV,
+    QV_DOWN,
+    Family,
+    GGUFTraits,
+    Values,
+    VLLMTraits,
+)
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Attention, Layer, Mlp, Norm
@@ -107,7 +115,7 @@ FAMILIES = {
     "llama": Family(
         _granite("LlamaForCausalLM").build,
         lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served", vllm=LORA_ON_VOCABULARY,
-        gguf=InGGUF("llama", "LlamaForCausalLM", _GGUF_NORMS, rotary_head=True, bias=True),
+        gguf=GGUFTraits("llama", "LlamaForCausalLM", _GGUF_NORMS, rotary_head=True, bias=True),
     ),
     "mistral": Family(
         DenseVariant("MistralForCausalLM", window="always", default_window=4096).build,
@@ -118,12 +126,12 @@ FAMILIES = {
     "qwen2": Family(
         DenseVariant("Qwen2ForCausalLM", True, window="qwen", ignored=("head_dim",)).build,
         absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",
-        gguf=InGGUF("qwen2", "Qwen2ForCausalLM", _GGUF_NORMS),
+        gguf=GGUFTraits("qwen2", "Qwen2ForCausalLM", _GGUF_NORMS),
     ),
     "qwen3": Family(
         DenseVariant("Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen").build,
         absent={"num_key_value_heads": 32, "head_dim": 128}, lora=QV, ia3=QV_DOWN, hf="served",
-        vllm=LORA_ON_VOCABULARY, gguf=InGGUF("qwen3", "Qwen3ForCausalLM", _GGUF_NORMS, bias=True),
+        vllm=LORA_ON_VOCABULARY, gguf=GGUFTraits("qwen3", "Qwen3ForCausalLM", _GGUF_NORMS, bias=True),
     ),
     "granite": Family(_granite("GraniteForCausalLM").build, hf="served", vllm=LORA_ON_VOCABULARY),
     "helium": Family(
@@ -226,7 +234,7 @@ FAMILIES = {
             norm="layer-written", rope="cohere", tied=True, ignored=("logit_scale",),
             switched_norms=SwitchedNorms("use_qk_norm", False, ("q_norm", "k_norm"), "layer-written", own=True),
         ).build,
-        hf="served", vllm=InVLLM(lora_vocabulary=1),
+        hf="served", vllm=VLLMTraits(lora_vocabulary=1),
     ),
     "cohere2": Family(
         DenseVariant(
@@ -239,7 +247,7 @@ FAMILIES = {
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
         },
-        hf="served", vllm=InVLLM(lora_vocabulary=1),
+        hf="served", vllm=VLLMTraits(lora_vocabulary=1),
     ),
     "diffllama": Family(
         DenseVariant(

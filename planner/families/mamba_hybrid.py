@@ -10,7 +10,7 @@ from functools import partial
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, VLLMTraits
 from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto, chunk_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
@@ -300,6 +300,6 @@ FAMILIES = {
     "jamba": _family(jamba, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY),
     "nemotron_h": _family(
         nemotron_h, absent={"num_key_value_heads": 8}, hf="recurrent",
-        vllm=InVLLM(float32_states=True, lora_vocabulary=2), files=RENAMED,
+        vllm=VLLMTraits(float32_states=True, lora_vocabulary=2), files=RENAMED,
     ),
 }  # fmt: skip

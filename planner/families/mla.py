@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.family import Family, InVLLM
+from tonnage.planner.families.family import Family, VLLMTraits
 from tonnage.planner.families.tensors import Tensors, latent, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -328,13 +328,13 @@ FAMILIES = {
     "glm4_moe_lite": Family(
         LatentVariant("Glm4MoeLiteForCausalLM", 1).build,
         absent={"v_head_dim": 256, "qk_nope_head_dim": 192, "q_lora_rank": 768, "n_shared_experts": 1},
-        hf="latent", vllm=InVLLM(wide_router=True),
+        hf="latent", vllm=VLLMTraits(wide_router=True),
     ),
     "mistral4": Family(
         LatentVariant("Mistral4ForCausalLM", 0, correction=False, taped=False).build,
         absent={"qk_nope_head_dim": 64, "kv_lora_rank": 256, "q_lora_rank": 1024, "n_shared_experts": 1},
         hf="latent",
     ),
-    "minicpm3": Family(_minicpm3, absent={"q_lora_rank": 768}, hf="latent", vllm=InVLLM(expanded_mla=True)),
+    "minicpm3": Family(_minicpm3, absent={"q_lora_rank": 768}, hf="latent", vllm=VLLMTraits(expanded_mla=True)),
     "longcat_flash": Family(_longcat, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent"),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import label_count, text_length, wanted_class
-from tonnage.planner.families.family import Family, InFiles, InVLLM
+from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
@@ -105,7 +105,7 @@ def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hi
 
 FAMILIES = {
     "modernbert": Family(
-        build, ignored=_NO_SHAPE, reads_class=True, hf="encoder", vllm=InVLLM(embeddings="ModernBertModel"),
-        files=InFiles(renamed=True, sentence_length=True),
+        build, ignored=_NO_SHAPE, reads_class=True, hf="encoder", vllm=VLLMTraits(embeddings="ModernBertModel"),
+        files=FileTraits(renamed=True, sentence_length=True),
     ),
 }  # fmt: skip

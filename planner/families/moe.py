@@ -13,7 +13,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.dense import ROPES, Bias
-from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, InVLLM
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, VLLMTraits
 from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -367,7 +367,7 @@ FAMILIES = {
                 "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
             ),
         ).build,
-        absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing", vllm=InVLLM(wide_router=True),
+        absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing", vllm=VLLMTraits(wide_router=True),
     ),
     "ernie4_5_moe": Family(
         MoeVariant(
@@ -388,7 +388,8 @@ FAMILIES = {
             qk_norm_field="use_qk_norm", rotary_share=0.5, rounded_heads=True,
             ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
         ).build,
-        absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served", vllm=InVLLM(wide_router=True),
+        absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served",
+        vllm=VLLMTraits(wide_router=True),
     ),
     "dots1": Family(
         MoeVariant(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
 from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -466,7 +466,7 @@ def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -
 FAMILIES = {
     "gpt_oss": Family(
         gpt_oss, absent={"num_key_value_heads": 8, "head_dim": 64}, attentions=("flash",), hf="sinks",
-        vllm=InVLLM(alternating=True),
+        vllm=VLLMTraits(alternating=True),
     ),
     "laguna": Family(laguna, absent={"num_key_value_heads": 8, "head_dim": 128}),
     "mimo_v2_flash": Family(
@@ -475,7 +475,7 @@ FAMILIES = {
     ),
     "step3p7_text": Family(
         step3p7, aliases={"num_experts": "n_routed_experts"},
-        absent={"num_key_value_heads": 8, "head_dim": 128}, vllm=InVLLM(wide_router=True),
+        absent={"num_key_value_heads": 8, "head_dim": 128}, vllm=VLLMTraits(wide_router=True),
     ),
     "minimax_m3": Family(minimax_m3, absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED),
     "dbrx": Family(dbrx, files=RENAMED),

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import common, gemma3n_towers, gemma4_towers, pictures, towers
-from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families import common, gemma3n_towers, gemma4_towers, image_limits, towers
+from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer
@@ -31,7 +31,8 @@ _TOP = (
     "vision_config", "use_unified_vision_chunk", "video_placeholder", "language_model_only",
     "image_grid_pinpoints", "vision_aspect_ratio",
     "image_placeholder", "img_token_compression_config", "num_reward_heads", "process_image_mode",
-    "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index", *pictures.FILES,
+    "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index",
+    *image_limits.FILES,
 )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def gemma3(fields: Fields, model_type: str) -> Architecture:
         f"{at}.mm_input_projection_weight", (hidden, text.hidden_size), "projector", "Gemma3MultiModalProjector"
     )
     t.norm(f"{at}.mm_soft_emb_norm", hidden)
-    seen = pictures.gemma3(fields, vision, text.hidden_size)
+    seen = image_limits.gemma3(fields, vision, text.hidden_size)
     return joined(text, model_type, "Gemma3ForConditionalGeneration", t, vision=seen)
 
 
@@ -123,7 +124,7 @@ def gemma3n(fields: Fields, model_type: str) -> Architecture:
     stated = Fields(vision).integer("hidden_size", gemma3n_towers.VISION_WIDTH, limit="width")
     gemma3n_towers.embedder(t, "model.embed_vision", vision, stated, text.hidden_size)
     gemma3n_towers.embedder(t, "model.embed_audio", sound, width, text.hidden_size)
-    seen = pictures.gemma3n(text.hidden_size)
+    seen = image_limits.gemma3n(text.hidden_size)
     return joined(text, model_type, "Gemma3nForConditionalGeneration", t, vision=seen)
 
 
@@ -138,7 +139,7 @@ def gemma4(fields: Fields, model_type: str) -> Architecture:
         hidden = towers.gemma4(t, "model.vision_tower", vision)
         t.role = "projector"
         t.linear("model.embed_vision.embedding_projection", text.hidden_size, hidden)
-        seen = pictures.gemma4(fields, vision, text.hidden_size, sound is not None)
+        seen = image_limits.gemma4(fields, vision, text.hidden_size, sound is not None)
     if sound is not None:
         t.role = "audio"
         width = gemma4_towers.audio(t, "model.audio_tower", sound)
@@ -195,7 +196,7 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
         config = {
             k: v for k, v in fields.config.items() if not k.startswith(("mm_", "tune_", "freeze_", "use_mm"))
         }
-        for name in ("image_aspect_ratio", "unfreeze_mm_vision_tower", "architectures", *pictures.FILES):
+        for name in ("image_aspect_ratio", "unfreeze_mm_vision_tower", "architectures", *image_limits.FILES):
             config.pop(name, None)
         fields.ignore(*fields.config)
         return text_of(fields, "llama", config, either=True)
@@ -222,13 +223,13 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     seen: Vision | None
     if kind == "clip_vision_model":
         hidden = towers.clip(t, "model.vision_tower", vision, defaults)
-        seen = pictures.square("clip", vision, defaults, text.hidden_size)
+        seen = image_limits.square("clip", vision, defaults, text.hidden_size)
     elif kind == "pixtral":
         hidden = towers.pixtral(t, "model.vision_tower", vision)
-        seen = pictures.pixtral(vision, towers.PIXTRAL, text.hidden_size, 1)
+        seen = image_limits.pixtral(vision, towers.PIXTRAL, text.hidden_size, 1)
     else:
         hidden = towers.siglip(t, "model.vision_tower", vision)
-        seen = pictures.square("siglip", vision, towers.SIGLIP, text.hidden_size)
+        seen = image_limits.square("siglip", vision, towers.SIGLIP, text.hidden_size)
     t.role = "projector"
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
@@ -282,7 +283,7 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
     t.linear(f"{at}.linear_1", text.hidden_size, hidden, bias=bias)
     t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
-    seen = pictures.pixtral(vision, defaults, text.hidden_size, merge, fields)
+    seen = image_limits.pixtral(vision, defaults, text.hidden_size, merge, fields)
     return joined(text, model_type, "Mistral3ForConditionalGeneration", t, vision=seen)
 
 
@@ -303,7 +304,7 @@ def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     tensors = (*t.specs, *moved(text.tensors, "", "language_model."))
     return replace(
         text, model_type=model_type, class_name="KimiVLForConditionalGeneration", tensors=tensors, recipe=None,
-        vision=pictures.kimi_vl(fields, vision, text.hidden_size),
+        vision=image_limits.kimi_vl(fields, vision, text.hidden_size),
     )  # fmt: skip
 
 
@@ -338,7 +339,7 @@ def qwen(
     t.role = "vision"
     vision = _vision(fields)
     towers.qwen(t, "model.visual", vision, tower, deepstack=deepstack)
-    seen = pictures.qwen(fields, vision, tower, text.hidden_size, deepstack=deepstack)
+    seen = image_limits.qwen(fields, vision, tower, text.hidden_size, deepstack=deepstack)
     return joined(text, model_type, class_name, t, vision=seen)
 
 
@@ -404,7 +405,7 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
     tensors = (*t.specs, *moved(text.tensors, "", "language_model."))
     return replace(
         text, model_type=model_type, class_name="Llama4ForConditionalGeneration", tensors=tensors,
-        vision=pictures.llama4(fields, vision, text.hidden_size),
+        vision=image_limits.llama4(fields, vision, text.hidden_size),
     )  # fmt: skip
 
 
@@ -429,7 +430,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
     t.linear("model.mm_projector.out_proj", text.hidden_size, merged, bias=True)
-    seen = pictures.kimi_k25(fields, vision, text.hidden_size) if kernel == [2, 2] else None
+    seen = image_limits.kimi_k25(fields, vision, text.hidden_size) if kernel == [2, 2] else None
     return joined(text, model_type, "Kimi_K25ForConditionalGeneration", t, vision=seen)
 
 
@@ -450,7 +451,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
         ("merge_linear_1", wide, merged), ("merge_linear_2", text.hidden_size, wide),
     ):  # fmt: skip
         t.linear(f"{at}.{name}", out, into, bias=bias)
-    seen = pictures.minimax(fields, vision, text.hidden_size)
+    seen = image_limits.minimax(fields, vision, text.hidden_size)
     return joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t, vision=seen)
 
 
@@ -526,14 +527,14 @@ FAMILIES = {
     "llava_next": _family(
         LlavaVariant(
             "LlavaNextForConditionalGeneration", ("llama", "mistral", "qwen2", "granite"),
-            ("clip_vision_model", "siglip_vision_model"), either=False, tiles=pictures.tiles,
+            ("clip_vision_model", "siglip_vision_model"), either=False, tiles=image_limits.tiles,
         ).build,
         files=RENAMED,
     ),
     "llava_onevision": _family(
         LlavaVariant(
             "LlavaOnevisionForConditionalGeneration", ("qwen2", "llama", "mistral", "granite"),
-            ("siglip_vision_model", "clip_vision_model"), "full", either=False, tiles=pictures.onevision,
+            ("siglip_vision_model", "clip_vision_model"), "full", either=False, tiles=image_limits.onevision,
         ).build,
         files=RENAMED,
     ),
@@ -558,28 +559,28 @@ FAMILIES = {
             qwen, class_name="Qwen3VLForConditionalGeneration", text_type="qwen3",
             tower="qwen3",
         ),
-        vllm=InVLLM(one_mrope_length=True), files=RENAMED,
+        vllm=VLLMTraits(one_mrope_length=True), files=RENAMED,
     ),
     "qwen3_vl_moe": _family(
         partial(
             qwen, class_name="Qwen3VLMoeForConditionalGeneration", text_type="qwen3_moe",
             tower="qwen3", kv_heads=16,
         ),
-        vllm=InVLLM(one_mrope_length=True), files=RENAMED,
+        vllm=VLLMTraits(one_mrope_length=True), files=RENAMED,
     ),
     "qwen3_5": _family(
         partial(
             qwen, class_name="Qwen3_5ForConditionalGeneration", text_type="qwen3_5_text",
             tower="qwen3", deepstack=False,
         ),
-        vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED,
+        vllm=VLLMTraits(float32_states=True, one_mrope_length=True), files=RENAMED,
     ),
     "qwen3_5_moe": _family(
         partial(
             qwen, class_name="Qwen3_5MoeForConditionalGeneration", text_type="qwen3_5_moe_text",
             tower="qwen3", deepstack=False,
         ),
-        vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED,
+        vllm=VLLMTraits(float32_states=True, one_mrope_length=True), files=RENAMED,
     ),
     "mllama": _family(mllama, files=RENAMED),
     "mllama_text_model": _family(mllama_text, absent={"num_key_value_heads": 8}),
@@ -587,6 +588,6 @@ FAMILIES = {
     "kimi_k25": _family(kimi, first_class="KimiK25ForConditionalGeneration", files=RENAMED),
     "minimax_m3_vl": _family(minimax, files=RENAMED),
     "step3p7": _family(
-        step, first_class="Step3p7FlashForCausalLM", vllm=InVLLM(wide_router=True), files=RENAMED
+        step, first_class="Step3p7FlashForCausalLM", vllm=VLLMTraits(wide_router=True), files=RENAMED
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError
-from tonnage.planner.families import pictures, towers
+from tonnage.planner.families import image_limits, towers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors
@@ -58,7 +58,7 @@ def thinker(
     towers.qwen(t, "visual", vision, tower)
     t.role = "audio"
     audio(t, "audio_tower", inner.mapping("audio_config") or {})
-    seen = pictures.omni(fields, vision, tower, text.hidden_size)
+    seen = image_limits.omni(fields, vision, tower, text.hidden_size)
     return joined(text, model_type, class_name, t, "model.", vision=seen)
 
 

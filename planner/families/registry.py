@@ -17,7 +17,7 @@ from tonnage.planner.model.fields import Fields, shown
 
 # Modules with the most common families, searched first: importing all modules takes 5 ms of CPU time, importing
 # llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).
-_FIRST = ("llama", "moe", "linear", "gemma", "mla", "moe_mixed", "multimodal")
+_FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
-from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
 from tonnage.planner.families.multimodal import moved
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
@@ -320,6 +320,6 @@ FAMILIES = {
         files=RENAMED,
     ),
     "minicpm_ocr": Family(
-        minicpm_ocr, ignored=_TOP, hf="recurrent", vllm=InVLLM(float32_states=True), files=RENAMED,
+        minicpm_ocr, ignored=_TOP, hf="recurrent", vllm=VLLMTraits(float32_states=True), files=RENAMED,
     ),
 }  # fmt: skip

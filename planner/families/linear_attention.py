@@ -15,7 +15,7 @@ from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
-from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, VLLMTraits
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -453,21 +453,22 @@ FAMILIES = {
     "qwen3_next": Family(
         partial(qwen, class_name="Qwen3NextForCausalLM", fused=True),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        vllm=InVLLM(one_mrope_length=True), files=RENAMED,
+        vllm=VLLMTraits(one_mrope_length=True), files=RENAMED,
     ),
     "qwen3_5_text": Family(
         partial(qwen, class_name="Qwen3_5ForCausalLM", moe=False),
         absent={"num_key_value_heads": 4, "head_dim": 256}, hf="recurrent",
-        vllm=InVLLM(float32_states=True, one_mrope_length=True),
+        vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
         first_class="Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model name it
-        vllm=InVLLM(float32_states=True, one_mrope_length=True),
+        vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),
     "kimi_linear": Family(
-        kimi, absent={"num_shared_experts": 1}, hf="recurrent", vllm=InVLLM(float32_states=True), files=RENAMED,
+        kimi, absent={"num_shared_experts": 1}, hf="recurrent", vllm=VLLMTraits(float32_states=True),
+        files=RENAMED,
     ),
     "minimax": Family(minimax, absent={"num_key_value_heads": 8}, hf="recurrent", files=RENAMED),
     "lfm2": Family(
