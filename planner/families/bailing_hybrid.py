@@ -115,7 +115,7 @@ def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _delta(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
-    """Add the tensors of one Kimi delta attention module below ``at``.
+    """Add the tensors of one Kimi delta attention module below module ``at``.
 
     Convolution and decay stay in fp32 (_keep_in_fp32_modules_strict in transformers; vLLM keeps the same).
     """

@@ -64,12 +64,12 @@ class EncoderVariant:
     classifier: tuple[str, ...] = ("classifier.dense", "classifier.out_proj")
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of an encoder of this family from its checked config."""
+        """Return the architecture of a BERT-like encoder of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a BERT-like encoder by its variant."""
+    """Return the architecture of a BERT-like encoder; ``variant`` names its modules and parts."""
     class_name, kind = wanted_class(fields, variant.name)
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
@@ -192,7 +192,7 @@ def _masked_head(t: Tensors, fields: Fields, variant: EncoderVariant, vocab: int
 
 
 def _classifier(t: Tensors, fields: Fields, variant: EncoderVariant, hidden: int) -> None:
-    """Add the classifier's linear layers."""
+    """Add the linear layers of a BERT-like encoder's classifier."""
     *inner, last = variant.classifier
     for name in inner:
         t.linear(name, hidden, hidden, "head", bias=True)

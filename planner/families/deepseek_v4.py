@@ -176,7 +176,7 @@ def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]
 
 
 def _rotary(t: Tensors, at: str, half: int) -> None:
-    """Add the rotary frequencies of the uncompressed and the compressed positions below ``at``."""
+    """Add the rotary frequencies of the uncompressed and the compressed positions below module ``at``."""
     for kind in ("main", "compress"):
         t.rotary(2 * half, f"{at}.rotary_emb.{kind}_")
 

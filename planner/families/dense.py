@@ -147,12 +147,12 @@ class DenseVariant:
     taped: bool = True
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a model of this family from its checked config."""
+        """Return the architecture of a dense decoder of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a dense decoder by its variant."""
+    """Return the architecture of a dense decoder; ``variant`` says how its family differs from Llama."""
     dims = common.heads_of(fields)
     if variant.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
         raise ConfigError(f"{dims.heads} heads of it are not hidden_size = {dims.hidden}", field="head_dim")
@@ -197,7 +197,7 @@ def _layers(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Return the recipe's layers, which differ only in the rotary table they read, if any."""
+    """Return the layers of a dense decoder's recipe, which differ only in the rotary table they read."""
     qkv_bias, out_bias, mlp_bias = (
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
@@ -252,7 +252,7 @@ def _tables_read(
 def _qk_norms(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads
 ) -> tuple[Norm | None, Norm | None]:
-    """Return the norms of q and k, (None, None) when there are none."""
+    """Return the norms of q and k in the attention of a dense decoder, (None, None) when there are none."""
     switch, widths = variant.switched_norms, (dims.heads, dims.kv_heads)
     if (switch is None or switch.field != "qk_layernorm") and fields.boolean("qk_layernorm", False):
         raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
@@ -273,7 +273,7 @@ def _qk_norms(
 
 
 def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, sliding window in tokens or None) by the variant's rule."""
+    """Return (kind of each layer, sliding window in tokens or None) by the rule ``variant.window``."""
     full = ("full_attention",) * layers
     if variant.window in ("none", "unused"):
         if variant.window == "unused":

@@ -87,7 +87,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
-    """Return the names of the norms in front of attention and MLP in one layer."""
+    """Return the names of the norms in front of Falcon's attention and MLP in one layer."""
     count = fields.raw("num_ln_in_parallel_attn")
     if count is not None and (isinstance(count, bool) or count not in (1, 2)):
         raise ConfigError(f"{shown(count)} is not 1 or 2", field="num_ln_in_parallel_attn")
@@ -103,14 +103,14 @@ def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
 
 
 def _refined(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a 40B file in its first format, always the new decoder architecture."""
+    """Return the architecture of Falcon 40B's first files, which always have the new decoder architecture."""
     # the 40B files do not state the flag: the model_type RefinedWeb means it
     fields.config = {"new_decoder_architecture": True, **fields.config}
     return build(fields, "falcon")
 
 
 def _refined_7b(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a 7B file in its first format."""
+    """Return the architecture of Falcon 7B's first files."""
     return build(fields, "falcon")
 
 

@@ -59,7 +59,7 @@ class GemmaVariant:
     final_cap: float | None = None
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a model of this family from its checked config."""
+        """Return the architecture of a Gemma text model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
@@ -73,7 +73,7 @@ _WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the f
 
 
 def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Gemma text model by its variant."""
+    """Return the architecture of a Gemma text model; ``variant`` says how it differs from Gemma 1."""
     default = variant.defaults
 
     def integer(field: str, limit: str) -> int:
@@ -133,7 +133,7 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
 
 
 def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, sliding window in tokens or None)."""
+    """Return (kind of each layer, sliding window in tokens or None) of a Gemma text model."""
     if not variant.pattern:
         return ("full_attention",) * layers, None
     window = common.window_of(fields)
@@ -156,7 +156,7 @@ def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[st
 
 
 def _rotary(fields: Fields, variant: GemmaVariant, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], float]:
-    """Return (prefixes of the rotary tables, factor on max_position_embeddings)."""
+    """Return (prefixes of the rotary tables, factor on max_position_embeddings) of a Gemma text model."""
     if not variant.by_kind:
         return (_TABLE,), common.read_rope(fields)[1]
     fields.ignore("rope_theta", "rope_local_base_freq")

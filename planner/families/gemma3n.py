@@ -121,7 +121,7 @@ def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> d
 
 
 def cache_layer(i: int, window: int | None, dims: Heads, source: int | None) -> CacheLayer:
-    """Return the cache of one layer; ``source``: the earlier layer whose keys and values it reads, or None."""
+    """Return the cache of one layer; ``source``: the earlier layer whose keys and values it reads, if any."""
     kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
     return CacheLayer(i, kind, window, dims.kv_heads, dims.head_size, shares=source)
 

@@ -127,7 +127,7 @@ def _state_dtype(fields: Fields) -> str | None:
 
 
 def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
-    """Add the tensors of one gated delta net below ``at``.
+    """Add the tensors of one gated delta net below module ``at``.
 
     ``fused``: q, k, v and gate are one input projection and the two scalars per head another, as in Qwen3-Next.
     Otherwise there are four input projections, as in Qwen3.5.
@@ -189,7 +189,7 @@ class _QwenExperts:
         return self.chosen * self.inner + self.shared
 
     def add(self, t: Tensors, at: str, hidden: int) -> None:
-        """Add router, experts, shared expert and its gate below ``at``."""
+        """Add router, experts, shared expert and its gate below module ``at``."""
         t.router(f"{at}.gate", self.count, hidden)
         t.experts(f"{at}.experts", self.count, hidden, self.inner)
         t.gated_mlp(f"{at}.shared_expert", hidden, self.shared)
@@ -269,7 +269,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
-    """Add the tensors of one Kimi delta attention module below ``at``."""
+    """Add the tensors of one Kimi delta attention module below module ``at``."""
     proj = heads * size
     for name in ("q_proj", "k_proj", "v_proj"):
         t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")

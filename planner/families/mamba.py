@@ -60,11 +60,11 @@ class Mamba2:
 
     @property
     def channels(self) -> int:
-        """Return the channels of the convolution."""
+        """Return the number of channels of the mixer's convolution."""
         return self.inner + 2 * self.groups * self.state
 
     def add(self, t: Tensors, at: str) -> None:
-        """Add the mixer's tensors below ``at``."""
+        """Add the Mamba-2 mixer's tensors below module ``at``."""
         for name in ("dt_bias", "A_log", "D"):
             t.add(f"{at}.{name}", (self.heads,), "mixer", "Mamba2Mixer", shard=0)
         t.add(f"{at}.conv1d.weight", (self.channels, 1, self.kernel), "mixer", "Conv1d", shard=0)
@@ -78,14 +78,14 @@ class Mamba2:
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
     def states(self) -> tuple[StateTensor, ...]:
-        """Return the states that one sequence keeps: convolution and recurrent state."""
+        """Return the states of a Mamba-2 mixer that one sequence keeps: convolution and recurrent state."""
         return (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
             StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return the cache of layer ``layer``."""
+        """Return the cache of layer ``layer``, the states of its Mamba-2 mixer."""
         return CacheLayer(layer, "state", None, 0, 0, states=self.states())
 
 
@@ -103,7 +103,7 @@ class Mamba1:
     norms: bool = False
 
     def add(self, t: Tensors, at: str) -> None:
-        """Add the mixer's tensors below ``at``."""
+        """Add the Mamba-1 mixer's tensors below module ``at``."""
         t.add(f"{at}.A_log", (self.inner, self.state), "mixer", "MambaMixer", shard=0)
         t.add(f"{at}.D", (self.inner,), "mixer", "MambaMixer", shard=0)
         t.add(f"{at}.conv1d.weight", (self.inner, 1, self.kernel), "mixer", "Conv1d", shard=0)
@@ -119,7 +119,7 @@ class Mamba1:
             t.norm(f"{at}.c_layernorm", self.state)
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return the cache of layer ``layer``."""
+        """Return the cache of layer ``layer``, the states of its Mamba-1 mixer."""
         states = (
             StateTensor("conv", (self.kernel - 1, self.inner), shard_dim=1),
             StateTensor("ssm", (self.inner, self.state)),
@@ -128,7 +128,7 @@ class Mamba1:
 
 
 def _mamba1(fields: Fields, hidden: int) -> Mamba1:
-    """Return the Mamba-1 mixer that the config states."""
+    """Return the Mamba-1 mixer that the fields of Mamba and Falcon-Mamba describe."""
     inner = fields.integer("expand", 2, limit="width") * hidden
     return Mamba1(
         hidden, fields.integer("intermediate_size", inner, limit="width"),
@@ -139,7 +139,7 @@ def _mamba1(fields: Fields, hidden: int) -> Mamba1:
 
 
 def _mamba2(fields: Fields, hidden: int) -> Mamba2:
-    """Return the Mamba-2 mixer that the config states."""
+    """Return the Mamba-2 mixer that the fields of Mamba 2 describe."""
     inner = fields.integer("expand", 2, limit="width") * hidden
     heads = fields.integer("num_heads", 128, limit="heads")
     size = fields.integer("head_dim", 64, limit="width")

@@ -94,12 +94,12 @@ class LatentVariant:
     taped: bool = True
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a model of this family from its checked config."""
+        """Return the architecture of a latent-attention model of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a latent-attention model with experts by its variant."""
+    """Return the architecture of a model with latent attention and experts; ``v`` describes its family."""
     # DeepSeek's small vision models switch latent attention off and have ordinary heads
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
     if plain is not None:

@@ -163,7 +163,7 @@ class MoeVariant:
     ignored: tuple[str, ...] = ()
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a model of this family from its checked config."""
+        """Return the architecture of a mixture-of-experts decoder of this family from its checked config."""
         return _build(self, fields, model_type)
 
 
@@ -175,7 +175,7 @@ _GRANITE = MoeVariant(
 
 
 def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a mixture-of-experts model by its variant."""
+    """Return the architecture of a mixture-of-experts decoder; ``v`` says how it differs from Mixtral."""
     dims = common.heads_of(fields, head_default=0 if v.rounded_heads else None)
     if not dims.head_size:  # GLM-4.5's config class rounds the quotient down
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
@@ -251,7 +251,7 @@ def _router(fields: Fields, v: MoeVariant) -> Router:
 
 
 def _jitter(fields: Fields, v: MoeVariant) -> bool:
-    """Return whether training adds noise to what is routed."""
+    """Return whether training adds noise to the input of the router."""
     return v.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
 
 

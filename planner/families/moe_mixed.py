@@ -413,12 +413,12 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
 
 
 def _layers(fields: Fields) -> int:
-    """Return the number of layers."""
+    """Return the number of layers that the config states."""
     return fields.integer("num_hidden_layers", limit="layers")
 
 
 def _vocab(fields: Fields) -> int:
-    """Return the size of the vocabulary."""
+    """Return the size of the vocabulary that the config states."""
     return fields.integer("vocab_size", limit="vocab")
 
 

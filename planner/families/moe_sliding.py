@@ -20,7 +20,7 @@ from tonnage.planner.model.fields import Fields, shown
 
 @dataclass(frozen=True, slots=True)
 class SlidingMoeVariant:
-    """How these families differ.
+    """How Kolibri, Flint and Beam differ.
 
     Attributes:
         class_name: the causal language model's class in transformers.
@@ -51,12 +51,12 @@ class SlidingMoeVariant:
     by_kind: bool = False
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a model of this family from its checked config."""
+        """Return the architecture of a Kolibri, Flint or Beam model from its checked config."""
         return _build(self, fields, model_type)
 
 
 def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of such a model by its variant."""
+    """Return the architecture of a Kolibri, Flint or Beam model; ``v`` says how these differ."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")

@@ -177,7 +177,7 @@ class LlavaVariant:
     tiles: Callable[[Fields, Vision | None, int], Vision | None] | None = None
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a model of this type from its checked config."""
+        """Return the architecture of a LLaVA model of this type from its checked config."""
         return _llava(self, fields, model_type)
 
 
@@ -207,7 +207,7 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
 
 
 def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral by its variant.
+    """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral; ``variant`` says which.
 
     NeXT and OneVision cut an image into several tiles and learn an embedding for the end of a line.
     """

@@ -63,7 +63,7 @@ def thinker(
 
 
 def _sizes(f: Fields) -> tuple[int, int, int, int]:
-    """Return (width, MLP inner size, Mel bins, output width) of an audio encoder."""
+    """Return (width, MLP inner size, Mel bins, output width) of an Omni model's audio encoder."""
     return (
         f.integer("d_model", 1280, limit="width"), f.integer("encoder_ffn_dim", 5120, limit="width"),
         f.integer("num_mel_bins", 128, limit="width"), f.integer("output_dim", 3584, limit="width"),
@@ -71,7 +71,7 @@ def _sizes(f: Fields) -> tuple[int, int, int, int]:
 
 
 def _layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
-    """Add the encoder's layers, positions and last norm; ``key_bias``: the k projection has a bias."""
+    """Add an audio encoder's layers, positions and last norm; ``key_bias``: the k projection has a bias."""
     for i in range(f.integer("encoder_layers", 32, limit="layers")):
         here = f"{at}.layers.{i}"
         for name in ("q_proj", "k_proj", "v_proj"):

@@ -51,7 +51,7 @@ def known_model_types() -> tuple[str, ...]:
 
 
 def _known(model_type: str) -> str:
-    """Return a hint that names similar model types and how many are known."""
+    """Return an error's hint: similar model types, and how many are known."""
     known = known_model_types()
     close = get_close_matches(model_type, known, 5, 0.5)
     also = f"close to it: {', '.join(close)}; " if close else ""
@@ -141,7 +141,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
 
 
 def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
-    """Return the architecture that a family's builder makes of the fields."""
+    """Return the architecture that a family's builder makes of the config ``fields``."""
     if family.build is None:
         raise _unknown(model_type)
     fields.ignore(*family.ignored)
@@ -156,7 +156,7 @@ def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
 
 
 def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:
-    """Return the architecture with the fields that the builder did not read in ``unread``."""
+    """Return the architecture with the names of the fields that its builder did not read in ``unread``."""
     unread = fields.check_unread(model_type, family.leftovers or {})
     return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 

@@ -163,7 +163,7 @@ def bart(
 
 
 def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
-    """Return the cache of the encoder's keys and values; ``tokens``: its fixed length, None if it varies."""
+    """Return a layer's cache of the encoder's keys and values; ``tokens``: their number, None if it varies."""
     return CacheLayer(layer, "cross", None, heads, size, source_tokens=tokens)
 
 

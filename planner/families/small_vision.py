@@ -64,7 +64,7 @@ def _joined(text: Architecture, model_type: str, name: str, t: Tensors, at: str)
 
 
 def _of(fields: Fields, name: str) -> Mapping[str, Any]:
-    """Return the mapping in field ``name``, empty when the file has none."""
+    """Return the object in config field ``name``, empty when the file has none."""
     return fields.mapping(name) or {}
 
 

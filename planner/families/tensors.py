@@ -297,7 +297,7 @@ class Tensors:
     def corrected_experts(
         self, at: str, count: int, hidden: int, inner: int, dtype: str | None = "float32"
     ) -> None:
-        """Add router, its correction bias (in ``dtype``) and experts below ``at``."""
+        """Add router, its correction bias (in ``dtype``) and experts below module ``at``."""
         self.router(f"{at}.gate", count, hidden)
         self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
         self.experts(f"{at}.experts", count, hidden, inner)
@@ -366,7 +366,7 @@ def tensors_of(recipe: Recipe) -> Tensors:
 
 
 def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
-    """Add a norm; ``kv_heads``: KV heads of a norm with one row per KV head, for tensor parallelism."""
+    """Add a recipe's norm below module ``at``; ``kv_heads``: its rows, which are divided by KV heads."""
     if norm is None:
         return
     if norm.own:
@@ -380,12 +380,12 @@ def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
 
 
 def _extra(t: Tensors, layer: str, extra: tuple[TensorSpec, ...]) -> None:
-    """Add the tensors ``extra`` below the layer."""
+    """Add the tensors ``extra``, named relative to ``layer``."""
     t.specs += [replace(spec, name=f"{layer}.{spec.name}", layer=t.layer) for spec in extra]
 
 
 def _attention(t: Tensors, layer: str, a: Attention) -> None:
-    """Add the attention of a recipe below the layer."""
+    """Add the attention ``a`` of a recipe below module ``layer``."""
     at = f"{layer}.{a.name}"
     if a.qkv is not None:
         t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
@@ -417,7 +417,7 @@ def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:
-    """Add the MLP of a recipe below ``at``."""
+    """Add the MLP ``m`` of a recipe below module ``at``."""
     at = f"{at}.{m.name}" if m.name else at
     if len(m.names) == 3:
         gate, up, down = m.names
@@ -429,7 +429,7 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 
 
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
-    """Add router, experts and shared expert of a recipe below the layer."""
+    """Add router, experts and shared expert of a recipe below module ``layer``."""
     at, router = f"{layer}.{e.name}", e.router
     if e.first:
         t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)
