@@ -34,10 +34,9 @@ def check_tensors(
 ) -> None:
     """Raise CheckpointError for the first tensor that is missing or, with `shapes`, has another shape.
 
-<<<<<<< HEAD
     - A quantized weight must exist, but its packed shape is not compared.
     - Routed experts are stored one by one. All must exist, with the elements of the fused tensor.
-    - Towers, and families whose files use other names than transformers (`InFiles.renamed`), are compared only
+    - Towers, and families whose files use other names than transformers (`FileTraits.renamed`), are compared only
       where the names agree.
 
     Args:
@@ -45,12 +44,6 @@ def check_tensors(
         tensors: the tensors of the checkpoint.
         quantization: the quantization of the checkpoint.
         shapes: whether the shapes of `tensors` are known.
-=======
-    Weights the checkpoint stores quantized must be there; their packed shapes are not compared. Routed experts
-    are stored one by one: all of them must be there, with the elements of the fused tensor. Towers and the
-    families whose files use other names than transformers' modules (``FileTraits.renamed``) are compared where
-    the names agree.
->>>>>>> e493dc6 (Families: image_limits.py, linear_attention.py; traits of vLLM, GGUF and files named so)
     """
     found = {tensor.name: tensor for tensor in tensors}
     spelled = {spelling(tensor.name): tensor for tensor in tensors}
