@@ -36,8 +36,8 @@ def check_tensors(
 
     - A quantized weight must exist, but its packed shape is not compared.
     - Routed experts are stored one by one. All must exist, with the elements of the fused tensor.
-    - Towers, and families whose files use other names than transformers (`FileTraits.renamed`), are compared only
-      where the names agree.
+    - Towers, and families whose files use other names than transformers (`FileTraits.renamed`), are compared
+      only where the names agree.
 
     Args:
         architecture: the tensors that the config requires.

@@ -29,7 +29,7 @@ def test_each_type_stands_in_one_module():
     assert len(known_model_types()) > 140
 
 
-def tests_of_model_type(tree: ast.AST) -> list[int]:
+def choices_by_model_type(tree: ast.AST) -> list[int]:
     """Return the lines that choose by the value of ``model_type``: comparisons, tables and its own methods."""
 
     def named(node: ast.AST) -> bool:
@@ -49,10 +49,10 @@ def tests_of_model_type(tree: ast.AST) -> list[int]:
 
 def test_no_builder_compares_model_type():
     """What differs between families stands in their rows; the registry and the meta device look types up."""
-    assert tests_of_model_type(ast.parse("a = model_type == 'llama' or TABLE[model_type]")) == [1, 1]
+    assert choices_by_model_type(ast.parse("a = model_type == 'llama' or TABLE[model_type]")) == [1, 1]
     for path in FOLDER.glob("[a-z]*.py"):
         if path.name not in ("registry.py", "meta.py"):
-            assert not tests_of_model_type(ast.parse(path.read_text())), path.name
+            assert not choices_by_model_type(ast.parse(path.read_text())), path.name
 
 
 def test_an_unknown_type_has_no_family():
