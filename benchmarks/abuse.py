@@ -31,8 +31,8 @@ import sys
 from typing import Any
 
 from abuse.cases import CASES, Case, baselines
-from abuse.measure import Found, measure
-from abuse.served import ENGINES, SLACK, served
+from abuse.measure import CaseResult, measure
+from abuse.server_process import ENGINES, SLACK, running_server
 
 from tonnage.server.demo.model import ensure_demo
 
@@ -42,7 +42,7 @@ HEAD = (
 )
 
 
-def row(found: Found) -> str:
+def row(found: CaseResult) -> str:
     """Return the printed row of one case."""
     seen, beyond = found.seen, found.api_beyond / 2**20
     restored = "never" if found.restored_s is None else f"{found.restored_s:.1f}"
@@ -57,10 +57,10 @@ def row(found: Found) -> str:
 async def run(engine: str, cases: list[Case], seconds: float) -> dict[str, Any]:
     """Run all ``cases`` that ``engine`` supports, on as few servers as survive them."""
     left = [*baselines(seconds), *(case for case in cases if engine in case.engines)]
-    rows: list[Found] = []
+    rows: list[CaseResult] = []
     planned = starts = 0
     while left:
-        with served(engine) as server:
+        with running_server(engine) as server:
             await server.read_plan()
             planned, starts = server.planned, starts + 1
             print(f"{engine}: plan {planned:,} bytes, of them the API process {server.api_planned:,}\n{HEAD}")

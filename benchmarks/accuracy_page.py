@@ -31,7 +31,7 @@ DATA = ROOT / "tests" / "data"
 
 
 @dataclass(frozen=True)
-class Line:
+class StartRow:
     """One start, with bytes of the deciding rank's KV pool and of one GPU (``device``)."""
 
     name: str
@@ -68,7 +68,7 @@ def reported(words: str) -> str:
     return re.sub(r"^#(\d+) (.*)$", r"\2, report \1", words.replace("vLLM None", "vLLM"))
 
 
-def lines() -> tuple[list[Line], list[str]]:
+def lines() -> tuple[list[StartRow], list[str]]:
     """Return (every start that can be compared with a plan, the others with the reason)."""
     from accuracy import runtime_fit, startups
     from accuracy.common import Inputs
@@ -85,7 +85,7 @@ def lines() -> tuple[list[Line], list[str]]:
         pool = plan.rank.kv_pool_bytes
         printed = start.logged["kv_pool_bytes"]
         found.append(
-            Line(
+            StartRow(
                 named(start), f"github.com/{startups.SWEEP}", pool, printed, int(low), int(high),
                 plan.rank.total_bytes,
             )
@@ -97,11 +97,11 @@ def lines() -> tuple[list[Line], list[str]]:
             low, high = row.pool_interval(shipped)
             planned = row.planned_pool(shipped)
             name = reported(row.name)
-            found.append(Line(name, row.source, int(planned), row.pool, int(low), int(high), row.device))
+            found.append(StartRow(name, row.source, int(planned), row.pool, int(low), int(high), row.device))
     return found, [*left_out, *others]
 
 
-def summed(found: list[Line]) -> str:
+def summed(found: list[StartRow]) -> str:
     """Return the table cells that summarize ``found``."""
     errors = sorted(abs(line.error) for line in found)
     inside = sum(line.low <= line.printed <= line.high for line in found)
@@ -111,7 +111,7 @@ def summed(found: list[Line]) -> str:
     )
 
 
-def page(found: list[Line], left_out: list[str]) -> str:
+def page(found: list[StartRow], left_out: list[str]) -> str:
     """Return the page as Markdown."""
     from accuracy.startups import SWEEP
 
@@ -175,7 +175,7 @@ def page(found: list[Line], left_out: list[str]) -> str:
     )
 
 
-def plot(found: list[Line]) -> str:
+def plot(found: list[StartRow]) -> str:
     """Return an SVG with the printed pool in GiB (logarithmic) and the error in percent of the GPU."""
     from math import log10
 

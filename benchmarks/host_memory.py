@@ -46,10 +46,10 @@ def held() -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, value in pairs}
 
 
-class Peak:
+class PeakSampler:
     """A context manager that samples each kind of resident memory every 2 ms and keeps the maximum."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakSampler:
         self.before, self.over = held(), False
         self.most = dict(self.before)
         self.thread = threading.Thread(target=self._watch)
@@ -79,7 +79,7 @@ def read_weights(strategy: str, folder: Path) -> dict[str, int]:
     """Read all weights with ``strategy`` and return the additional memory in MiB."""
     forget(folder)
     target = torch.ones(TENSOR // 4)
-    with Peak() as peak:
+    with PeakSampler() as peak:
         if strategy == "pt":
             found = weight_utils.pt_weights_iterator(sorted(map(str, folder.glob("*.bin"))), False)
         else:

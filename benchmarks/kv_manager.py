@@ -63,7 +63,7 @@ def _overhead() -> float:
 
 
 @dataclass
-class Replay:
+class ReplayFigures:
     """The figures of one replay; times are in seconds of CPU."""
 
     requests: int = 0
@@ -89,18 +89,18 @@ class Replay:
 
 def replay(
     cache: Any,
-    loads: list[traces.Load],
+    loads: list[traces.TraceRequest],
     running: int,
     budget: int,
     *,
     tokens: traces.Tokens | None = None,
     progress: bool = False,
-) -> Replay:
+) -> ReplayFigures:
     """Replay ``loads`` in a closed loop with at most ``running`` requests.
 
     ``budget`` is the number of uncached prompt tokens that a step may admit.
     """
-    out, tokens = Replay(), tokens or traces.Tokens()
+    out, tokens = ReplayFigures(), tokens or traces.Tokens()
     over = _overhead()
     queue: deque[tuple[int, list[int], int]] = deque()  # number, prompt, tokens to produce
     live: dict[int, list[Any]] = {}  # number -> [prompt, produced, wanted]
@@ -319,7 +319,7 @@ def main() -> None:
         makers["vllm"] = lambda: Vllm(options.blocks, options.running)
     warm = Tonnage(4096, 4)  # load compiled code from the disk before the measurement
     replay(warm, traces.synthetic("chat", 8), 4, options.prefill_budget)
-    runs: dict[str, list[Replay]] = {name: [] for name in makers}
+    runs: dict[str, list[ReplayFigures]] = {name: [] for name in makers}
     for turn in range(options.rounds):
         for name in sorted(makers, reverse=turn % 2 == 1):
             cache = makers[name]()
@@ -381,7 +381,7 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def _append_us(runs: list[Replay]) -> float | None:
+def _append_us(runs: list[ReplayFigures]) -> float | None:
     """Return the median over the runs of the p50 append call with all requests running."""
     medians = [statistics.median(r.full_appends) for r in runs if r.full_appends]
     return round(1e6 * statistics.median(medians), 2) if medians else None

@@ -22,7 +22,7 @@ VOCABULARY = 151_936  # Qwen2.5's, config.json vocab_size
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TraceRequest:
     """One request: the pieces of its prompt, and its lengths in tokens."""
 
     pieces: tuple[int, ...]
@@ -31,9 +31,9 @@ class Load:
     piece_tokens: int = 512
 
 
-def load(path: Path, limit: int | None = None) -> list[Load]:
+def load(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """Return the first requests of a trace file; a trace without prefix information shares nothing."""
-    loads: list[Load] = []
+    loads: list[TraceRequest] = []
     unshared = 0
     for request in read_trace(path, limit=limit).requests:
         pieces, size = request.hash_ids, request.hash_block
@@ -41,7 +41,7 @@ def load(path: Path, limit: int | None = None) -> list[Load]:
             count = -(-request.prompt_tokens // size)
             pieces = tuple(range(unshared, unshared + count))
             unshared += count
-        loads.append(Load(pieces, request.prompt_tokens, max(1, request.output_tokens), size))
+        loads.append(TraceRequest(pieces, request.prompt_tokens, max(1, request.output_tokens), size))
     return loads
 
 
@@ -53,13 +53,13 @@ class Tokens:
     arrays during a timed run.
     """
 
-    def __init__(self, loads: Sequence[Load] = ()) -> None:
+    def __init__(self, loads: Sequence[TraceRequest] = ()) -> None:
         self._pieces: dict[tuple[int, int], array[int]] = {}
         for load in loads:
             for piece in load.pieces:
                 self._piece(piece, load.piece_tokens)
 
-    def prompt(self, request: Load) -> list[int]:
+    def prompt(self, request: TraceRequest) -> list[int]:
         """Return the prompt's token ids as a new list."""
         out = array("i")
         for piece in request.pieces:
@@ -82,7 +82,7 @@ class Tokens:
         return (request * 2003 + position * 7 + 13) % VOCABULARY
 
 
-def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
+def synthetic(kind: str, requests: int, seed: int = 0) -> list[TraceRequest]:
     """Return a generated trace of ``requests`` requests.
 
     - ``loop``: documents requested cyclically.
@@ -92,7 +92,7 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
     - ``shift``: popular documents that change after each quarter.
     """
     random = np.random.default_rng(seed)
-    out: list[Load] = []
+    out: list[TraceRequest] = []
     fresh = 1_000_000
 
     def document(number: int, pieces: int) -> tuple[int, ...]:
@@ -100,7 +100,9 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
 
     def add(pieces: Sequence[int]) -> None:
         out.append(
-            Load(tuple(pieces), len(pieces) * 512 + int(random.integers(1, 512)), int(random.integers(1, 400)))
+            TraceRequest(
+                tuple(pieces), len(pieces) * 512 + int(random.integers(1, 512)), int(random.integers(1, 400))
+            )
         )
 
     weights = 1 / np.arange(1, 2001) ** 0.9
@@ -133,4 +135,4 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
         else:
             raise ValueError(f"unknown kind of trace: {kind}")
         add([*pieces, fresh + 63])
-    return [Load(r.pieces, min(r.prompt_tokens, len(r.pieces) * 512), r.output_tokens) for r in out]
+    return [TraceRequest(r.pieces, min(r.prompt_tokens, len(r.pieces) * 512), r.output_tokens) for r in out]

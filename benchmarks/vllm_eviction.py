@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import traces
 from adapters import Tonnage, Vllm
-from kv_manager import Replay, replay
+from kv_manager import ReplayFigures, replay
 
 from tonnage.server.engines.vllm.eviction import EvictionStats, install
 
@@ -65,7 +65,7 @@ def main() -> None:
     loads = traces.load(options.trace, options.n)
     tokens = traces.Tokens(loads)
 
-    def run(make: Callable[[int, int], Any]) -> tuple[Replay, Any]:
+    def run(make: Callable[[int, int], Any]) -> tuple[ReplayFigures, Any]:
         cache = make(options.blocks, options.running)
         gc.collect()
         gc.freeze()
@@ -75,8 +75,8 @@ def main() -> None:
 
     # Load compiled code before the measurement.
     replay(Learned(8192, 4), traces.synthetic("zipf", 80), 4, BUDGET)
-    lru: list[Replay] = []
-    learned: list[Replay] = []
+    lru: list[ReplayFigures] = []
+    learned: list[ReplayFigures] = []
     stats = EvictionStats(False, 0, 0)
     for turn in range(options.rounds):
         for make in (Vllm, Learned) if turn % 2 == 0 else (Learned, Vllm):
@@ -113,7 +113,7 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def _median(runs: list[Replay]) -> float:
+def _median(runs: list[ReplayFigures]) -> float:
     return round(statistics.median(each.us_per_request for each in runs), 1)
 
 

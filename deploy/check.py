@@ -141,7 +141,7 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-class Failed(Exception):
+class CheckFailed(Exception):
     """A failed check; the message is the tool's output."""
 
 
@@ -149,16 +149,16 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
     """Return the output of a tool.
 
     Raises:
-        Failed: the tool fails or is missing.
+        CheckFailed: the tool fails or is missing.
     """
     try:
         done = subprocess.run(
             [str(part) for part in command], capture_output=True, text=True, env={**os.environ, **(env or {})}
         )
     except FileNotFoundError:
-        raise Failed(f"{command[0]} is not installed") from None
+        raise CheckFailed(f"{command[0]} is not installed") from None
     if done.returncode:
-        raise Failed((done.stdout + done.stderr).strip() or f"exit status {done.returncode}")
+        raise CheckFailed((done.stdout + done.stderr).strip() or f"exit status {done.returncode}")
     return done.stdout + done.stderr
 
 
@@ -180,9 +180,9 @@ def compose() -> str:
         for name, service in json.loads(said)["services"].items():
             for key, value in CONFINED.items():
                 if service.get(key) != value:
-                    raise Failed(f"{file}: {name}: {key} is {service.get(key)}, not {value}")
+                    raise CheckFailed(f"{file}: {name}: {key} is {service.get(key)}, not {value}")
             if "" in (service.get("command") or ()):
-                raise Failed(f"{file}: {name}: an empty argument in {service['command']}")
+                raise CheckFailed(f"{file}: {name}: an empty argument in {service['command']}")
             checked += 1
     return f"compose config: ok, {checked} services without a writable root or a capability"
 
@@ -219,7 +219,7 @@ def _chart() -> str:
         report = helm.lint(str(CHART), values, strict=True)
         findings = [message for message in report["messages"] if message["severity"] >= 2]
         if findings or report["errors"]:
-            raise Failed(f"{path.name}: {findings or report['errors']}")
+            raise CheckFailed(f"{path.name}: {findings or report['errors']}")
         for item in render(values):
             check_object(item, path.name)
             objects += 1
@@ -228,9 +228,9 @@ def _chart() -> str:
             render(values)
         except helm.HelmError as error:
             if reason not in str(error):
-                raise Failed(f"{values}: refused, but not for {reason!r}: {error}") from None
+                raise CheckFailed(f"{values}: refused, but not for {reason!r}: {error}") from None
         else:
-            raise Failed(f"{values} rendered; it should fail with {reason!r}")
+            raise CheckFailed(f"{values} rendered; it should fail with {reason!r}")
     return f"{len(sets)} value sets, {objects} objects valid, {len(CONTRADICTIONS)} contradictions refused"
 
 
@@ -247,7 +247,7 @@ def check_object(item: dict[str, Any], where: str) -> None:
     """Validate one object.
 
     Raises:
-        Failed: a tool rejects the object, or a dashboard differs from its file.
+        CheckFailed: a tool rejects the object, or a dashboard differs from its file.
     """
     kind = item["kind"]
     if kind in CUSTOM:
@@ -262,7 +262,7 @@ def check_object(item: dict[str, Any], where: str) -> None:
     if kind == "ConfigMap":
         for name, text in item["data"].items():
             if json.loads(text) != json.loads((DEPLOY / "grafana" / "dashboards" / name).read_text()):
-                raise Failed(f"{where}: {name} differs from the dashboard")
+                raise CheckFailed(f"{where}: {name} differs from the dashboard")
 
 
 def unit() -> str:
@@ -275,11 +275,11 @@ def unit() -> str:
         said = run("systemd-analyze", "verify", path)  # reports unknown keys, but exits with 0
         about_us = [line for line in said.splitlines() if "tonnage.service" in line]
         if about_us:
-            raise Failed("\n".join(about_us))
+            raise CheckFailed("\n".join(about_us))
         report = run("systemd-analyze", "security", "--no-pager", "--offline=true", path)
     exposure = float(re.search(r"exposure level for \S+: ([\d.]+)", report)[1])  # type: ignore[index]
     if exposure > MAX_EXPOSURE:
-        raise Failed(f"exposure {exposure}, at most {MAX_EXPOSURE}\n{report}")
+        raise CheckFailed(f"exposure {exposure}, at most {MAX_EXPOSURE}\n{report}")
     started = run("bash", DEPLOY / "unit_check.sh").strip().splitlines()[-1]
     return f"verify: ok, exposure {exposure}; {started}"
 
@@ -331,7 +331,11 @@ def main() -> int:
             continue
         try:
             print(f"{name}: {check()}", flush=True)
-        except (Failed, helm.HelmError, jsonschema.ValidationError) as error:  # kubernetes_validate's is one
+        except (
+            CheckFailed,
+            helm.HelmError,
+            jsonschema.ValidationError,
+        ) as error:  # kubernetes_validate's is one
             failed += 1
             print(f"{name}: FAILED\n{error}", flush=True)
     return 1 if failed else 0

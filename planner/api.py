@@ -81,16 +81,16 @@ def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given:
     try:
         found = plan_source(source, deployment, sizer)
     except UnsupportedArchitecture as error:
-        elsewhere = engine_of(deployment.engine).elsewhere
-        if engine_given or elsewhere is None:
+        fallback = engine_of(deployment.engine).fallback
+        if engine_given or fallback is None:
             raise
         why = f"the {deployment.engine} engine, the default, does not serve this model ({error.message}): "
-        deployment = replace(deployment, engine=elsewhere)
+        deployment = replace(deployment, engine=fallback)
         try:
             found = plan_source(source, deployment, sizer)
         except TonnageError:
             raise error from None
-        found = replace(found, notes=(f"{why}planned for {elsewhere}", *found.notes))
+        found = replace(found, notes=(f"{why}planned for {fallback}", *found.notes))
     if found.fits:
         return found
     return replace(found, advice=advise(source, deployment, sizer))

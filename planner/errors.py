@@ -110,7 +110,7 @@ class EngineRefusal(DeploymentError):
     """Error for a deployment that the engine itself rejects.
 
     Attributes:
-        cause: key of the engine's own error message (Engine.sentence).
+        cause: key of the engine's own error message (Engine.error_message).
         facts: values that this message contains.
     """
 

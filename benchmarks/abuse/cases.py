@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from abuse import abusers
-from abuse.abusers import Abuser, bodies, flood, hanging_up, listed, matching, text
-from abuse.served import ENGINES
-from abuse.wire import CHAT, COMPLETIONS, RESPONSES
+from abuse import attacks
+from abuse.attacks import Attack, bodies, disconnecting, flood, listed, matching, text
+from abuse.raw_http import CHAT, COMPLETIONS, RESPONSES
+from abuse.server_process import ENGINES
 
 REAL = ("hf", "vllm")  # engines that have a model
 
@@ -31,7 +31,7 @@ class Case:
     name: str
     point: int
     what: str
-    run: Abuser
+    run: Attack
     engines: tuple[str, ...] = ENGINES
     seconds: float = 60.0
     by_client: bool = True
@@ -65,7 +65,7 @@ def baselines(seconds: float) -> tuple[Case, Case]:
     """Return the two baselines that show the machine's noise: no other client, and well-behaved clients."""
     neighbours = flood(8, seconds, {"prompt": "Once", "max_tokens": 32})
     return (
-        Case("alone", 0, "no other client", lambda server: abusers.idle(seconds)),
+        Case("alone", 0, "no other client", lambda server: attacks.idle(seconds)),
         Case("neighbours", 0, "eight clients, one short request after another each", neighbours),
     )
 
@@ -84,21 +84,21 @@ CASES = (
         "detokenize", 1, "/detokenize of a million tokens",
         bodies(("/detokenize", listed("tokens", "1234", 2**20))),
     ),
-    Case("uploads", 1, "32 bodies of 8 MB at once, without their last byte", abusers.uploads),
+    Case("uploads", 1, "32 bodies of 8 MB at once, without their last byte", attacks.uploads),
     Case(
         "regex_hang_up", 2, "a regex of 6 KB whose client disconnects after a second",
-        hanging_up(matching("regex", OPTIONAL), 1.0), REAL,
+        disconnecting(matching("regex", OPTIONAL), 1.0), REAL,
     ),
     _grammar("enum", "an enum of 50,000 strings", "json", ENUM),
     _grammar("properties", "an object of 3,000 properties", "json", PROPERTIES),
     _grammar("nested", "nested repetitions, n = 16", "regex", NESTED, n=16, temperature=1.0),
     _grammar("long_grammar", "a grammar of 100 KB", "grammar", LONG),
-    Case("deaf", 3, "eight streams of 16 sequences that are never read", abusers.deaf, seconds=180),
-    Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", abusers.slow_heads),
-    Case("trailers", 4, "100 MB of trailers after a chunked body, twice", abusers.trailers),
-    Case("connections", 4, "4,000 connections with nothing or part of a head sent", abusers.connections),
+    Case("deaf", 3, "eight streams of 16 sequences that are never read", attacks.deaf, seconds=180),
+    Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", attacks.slow_heads),
+    Case("trailers", 4, "100 MB of trailers after a chunked body, twice", attacks.trailers),
+    Case("connections", 4, "4,000 connections with nothing or part of a head sent", attacks.connections),
     Case("priority", 8, "64 clients that request priority -1000", FIRST),
     Case("queue", 8, "32 clients that request 16 sequences each", MANY),
-    Case("engine_stopped", 5, "SIGSTOP of the engine", abusers.engine_stopped, REAL, 300, by_client=False),
-    Case("load_stopped", 5, "SIGSTOP of a loading engine", abusers.load_stopped, REAL, 480, by_client=False),
+    Case("engine_stopped", 5, "SIGSTOP of the engine", attacks.engine_stopped, REAL, 300, by_client=False),
+    Case("load_stopped", 5, "SIGSTOP of a loading engine", attacks.load_stopped, REAL, 480, by_client=False),
 )  # fmt: skip

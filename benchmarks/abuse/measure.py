@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from abuse.abusers import Answers
+from abuse.attacks import Answers
 from abuse.cases import Case
-from abuse.served import SLACK, VICTIM, Served, State
+from abuse.server_process import SLACK, VICTIM, AttackedServer, ServerSnapshot
 from tonnage.server.engines.process_memory import process_tree
 
 # Limits: no single request, connection or file may take more than its share of time or memory from others.
@@ -29,7 +29,7 @@ AFTER_SECONDS = 1.0  # further measurement after the attack has ended
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CaseResult:
     """The result of one case.
 
     Attributes:
@@ -76,7 +76,7 @@ class Found:
 
 
 @contextlib.asynccontextmanager
-async def watching(server: Served) -> AsyncIterator[asyncio.subprocess.Process | None]:
+async def watching(server: AttackedServer) -> AsyncIterator[asyncio.subprocess.Process | None]:
     """Run watch.py with the victim's stream; yield its process, or None if it does not start."""
     script = str(Path(__file__).with_name("watch.py"))
     process = await asyncio.create_subprocess_exec(
@@ -98,7 +98,7 @@ async def watching(server: Served) -> AsyncIterator[asyncio.subprocess.Process |
         await process.wait()
 
 
-async def settled(server: Served, before: State) -> bool:
+async def settled(server: AttackedServer, before: ServerSnapshot) -> bool:
     """Return whether the server is back to its state ``before`` within a minute, plus 3 % of its plan."""
     until = time.monotonic() + SETTLE_SECONDS
     most, state = before.bytes + SLACK * server.planned, None
@@ -117,7 +117,7 @@ async def settled(server: Served, before: State) -> bool:
     return False
 
 
-async def measure(server: Served, case: Case) -> Found | None:
+async def measure(server: AttackedServer, case: Case) -> CaseResult | None:
     """Run one case and return its result, or None if the server was unfit before the start."""
     before = await server.state()
     if before is None:
@@ -126,7 +126,7 @@ async def measure(server: Served, case: Case) -> Found | None:
         if watch is None:
             return None
         since, busy, own = time.monotonic(), *processor_seconds()
-        answers = await abused(server, case)
+        answers = await run_attack(server, case)
         ended = time.monotonic()
         await asyncio.sleep(AFTER_SECONDS)
         busy_then, own_then = processor_seconds()
@@ -137,7 +137,7 @@ async def measure(server: Served, case: Case) -> Found | None:
     restored = round(time.monotonic() - ended, 1) if quiet else None
     memory = seen["all_bytes"] / server.planned
     beyond = seen["api_bytes"] - server.api_planned
-    found = Found(
+    found = CaseResult(
         case=case,
         seen=seen,
         answers=dict(answers.most_common()),
@@ -149,7 +149,7 @@ async def measure(server: Served, case: Case) -> Found | None:
         others=others,
         broken=(),
     )
-    return judged(found, server)
+    return with_exceeded_limits(found, server)
 
 
 def processor_seconds() -> tuple[float, float]:
@@ -166,7 +166,7 @@ def processor_seconds() -> tuple[float, float]:
     return sum(times) - times.idle - times.iowait, own
 
 
-async def abused(server: Served, case: Case) -> Answers:
+async def run_attack(server: AttackedServer, case: Case) -> Answers:
     """Run the attack within its time limit and return the attacker's answers."""
     try:
         async with asyncio.timeout(case.seconds):
@@ -175,7 +175,7 @@ async def abused(server: Served, case: Case) -> Answers:
         return Answers({f"no answer within {case.seconds:.0f} s": 1})
 
 
-def judged(found: Found, server: Served) -> Found:
+def with_exceeded_limits(found: CaseResult, server: AttackedServer) -> CaseResult:
     """Return ``found`` with its exceeded limits."""
     seen, broken = found.seen, []
     if found.case.by_client:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from abuse.wire import COMPLETIONS, answer, connection, request
+from abuse.raw_http import COMPLETIONS, answer, connection, request
 from tonnage.server.engines.process_memory import process_tree_bytes
 
 PATIENCE = 90.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from accuracy import kv_kept, kv_oracle
+from accuracy import kv_bytes, kv_oracle
 from accuracy.common import Inputs, Section, read_tsv
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import TonnageError
@@ -59,13 +59,13 @@ def score(inputs: Inputs) -> Section | None:
         if truth is None or growing is None:
             unknown.append(name)
             continue
-        found = kv_kept.by_layers(architecture, TOKENS)
+        found = kv_bytes.by_layers(architecture, TOKENS)
         if found != truth:
             layers.append(f"{name}: {found} truth {truth}")
-        if architecture.model_type in kv_kept.OWN_LAYOUT:
+        if architecture.model_type in kv_bytes.OWN_LAYOUT:
             elsewhere.append(name)
         else:
-            section.add(name, kv_kept.by_plan(plan, TOKENS), growing[0])
+            section.add(name, kv_bytes.by_plan(plan, TOKENS), growing[0])
     compared = len(section.errors) + len(elsewhere)
     section.extra["not_in_the_oracle"] = unknown
     section.extra["held_against_vllm_itself"] = elsewhere

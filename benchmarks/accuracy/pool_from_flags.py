@@ -13,14 +13,14 @@ from typing import Any
 
 from accuracy import startups
 from accuracy.common import Inputs, Section
-from accuracy.runtime_fit import Row, fit, load_rows
+from accuracy.runtime_fit import FitRow, fit, load_rows
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import coefficients
 
 NAME = "pool_from_flags"
 
 
-def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
+def score(inputs: Inputs, more: Sequence[FitRow] = ()) -> Section | None:
     """Return the scores of the section, or None without configs and reports.
 
     ``more`` is rows of other inputs that the fits may use.
@@ -32,7 +32,7 @@ def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
     if not more and inputs.startups is not None:
         more = list(map(startups.row, startups.load(inputs)[0]))
     section = Section(covered=0)
-    by_source: dict[str, list[Row]] = {}
+    by_source: dict[str, list[FitRow]] = {}
     for row in rows:
         by_source.setdefault(row.source, []).append(row)
     details, others, width = [], [], 0.0
@@ -75,7 +75,7 @@ def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
     return section
 
 
-def _without_gpu(graded: Sequence[Row], rows: Sequence[Row]) -> Iterator[tuple[Row, Coefficients]]:
+def _without_gpu(graded: Sequence[FitRow], rows: Sequence[FitRow]) -> Iterator[tuple[FitRow, Coefficients]]:
     """Yield each row of a known GPU with a fit that excludes all starts on that type of GPU."""
     for gpu in sorted({row.chosen.flags.gpu for row in graded if row.chosen.flags.gpu}):
         fitted = fit([row for row in rows if row.chosen.flags.gpu != gpu])
@@ -84,7 +84,7 @@ def _without_gpu(graded: Sequence[Row], rows: Sequence[Row]) -> Iterator[tuple[R
                 yield row, fitted
 
 
-def _summary(pairs: Iterable[tuple[Row, Coefficients]]) -> dict[str, Any]:
+def _summary(pairs: Iterable[tuple[FitRow, Coefficients]]) -> dict[str, Any]:
     """Return the errors with one vote per source, its median row.
 
     ``covered`` counts the sources for which most rows lie inside the interval.

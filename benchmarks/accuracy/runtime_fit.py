@@ -48,7 +48,7 @@ _FEW_LAYERS = 20  # layers of a rank that separate the logged pipeline stages fr
 
 
 @dataclass(frozen=True)
-class Row:
+class FitRow:
     """One report: the planner's resolution of its flags, and the engine's printed figures in bytes."""
 
     name: str
@@ -141,7 +141,7 @@ class Row:
         return max(1 << 20, (self.graph_estimate - GRAPH_FIRST) / (count - 1))
 
 
-def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
+def load_rows(inputs: Inputs) -> tuple[list[FitRow], list[str]]:
     """Return (rows, left-out reports with the reason)."""
     rows, left_out = [], []
     assert inputs.reports is not None
@@ -156,7 +156,7 @@ def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
     return rows, left_out
 
 
-def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
+def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> FitRow | str:
 
     seen = report["observed"]
     config = model_config(inputs, report)
@@ -181,7 +181,7 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
         value = seen.get(key)
         return None if value is None else int(value * GIB)
 
-    return Row(
+    return FitRow(
         name=label(index, report),
         source=str(report["source"] or f"row {index}").split(" ::")[0],
         architecture=architecture,
@@ -258,7 +258,7 @@ def _weights(
     return None if printed is None else (int(printed * GIB), True)
 
 
-def fit(rows: Sequence[Row]) -> Coefficients:
+def fit(rows: Sequence[FitRow]) -> Coefficients:
     """Return the coefficients: medians over sources, each with one vote.
 
     The spreads cover 90 % of the sources, left out one at a time.
@@ -285,7 +285,7 @@ def _covering(errors: Sequence[float], least: float) -> float:
     return min(_MOST_SPREAD, max(least, 1.25 * spread))
 
 
-def _values(rows: Sequence[Row]) -> Coefficients:
+def _values(rows: Sequence[FitRow]) -> Coefficients:
 
     sort: _Votes = {}
     alone: _Votes = {}
@@ -342,13 +342,13 @@ def _values(rows: Sequence[Row]) -> Coefficients:
     )
 
 
-def _capabilities(rows: Sequence[Row]) -> set[tuple[int, int]]:
+def _capabilities(rows: Sequence[FitRow]) -> set[tuple[int, int]]:
 
     found = (capability_of(row.chosen.flags.gpu) for row in rows if row.carries_bar and row.chosen.flags.gpu)
     return {capability for capability in found if capability is not None}
 
 
-def _graphs(rows: Sequence[Row]) -> tuple[int, int]:
+def _graphs(rows: Sequence[FitRow]) -> tuple[int, int]:
     """Return the bytes of a batch size, and its additional bytes per layer.
 
     They are the line through the medians of ranks with few and with many layers; each model and each number of
@@ -373,7 +373,7 @@ def _graphs(rows: Sequence[Row]) -> tuple[int, int]:
 _Votes = dict[str, list[float]]
 
 
-def _vote(votes: _Votes, row: Row, value: float | None) -> None:
+def _vote(votes: _Votes, row: FitRow, value: float | None) -> None:
     if value is not None:
         votes.setdefault(row.source, []).append(value)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from accuracy.common import Inputs, Section, read_jsonl
 from accuracy.reports import GIB
-from accuracy.runtime_fit import Row, fit, load_rows
+from accuracy.runtime_fit import FitRow, fit, load_rows
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm.framework import fused_all_reduce
 from tonnage.planner.planning.build import plan_source
@@ -106,12 +106,12 @@ def planned(start: Start) -> Plan:
     return plan_source(start.found, start.flags)
 
 
-def row(start: Start) -> Row:
+def row(start: Start) -> FitRow:
     """Return a start as a row for the fit of the coefficients."""
 
     size = Sizer(start.found).size(start.flags)
     part, chosen = size.parts[size.place], size.chosen
-    return Row(
+    return FitRow(
         name=start.name, source=SWEEP, architecture=part, chosen=chosen,
         weights=size.worst.rank.weights_bytes, weights_printed=False, pool=start.logged["kv_pool_bytes"],
         activation=start.logged.get("activation_bytes"), non_torch=start.logged.get("framework_bytes"),

@@ -22,7 +22,7 @@ from tonnage.planner.source.resolve import ModelSource
 NAME = "vllm_blocks"
 
 
-class Planned:
+class VersionPlans:
     """Plans of one config by vLLM's rules on a CPU, version by version."""
 
     def __init__(self, name: str, config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ def _score(inputs: Inputs) -> Section:
         # The truth was recorded without weight quantization.
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         try:
-            cache = Planned(name, config, {"max_model_len": 2048}).under("0.32.0")
+            cache = VersionPlans(name, config, {"max_model_len": 2048}).under("0.32.0")
         except TonnageError as error:
             section.refuse(name, error)
             continue
@@ -84,7 +84,9 @@ def versions() -> dict[str, Any]:
         for case, answers in vllm_versions.stored().items():
             config = vllm_versions.text_config(case)
             flags = vllm_versions.flags_of(case, config)
-            planned = Planned(case, config, {k: v for k, v in flags.items() if k != "kv_cache_memory_bytes"})
+            planned = VersionPlans(
+                case, config, {k: v for k, v in flags.items() if k != "kv_cache_memory_bytes"}
+            )
             for version, truth in answers.items():
                 if not isinstance(truth, list):
                     continue

@@ -19,7 +19,7 @@ from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime import gpu, hf
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
-from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture, did_you_mean
 from tonnage.planner.model.architecture import Architecture
@@ -59,7 +59,7 @@ class Engine(ABC):
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     quantizes_to: tuple[str, ...] = ()  # formats that it can quantize 16-bit weights to while loading
 
-    elsewhere: EngineName | None = None  # engine for models that this one cannot serve, if --engine is not set
+    fallback: EngineName | None = None  # engine for models that this one cannot serve, if --engine is not set
 
     # memory layout of a loaded model
     as_transformers = False  # caches keys and values in the shapes of transformers' modules
@@ -85,7 +85,7 @@ class Engine(ABC):
         """
         return self.batch[flags.device]
 
-    def cuts_prompts(
+    def chunks_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
         """Return whether a prompt may be computed in several steps (chunked prefill)."""
@@ -112,7 +112,7 @@ class Engine(ABC):
         """Return notes about a valid length, such as RoPE scaling that starts below it."""
         return ()
 
-    def settle_step(
+    def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
         """Return the flags and the tokens per step, adjusted for encoders.
@@ -290,7 +290,7 @@ class Engine(ABC):
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the block pool of one rank for a model that generates tokens."""
 
-    def settle_pool(
+    def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
         """Return ``pool`` adjusted to ``weights`` bytes of weights on the same rank."""
@@ -358,7 +358,7 @@ class Engine(ABC):
 
     # -- host memory
 
-    def host_memory(self, hosted: Hosted) -> HostMemory:
+    def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
@@ -370,11 +370,11 @@ class Engine(ABC):
 
     # -- start-up failures
 
-    def sentence(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+    def error_message(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
         """Return the engine's own error message for ``cause`` of an EngineRefusal, or None if it is unknown."""
         return None
 
-    def foresee(
+    def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
         """Return a start-up failure that the plan predicts, other than lack of memory, or None."""
@@ -420,11 +420,11 @@ class Engine(ABC):
         """Return the (rank, process) prefix of a log line, with "" for a missing part."""
         return "", ""
 
-    def settle_log(self, out: LogFigures) -> None:
+    def finish_log(self, out: LogFigures) -> None:
         """Add figures of a rank that are derived from its others, after the whole log was read."""
         return
 
-    def log_says_ready(self, line: str) -> bool:
+    def log_is_ready(self, line: str) -> bool:
         """Return whether a log line reports that the engine is ready to serve."""
         return False
 
@@ -432,7 +432,7 @@ class Engine(ABC):
         """Return the bytes that the engine's log reports as the pool of ``rank``."""
         return rank.kv_pool_bytes
 
-    def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+    def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
         """Return why the planned weights are not the weights of the engine's log, or None if they may be.
 
         ``kind`` is the kind of the planned model's source; ``quantization`` is the format in the log.

@@ -14,7 +14,7 @@ from tonnage.planner.engines.grouping import LayerPages, group_pages
 from tonnage.planner.engines.pool import Demand, PoolSpec
 from tonnage.planner.engines.runtime import hf
 from tonnage.planner.engines.runtime.estimate import Estimate
-from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.engines.serve_line import tonnage_serve
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
@@ -36,7 +36,7 @@ class HF(Engine):
     blocks: ClassVar = {"cpu": 16, "cuda": 16}
     kv_dtypes: ClassVar = HF_KV_DTYPE_BYTES
     divides = False
-    elsewhere = "vllm"
+    fallback = "vllm"
     quantizes_to = ("int8", "nf4", "nf4-double")
     float32_kv_cache = True
     as_transformers = True
@@ -66,7 +66,7 @@ class HF(Engine):
 
         return hf.activation_bytes(architecture, chosen)
 
-    def host_memory(self, hosted: Hosted) -> HostMemory:
+    def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of the API process and the engine process."""
 
         return hf.host_memory(hosted)

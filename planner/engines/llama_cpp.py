@@ -24,7 +24,7 @@ from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, re
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
 from tonnage.planner.engines.runtime import llama_cpp
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
-from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
@@ -205,7 +205,7 @@ class LlamaCpp(Engine):
         """Return the cells of the context, which are allocated regardless of the free memory."""
         return _context(chosen)
 
-    def host_memory(self, hosted: Hosted) -> HostMemory:
+    def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of llama-server on GPUs."""
 
         architecture, chosen = hosted.architecture, hosted.chosen
@@ -235,7 +235,7 @@ class LlamaCpp(Engine):
             out.model = match[1]
         _read_devices(text, out)
 
-    def settle_log(self, out: LogFigures) -> None:
+    def finish_log(self, out: LogFigures) -> None:
         """Derive the maximum length, and the totals of weights and compute buffers.
 
         A log without cache cells gives the context of one sequence. Totals count the GPUs only, where the log
@@ -252,7 +252,7 @@ class LlamaCpp(Engine):
                 out.figures[term] = total(gpus or held.values())
                 out.rounding[term] = MiB / 200 * max(1, len(gpus))  # each is printed to 0.01 MiB
 
-    def log_says_ready(self, line: str) -> bool:
+    def log_is_ready(self, line: str) -> bool:
         """Return whether a log line reports that the server listens."""
         return any(mark in line for mark in _LOG_READY)
 
@@ -271,7 +271,7 @@ class LlamaCpp(Engine):
             line += ["--cache-ram", str(flags.cache_ram_bytes // MiB)]
         return (shlex.join(line),)
 
-    def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+    def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
         """Return why a config's weights cannot be compared with a log, which always names a GGUF file."""
         if kind == "gguf":
             return None

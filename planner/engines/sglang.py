@@ -212,7 +212,7 @@ class SGLang(Engine):
                 hint="--engine-version 0.5.23",
             )  # fmt: skip
 
-    def settle_pool(
+    def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
         """Return ``pool`` with slots for recurrent states, which come out of the memory that weights leave."""
@@ -233,7 +233,7 @@ class SGLang(Engine):
         """Return the maximum number of running requests, limited by the slots for states."""
         return states.most_running(held.tokens, chosen, pool.running) if pool.demands else chosen.max_num_seqs
 
-    def foresee(
+    def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
         """Return a failure if no request has slots for its states."""
@@ -305,13 +305,13 @@ class SGLang(Engine):
         parts = match[1].split() if match else []
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
-    def settle_log(self, out: LogFigures) -> None:
+    def finish_log(self, out: LogFigures) -> None:
         """Use the length of the longest pool as the token count, if the scheduler did not print one."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0
 
-    def log_says_ready(self, line: str) -> bool:
+    def log_is_ready(self, line: str) -> bool:
         """Return whether a log line reports that the server is ready."""
         return _LOG_READY in line
 
@@ -351,7 +351,7 @@ class SGLang(Engine):
         """Return the ``sglang.launch_server`` command of ``plan``."""
         return (sglang_serve.serve_line(plan),)
 
-    def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+    def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
         """Return why the planned weights differ from the log's: the log names another quantization."""
         if quantization in (None, flags.quantization):
             return None

@@ -291,7 +291,7 @@ def _not_compared(
     notes: list[str],
 ) -> set[str]:  # fmt: skip
     skipped: set[str] = set()
-    if why := engine.unlike_logged(size.chosen.flags, source.kind, found.flags.get("quantization")):
+    if why := engine.log_mismatch(size.chosen.flags, source.kind, found.flags.get("quantization")):
         skipped.add("weights_bytes")
         notes.append(f"weights not compared: {why}")
     known = args.gpu is not None or args.device_memory is not None or "device_bytes" in found.figures

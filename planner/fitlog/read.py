@@ -152,7 +152,7 @@ class _Reader:
         out = self._ranks[key]
         for engine in self._engines:
             engine.read_log_line(record, out)
-            self._ready = self._ready or engine.log_says_ready(record)
+            self._ready = self._ready or engine.log_is_ready(record)
         if match := _FAILURE.search(record):
             self._failures.append(printable(f"{match[1].rpartition('.')[2]}: {match[2].strip()}"))
 
@@ -176,7 +176,7 @@ class _Reader:
         whole = StartLog(flags=self._flags, ready=self._ready, starts=self._starts)
         for rank in self._ranks.values():
             for engine in self._engines:
-                engine.settle_log(rank)
+                engine.finish_log(rank)
             if rank.cells:
                 rank.figures["max_model_len"] = rank.cells
             if rank.pools:

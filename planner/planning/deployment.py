@@ -95,7 +95,7 @@ def complete(
         engine.check_length(deployment.max_model_len, architecture)
     max_model_len = deployment.max_model_len or architecture.max_model_len
     seqs, tokens = _batch(engine, deployment, architecture, max_model_len, memory, version)
-    deployment, tokens = engine.settle_step(deployment, architecture, max_model_len, tokens)
+    deployment, tokens = engine.adjust_step(deployment, architecture, max_model_len, tokens)
     chosen = engine.choose_dtype(deployment, architecture, dtype)
     given = deployment.block_size
     block_size = engine.block_size(given, deployment, architecture)
@@ -213,7 +213,7 @@ def _batch(
     """Return (max_num_seqs, max_num_batched_tokens): the given values or the engine's defaults."""
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
-    if tokens is None and not engine.cuts_prompts(deployment, version, architecture, max_model_len):
+    if tokens is None and not engine.chunks_prompts(deployment, version, architecture, max_model_len):
         # vLLM's DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py), without chunked prefill
         tokens = max(max_model_len, 2048)
     if tokens is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tonnage.planner.devices.catalogue import shares_memory
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.engines.runtime.host import Hosted, largest_tensor
+from tonnage.planner.engines.runtime.host import HostInputs, largest_tensor
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.host import HostMemory
@@ -31,7 +31,7 @@ def host_memory(
         return HostMemory(unknown=f"{flags.gpu} has no memory of its own, the plan's is the host's too")
     total, largest = _files(source, architecture, dtype)
     usual, most = _file_sizes(source.config.get("transformers_version"))
-    hosted = Hosted(
+    hosted = HostInputs(
         architecture, chosen, pool.layout, ranks, total, min(total, usual), min(total, most), largest,
         block_bytes=max(stage.block_bytes for stage in stages) * len(ranks),
         num_blocks=held.num_blocks,

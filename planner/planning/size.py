@@ -125,7 +125,7 @@ class Sizer:
         except EngineRefusal as error:
             engine = engine_of(deployment.engine)
             version, name = version_of(engine, deployment)
-            said = engine.sentence(error.cause, version, error.facts)
+            said = engine.error_message(error.cause, version, error.facts)
             if said is None:
                 raise
             raise DeploymentError(
@@ -154,7 +154,7 @@ class Sizer:
         added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
         stages = build_stages(architecture, parts, chosen, pool, added)
         heaviest = max(stage.loaded_bounds[0] for stage in stages)
-        pool = engine.settle_pool(architecture, chosen, pool, heaviest)
+        pool = engine.adjust_pool(architecture, chosen, pool, heaviest)
         num_blocks = min(
             engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
             for stage in stages
@@ -176,7 +176,7 @@ class Sizer:
         held = engine.capacity(pool, chosen, num_blocks)
         reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
         reasons = (*supported.refused, *reasons)
-        failure = engine.foresee(architecture, chosen, worst.rank, pool, held)
+        failure = engine.predict_failure(architecture, chosen, worst.rank, pool, held)
         if failure is not None and failure.why:
             reasons = (*reasons, failure.why)
         running = engine.most_running(chosen, pool, held)

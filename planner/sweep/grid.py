@@ -116,12 +116,12 @@ def _row(
         notes: notes of the row.
     """
     size, weights = stage.block_bytes, stage.loaded_bounds
-    pool = engine.settle_pool(architecture, chosen, pool, weights[0])
+    pool = engine.adjust_pool(architecture, chosen, pool, weights[0])
     blocks = engine.num_blocks(chosen, pool, size, stage.rank.used_bytes, weights[0])
     ends = engine.block_bounds(chosen, pool, size, stage.used_bounds, weights, stage.runtime.framework.high)
     held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *ends))
     rank = stage.with_blocks(blocks, pool.apart).rank
-    failure = engine.foresee(architecture, chosen, rank, pool, held)
+    failure = engine.predict_failure(architecture, chosen, rank, pool, held)
     limit = engine.most_running(chosen, pool, held)
     stops = "" if failure is None else failure.why
     usable = held.usable_blocks, least.usable_blocks, most.usable_blocks

@@ -15,7 +15,7 @@ import tonnage.planner.engines.registry as registry
 from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import ENGINES, engine_of
-from tonnage.planner.engines.vllm.versions import _CHANGES, NEWEST, Rules, rules
+from tonnage.planner.engines.vllm.versions import _CHANGES, NEWEST, VersionRules, rules
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
 
@@ -130,11 +130,11 @@ def test_rows_are_in_order_and_each_changes_what_it_says():
     versions = [since for since, _ in _CHANGES]
     assert versions == sorted(set(versions))
     assert versions[-1] == NEWEST == engine_of("vllm").newest
-    assert rules((0, 7, 0)) == Rules()
-    before = Rules()
+    assert rules((0, 7, 0)) == VersionRules()
+    before = VersionRules()
     for since, changed in _CHANGES:
         now = rules(since)
-        for name in Rules.__match_args__:
+        for name in VersionRules.__match_args__:
             assert getattr(now, name) == changed.get(name, getattr(before, name))
         assert all(getattr(before, name) != value for name, value in changed.items())
         before = now

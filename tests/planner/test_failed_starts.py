@@ -14,7 +14,7 @@ import pytest
 
 from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.engines.vllm import starts
+from tonnage.planner.engines.vllm import startup_failures
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
 
@@ -250,7 +250,7 @@ def test_a_model_newer_than_the_transformers_required(tmp_path):
 
 def test_every_published_start_had_its_class():
     """The table of classes by version against the starts that are published."""
-    first = starts._architectures()["first"]
+    first = startup_failures._architectures()["first"]
     seen = 0
     for line in (DATA / "field_reports.jsonl").read_text().splitlines():
         report = json.loads(line)

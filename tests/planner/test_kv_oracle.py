@@ -31,7 +31,7 @@ FLAGS = Deployment(
 )
 
 
-oracle, kept = module("kv_oracle"), module("kv_kept")
+oracle, kept = module("kv_oracle"), module("kv_bytes")
 
 
 def _config(name: str):

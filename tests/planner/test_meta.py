@@ -117,7 +117,7 @@ def test_against_the_loaded_model(model_type, tmp_path, held_bytes):
     for layer in cache.layers:
         tokens = layer.keys.shape[2]  # of a sliding layer one less than the window, which counts the query
         kept += (layer.keys.nbytes + layer.values.nbytes) // tokens * (tokens + (tokens < 40))
-    assert module("kv_kept").by_plan(plan, 40) == kept
+    assert module("kv_bytes").by_plan(plan, 40) == kept
 
 
 @pytest.mark.parametrize("model_type", SHARED)

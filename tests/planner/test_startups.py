@@ -83,14 +83,14 @@ def sized(name: str, **flags):
     return Sizer(config(name)).size(Deployment(**flags))
 
 
-def peak(name: str, **flags) -> activation.Peak:
+def peak(name: str, **flags) -> activation.ProfilePeak:
     found = sized(name, **flags)
     return activation.peak(found.parts[found.place], found.chosen, coefficients())
 
 
-def held(name: str, **flags) -> framework.Held:
+def held(name: str, **flags) -> framework.NonTorchMemory:
     found = sized(name, **flags)
-    return framework.held(found.parts[found.place], found.chosen, coefficients())
+    return framework.non_torch_memory(found.parts[found.place], found.chosen, coefficients())
 
 
 LLAMA = "meta-llama__Llama-3.1-8B-Instruct"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tonnage.planner.engines.runtime import host
 from tonnage.planner.engines.runtime.api import framework
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
-from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory, HostPart
@@ -60,7 +60,7 @@ def framework_bytes(vocab_size: int) -> Estimate:
 _READERS = 4
 
 
-def host_memory(hosted: Hosted) -> HostMemory:
+def host_memory(hosted: HostInputs) -> HostMemory:
     """Return the host memory of the hf engine on GPUs: its processes as on a CPU, CUDA, and reading weights."""
 
     held = framework_bytes(hosted.architecture.vocab_size)

@@ -24,7 +24,7 @@ _CUDA, _CUDA_LOW, _CUDA_HIGH = GiB // 2, GiB // 10, 2 * GiB
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class HostInputs:
     """The inputs of the host memory estimate.
 
     Attributes:
@@ -68,7 +68,7 @@ def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
     ) * size  # fmt: skip
 
 
-def reading(hosted: Hosted, together: int = 1) -> list[HostPart]:
+def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
     """Return the host memory that all ranks take while they read the weights; each rank reads all files.
 
     ``together`` is the number of tensors that a rank reads at a time. Measured with vLLM 0.32's own iterators
@@ -118,6 +118,6 @@ def pinned(size: int) -> int:
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
-def page_cache(hosted: Hosted) -> int:
+def page_cache(hosted: HostInputs) -> int:
     """Return the bytes of the checkpoint's files in the page cache, 0 with dummy weights."""
     return 0 if hosted.chosen.flags.load_format == "dummy" else hosted.checkpoint

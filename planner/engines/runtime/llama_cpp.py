@@ -11,7 +11,7 @@ from math import prod
 
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Estimate
-from tonnage.planner.engines.runtime.host import Hosted, page_cache
+from tonnage.planner.engines.runtime.host import HostInputs, page_cache
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.plans import Resolved
@@ -162,7 +162,7 @@ def context_memory(chosen: Resolved) -> Estimate:
     )  # fmt: skip
 
 
-def host_memory(hosted: Hosted, partial: int, masked: int) -> HostMemory:
+def host_memory(hosted: HostInputs, partial: int, masked: int) -> HostMemory:
     """Return the host memory of llama-server on GPUs.
 
     ``partial`` is the bytes of one sequence in layers that cannot be rolled back (sliding, states); a context

@@ -27,7 +27,7 @@ from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.vllm.encoder import Encoding, encoding
 from tonnage.planner.engines.vllm.multimodal import drops_towers
 from tonnage.planner.engines.vllm.repack import mxfp4_kernel
-from tonnage.planner.engines.vllm.versions import Rules, on_second_runner, rules
+from tonnage.planner.engines.vllm.versions import VersionRules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
@@ -58,7 +58,7 @@ _VERIFIER = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class ProfilePeak:
     """The bytes of each moment of the profile run, 0 for a moment that this stage does not have.
 
     Attributes:
@@ -98,7 +98,7 @@ class Peak:
         return text + (f"; encoder: {self.encoder.formula}" if self.encoder and self.encoder.peak else "")
 
 
-def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Peak:
+def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> ProfilePeak:
     """Return the profile run's peak for one rank; ``architecture`` is its share of one pipeline stage."""
     flags, known = chosen.flags, rules(chosen.version)
     size = DTYPE_BYTES[flags.dtype]
@@ -122,7 +122,7 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
         read = chosen.draft.reads * stream
         forward = max(forward + read, _forward(chosen.draft.part, chosen) + stream + read)
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
-    return Peak(
+    return ProfilePeak(
         forward=forward + received,
         sampler=_sampler(architecture, chosen, known, fitted) + stream + received if samples else 0,
         workspace=0 if known.cublas_first else _CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
@@ -137,7 +137,7 @@ def _ends(architecture: Architecture) -> tuple[bool, bool]:
     return "embedding" in outside, "head" in outside or "norm" in outside
 
 
-def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted: Coefficients) -> int:
+def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, fitted: Coefficients) -> int:
     """Return the bytes of the sampler.
 
     The sampler holds logits in the model's dtype, the sampled rows of hidden states and a random copy of them.

@@ -26,7 +26,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     """
     fitted = fitted or coefficients()
     below, above = reach(spread(architecture, chosen, fitted), chosen.device_memory)
-    held = framework.held(architecture, chosen, fitted)
+    held = framework.non_torch_memory(architecture, chosen, fitted)
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tonnage.planner.engines.vllm.multimodal import Profiled, drops_towers, profiled, shares_pictures
-from tonnage.planner.engines.vllm.versions import Rules, on_second_runner, rules
+from tonnage.planner.engines.vllm.versions import VersionRules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.vision import Tower, Vision
@@ -165,7 +165,7 @@ def table_bytes(vision: Vision) -> int:
     return _GRID * vision.head_size // 2 * _COMPLEX64 if vision.tower == "moonvit" else 0
 
 
-def _mask(vision: Vision, known: Rules, patches: int, size: int) -> int:
+def _mask(vision: Vision, known: VersionRules, patches: int, size: int) -> int:
     """Return the bytes of Pixtral's attention mask over all images of a batch.
 
     The source is generate_block_attention_mask. xFormers, which vLLM does not install, needs no mask.
@@ -180,7 +180,7 @@ def _one(vision: Vision, found: Profiled) -> int:
 
 
 def _running(
-    vision: Vision, known: Rules, chosen: Resolved, patches: int, one: int, held: int
+    vision: Vision, known: VersionRules, chosen: Resolved, patches: int, one: int, held: int
 ) -> int:  # fmt: skip
     """Return the bytes of the tower's layers for all patches at once.
 

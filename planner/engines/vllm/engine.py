@@ -14,7 +14,7 @@ from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate, Runtime
-from tonnage.planner.engines.runtime.host import Hosted
+from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.engines.serve_line import changed
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm import (
@@ -26,7 +26,7 @@ from tonnage.planner.engines.vllm import (
     multimodal,
     requests,
     serve_line,
-    starts,
+    startup_failures,
 )
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
@@ -116,7 +116,7 @@ class VLLM(Engine):
             sequences = _LARGE[0]
         return sequences, tokens
 
-    def cuts_prompts(
+    def chunks_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
         """Return whether a prompt may be computed in several steps (chunked prefill).
@@ -125,13 +125,13 @@ class VLLM(Engine):
         (create_engine_config in
         engine/arg_utils.py of 0.7).
         """
-        if rules(version).cuts_prompts:
+        if rules(version).chunks_prompts:
             return not _before_v1_on_rocm(flags, version)
         windows = any(layer.window for layer in architecture.cache_layers)
         against = windows or flags.enable_lora or flags.speculative_model or flags.runner == "pooling"
         return flags.device == "cuda" and max_model_len > _LONG_IN_V0 and not against
 
-    def settle_step(
+    def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
         """Return the flags and tokens per step, adjusted for encoders and for MLA on a CPU without AMX.
@@ -151,7 +151,7 @@ class VLLM(Engine):
             and "amx_tile" not in cpu_features_of(flags.device)
         ):
             flags, tokens = replace(flags, enable_prefix_caching=False), max(max_model_len, 2048)
-        return super().settle_step(flags, architecture, max_model_len, tokens)
+        return super().adjust_step(flags, architecture, max_model_len, tokens)
 
     def default_utilization(self, version: Version) -> float:
         """Return the version's default of --gpu-memory-utilization."""
@@ -263,7 +263,7 @@ class VLLM(Engine):
 
         return budget.terms(architecture, chosen, fitted)
 
-    def host_memory(self, hosted: Hosted) -> HostMemory:
+    def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
 
         return host.host_memory(hosted)
@@ -288,12 +288,12 @@ class VLLM(Engine):
 
         return log.rank_of(line)
 
-    def settle_log(self, out: LogFigures) -> None:
+    def finish_log(self, out: LogFigures) -> None:
         """Derive figures that the log of a rank does not print."""
 
         log.settle(out)
 
-    def log_says_ready(self, line: str) -> bool:
+    def log_is_ready(self, line: str) -> bool:
         """Return whether a log line reports that the engine serves."""
 
         return log.started(line)
@@ -302,21 +302,24 @@ class VLLM(Engine):
         """Return the releases after ``since`` up to ``until`` that changed a planned figure, described."""
         return changes(since, until)
 
-    def sentence(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+    def error_message(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
         """Return the error message of this version for ``cause`` of an EngineRefusal, or None."""
-        return starts.sentence(cause, version, facts)
+        return startup_failures.error_message(cause, version, facts)
 
-    def foresee(
+    def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
         """Return the first start-up failure that the plan predicts, or None."""
-        return starts.foresee(architecture, chosen, rank, pool, held)
+        return startup_failures.predict_failure(architecture, chosen, rank, pool, held)
 
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
         """Return notes on risks of a start that fits, and on flags without effect."""
-        found = (*starts.notes(architecture, chosen, rank, beside), *multimodal.notes(architecture, chosen))
+        found = (
+            *startup_failures.notes(architecture, chosen, rank, beside),
+            *multimodal.notes(architecture, chosen),
+        )
         if chosen.flags.mamba_cache_mode != "auto" and rules(chosen.version).cache_mode == "inert":
             return (*found, "--mamba-cache-mode has no effect from vLLM 0.33 on: prefix caching decides")
         return found

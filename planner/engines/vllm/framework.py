@@ -49,7 +49,7 @@ SMALL = 32 * GiB  # smaller GPUs need less: 0.02 to 0.08 GiB printed, 0.07 to 0.
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NonTorchMemory:
     """Bytes outside PyTorch's allocator, and buffers from before the profile run.
 
     Attributes:
@@ -86,9 +86,9 @@ class Held:
         return text
 
 
-def held(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Held:
+def non_torch_memory(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> NonTorchMemory:
     """Return the bytes of one rank."""
-    return Held(
+    return NonTorchMemory(
         fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
         _embeddings(architecture, chosen), _rest(chosen, fitted),
     )  # fmt: skip

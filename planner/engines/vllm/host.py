@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.runtime.gpu import has_towers
-from tonnage.planner.engines.runtime.host import Hosted, page_cache, pinned, reading
+from tonnage.planner.engines.runtime.host import HostInputs, page_cache, pinned, reading
 from tonnage.planner.engines.vllm import cpu
 from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.dtypes import DTYPE_BYTES
@@ -50,7 +50,7 @@ _V1 = (0, 8, 0)
 _PAGE = 4096  # the CPU tier's chunks are whole pages (v1/kv_offload/cpu/shared_offload_region.py)
 
 
-def host_memory(hosted: Hosted) -> HostMemory:
+def host_memory(hosted: HostInputs) -> HostMemory:
     """Return the bytes of all processes of one replica, part by part, and the page cache of its files."""
     parts = (
         *_processes(hosted), *_pinned(hosted), *reading(hosted), *_queues(hosted), *_pictures(hosted),
@@ -59,7 +59,7 @@ def host_memory(hosted: Hosted) -> HostMemory:
     return HostMemory(parts, page_cache(hosted))
 
 
-def _processes(hosted: Hosted) -> list[HostPart]:
+def _processes(hosted: HostInputs) -> list[HostPart]:
     ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
     low, high = cpu.VLLM_INTERVAL
     api = cpu.api_bytes(vocabulary)
@@ -92,7 +92,7 @@ def _processes(hosted: Hosted) -> list[HostPart]:
     ]  # fmt: skip
 
 
-def _pinned(hosted: Hosted) -> list[HostPart]:
+def _pinned(hosted: HostInputs) -> list[HostPart]:
     """Return the buffers of token ids and positions of each worker, for all running sequences.
 
     The second model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
@@ -128,7 +128,7 @@ def _pinned(hosted: Hosted) -> list[HostPart]:
     ]  # fmt: skip
 
 
-def _queues(hosted: Hosted) -> list[HostPart]:
+def _queues(hosted: HostInputs) -> list[HostPart]:
     ranks, flags = len(hosted.ranks), hosted.chosen.flags
     if ranks == 1:
         return []
@@ -152,7 +152,7 @@ def _queues(hosted: Hosted) -> list[HostPart]:
     ]  # fmt: skip
 
 
-def _pictures(hosted: Hosted) -> list[HostPart]:
+def _pictures(hosted: HostInputs) -> list[HostPart]:
     """Return the cache of processed images.
 
     The engine core keeps the items, or the API processes if there are several servers or replicas. The other
@@ -173,7 +173,7 @@ def _pictures(hosted: Hosted) -> list[HostPart]:
     ]  # fmt: skip
 
 
-def _grammars(hosted: Hosted) -> list[HostPart]:
+def _grammars(hosted: HostInputs) -> list[HostPart]:
     if hosted.architecture.kind == "encoder":
         return []
     return [
@@ -182,7 +182,7 @@ def _grammars(hosted: Hosted) -> list[HostPart]:
     ]  # fmt: skip
 
 
-def _offloaded(hosted: Hosted) -> list[HostPart]:
+def _offloaded(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of offloaded weights.
 
     --cpu-offload-gb pins each weight (model_executor/offloader/uva.py), and sleep mode pins each allocation
@@ -218,7 +218,7 @@ def _offloaded(hosted: Hosted) -> list[HostPart]:
     return found
 
 
-def tier_bytes(hosted: Hosted) -> tuple[int, int, int]:
+def tier_bytes(hosted: HostInputs) -> tuple[int, int, int]:
     """Return (bytes of a chunk, chunks, copies) of --kv-offloading-size.
 
     A chunk holds one block of every rank side by side, padded to whole pages. Latents are stored once if every
@@ -234,7 +234,7 @@ def tier_bytes(hosted: Hosted) -> tuple[int, int, int]:
     return chunk, flags.kv_offloading_bytes // chunk, copies
 
 
-def tier_tokens(hosted: Hosted, chunks: int) -> int:
+def tier_tokens(hosted: HostInputs, chunks: int) -> int:
     """Return the tokens that ``chunks`` of the tier hold for requests of max_model_len, as vLLM 0.33 does.
 
     Each chunk belongs to one group. Sliding layers keep their window, and states one chunk
@@ -252,7 +252,7 @@ def tier_tokens(hosted: Hosted, chunks: int) -> int:
     return chunks * length // each
 
 
-def _tier(hosted: Hosted) -> list[HostPart]:
+def _tier(hosted: HostInputs) -> list[HostPart]:
     asked, layout = hosted.chosen.flags.kv_offloading_bytes, hosted.layout
     if not asked or not layout.groups:
         return []

@@ -16,7 +16,7 @@ from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec, expande
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm import kv_formats
 from tonnage.planner.engines.vllm.compressed import BLOCK, compressed_groups
-from tonnage.planner.engines.vllm.versions import Rules, rules
+from tonnage.planner.engines.vllm.versions import VersionRules, rules
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
@@ -330,7 +330,7 @@ def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
     )
 
 
-def _demands(groups: Groups, flags: VLLMDeployment, version: Rules) -> tuple[Demand, ...]:
+def _demands(groups: Groups, flags: VLLMDeployment, version: VersionRules) -> tuple[Demand, ...]:
     batches = version.in_flight_batches if flags.device != "cpu" else 1
     in_flight = flags.max_num_batched_tokens * batches
     out = []

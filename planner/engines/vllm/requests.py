@@ -28,7 +28,7 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         raise _refused("layers that compress tokens", "compress_ratios")
     if flags.speculative_model is not None:
         raise _refused("a draft, whose tokens take blocks before they are accepted", "--speculative-model")
-    if not version.cuts_prompts:
+    if not version.chunks_prompts:
         raise _refused("the block manager of V0 (before 0.8)", "--engine-version")
     # An encoder's output cannot be a prefix, so caching is off (CrossAttentionManager).
     caching = bool(flags.enable_prefix_caching) and all(group.kind != "cross" for group in pool.layout.groups)

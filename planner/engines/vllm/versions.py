@@ -14,13 +14,13 @@ from tonnage.planner.model.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class VersionRules:
     """The rules that differ between versions; the defaults are the rules of 0.7."""
 
     # devices with larger batch defaults: H100 and H200 by name, or all devices of 70 GiB and more
     large_batches: Literal["", "hopper", "memory"] = ""
     many_sequences: bool = False  # 1,024 sequences are the default on every GPU
-    cuts_prompts: bool = False  # V1: chunked prefill by default
+    chunks_prompts: bool = False  # V1: chunked prefill by default
     hybrid_groups: bool = False  # False: sliding layers keep every token, like full layers
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # devices of 160 GiB and more have still larger batch defaults
@@ -83,7 +83,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     (
         (0, 8, 0),
         {
-            "cuts_prompts": True,
+            "chunks_prompts": True,
             "large_batches": "hopper",
             "many_sequences": True,
             "sampler": "probabilities",
@@ -207,16 +207,16 @@ def releases() -> list[str]:
 
 
 @cache
-def rules(version: Version) -> Rules:
+def rules(version: Version) -> VersionRules:
     """Return the rules of ``version``."""
-    found = Rules()
+    found = VersionRules()
     for since, changed in _CHANGES:
         if version >= since:
             found = replace(found, **changed)
     return found
 
 
-def on_second_runner(architecture: Architecture, known: Rules) -> bool:
+def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
     """Return whether vLLM runs the model on its second model runner.
 
     The rule is _is_default_v2_model_runner_model in config/vllm.py.
@@ -231,7 +231,7 @@ def on_second_runner(architecture: Architecture, known: Rules) -> bool:
 _WORDS: dict[str, str] = {
     "large_batches": "H100 and H200, from 0.9 on devices of 70 GiB and more, have larger steps (1,024 "
     "sequences, 8,192 tokens) by default",
-    "cuts_prompts": "V1: prompts are cut into steps (chunked prefill)",
+    "chunks_prompts": "V1: prompts are cut into steps (chunked prefill)",
     "hybrid_groups": "sliding layers no longer keep every token: layers have groups of their own",
     "chunked_on_rocm": "AMD GPUs run on V1, with chunked prefill",
     "huge_batches": "devices of 160 GiB and more have larger steps by default",

@@ -16,18 +16,18 @@ from typing import Any
 
 import psutil
 
-from abuse.served import ABUSER, Served
-from abuse.wire import COMPLETIONS, HOST, MODEL, answer, ask, connection, request
+from abuse.raw_http import COMPLETIONS, HOST, MODEL, answer, ask, connection, request
+from abuse.server_process import ABUSER, AttackedServer
 
 Answers = Counter[str]
-Abuser = Callable[[Served], Awaitable[Answers]]
+Attack = Callable[[AttackedServer], Awaitable[Answers]]
 Body = bytes | dict[str, Any]
 
 
-def bodies(*asked: tuple[str, Callable[[], Body]]) -> Abuser:
+def bodies(*asked: tuple[str, Callable[[], Body]]) -> Attack:
     """Return an attack that sends one request after another; each body is built when it is sent."""
 
-    async def run(server: Served) -> Answers:
+    async def run(server: AttackedServer) -> Answers:
         return Counter([await ask(server.port, path, ABUSER, body()) for path, body in asked])
 
     return run
@@ -49,7 +49,7 @@ def matching(kind: str, value: Any, **more: Any) -> Callable[[], Body]:
     return lambda: body | more
 
 
-async def uploads(server: Served) -> Answers:
+async def uploads(server: AttackedServer) -> Answers:
     """Hold 32 bodies of 8 MB for five seconds, complete except for the last byte."""
     size = 8_000_000
 
@@ -66,10 +66,10 @@ async def uploads(server: Served) -> Answers:
     return Counter(await asyncio.gather(*(one() for _ in range(32))))
 
 
-def hanging_up(body: Callable[[], Body], after: float) -> Abuser:
+def disconnecting(body: Callable[[], Body], after: float) -> Attack:
     """Return an attack that sends a request and disconnects ``after`` seconds."""
 
-    async def run(server: Served) -> Answers:
+    async def run(server: AttackedServer) -> Answers:
         async with connection(server.port) as (reader, writer):
             writer.write(request(COMPLETIONS, ABUSER, body()))
             try:
@@ -81,7 +81,7 @@ def hanging_up(body: Callable[[], Body], after: float) -> Abuser:
     return run
 
 
-async def deaf(server: Served) -> Answers:
+async def deaf(server: AttackedServer) -> Answers:
     """Open eight streams of 16 sequences without reading them, until the server finished or dropped them."""
     body = {"prompt": ["a"] * 16, "max_tokens": 1200, "ignore_eos": True, "stream": True}
     if server.engine != "fake":  # large events, which fill every buffer on the path
@@ -111,7 +111,7 @@ async def deaf(server: Served) -> Answers:
             each.close()
 
 
-async def slow_heads(server: Served) -> Answers:
+async def slow_heads(server: AttackedServer) -> Answers:
     """Keep 300 connections alive after one answer, and send one byte of the next request head per second."""
 
     async def one() -> str:
@@ -133,7 +133,7 @@ async def slow_heads(server: Served) -> Answers:
     return await counted(one() for _ in range(300))
 
 
-async def trailers(server: Served) -> Answers:
+async def trailers(server: AttackedServer) -> Answers:
     """Send 100 MB of trailer fields after a chunked body, on two connections."""
     part = b"".join(f"x-{at:06d}: {'a' * 90}\r\n".encode() for at in range(10_000))
 
@@ -155,7 +155,7 @@ async def trailers(server: Served) -> Answers:
     return await counted(one() for _ in range(2))
 
 
-async def connections(server: Served) -> Answers:
+async def connections(server: AttackedServer) -> Answers:
     """Hold 4,000 connections for fifteen seconds, with nothing or a part of a request head sent."""
     places = asyncio.Semaphore(200)  # connections that are opened at the same time
 
@@ -183,7 +183,7 @@ async def counted(tasks: Any) -> Answers:
     return Counter("closed" if isinstance(each, BaseException) else each for each in found)
 
 
-async def engine_stopped(server: Served) -> Answers:
+async def engine_stopped(server: AttackedServer) -> Answers:
     """Stop the engine process with SIGSTOP and wait until a new one is ready."""
     process = server.largest_child()
     assert process is not None
@@ -194,7 +194,7 @@ async def engine_stopped(server: Served) -> Answers:
         _go_on(process)
 
 
-async def load_stopped(server: Served) -> Answers:
+async def load_stopped(server: AttackedServer) -> Answers:
     """Kill the engine process, stop its successor with SIGSTOP while it loads, and wait until one is ready."""
     before, first = server.children(), server.largest_child()
     assert first is not None
@@ -211,7 +211,7 @@ async def load_stopped(server: Served) -> Answers:
         _go_on(process)
 
 
-async def _back(server: Served, stopped: psutil.Process) -> Answers:
+async def _back(server: AttackedServer, stopped: psutil.Process) -> Answers:
     since = time.monotonic()
     while stopped.is_running() and not _is_stopped(stopped):  # noqa: ASYNC110  # the signal is on its way
         await asyncio.sleep(0.01)
@@ -231,10 +231,10 @@ def _go_on(process: psutil.Process) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-def flood(clients: int, seconds: float, body: dict[str, Any]) -> Abuser:
+def flood(clients: int, seconds: float, body: dict[str, Any]) -> Attack:
     """Return an attack in which each client sends one request after another, and disconnects at the end."""
 
-    async def run(server: Served) -> Answers:
+    async def run(server: AttackedServer) -> Answers:
         answers: Answers = Counter()
 
         async def client() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from abuse.wire import HOST, get
+from abuse.raw_http import HOST, get
 from tonnage.planner.engines.runtime import hf
 from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.vllm import cpu
@@ -37,7 +37,7 @@ sys.exit(main())
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ServerSnapshot:
     """The state of a server.
 
     Attributes:
@@ -53,7 +53,7 @@ class State:
     files: int
 
 
-class Served:
+class AttackedServer:
     """A running server of one engine."""
 
     def __init__(self, engine: str, process: subprocess.Popen[bytes], port: int) -> None:
@@ -76,7 +76,7 @@ class Served:
         """Return whether the server reports that it is ready."""
         return await self.page("/ready") is not None
 
-    async def state(self) -> State | None:
+    async def state(self) -> ServerSnapshot | None:
         """Return the server's state, or None if it is not available."""
         load, memory = await self.page("/load"), await self.page("/memory")
         if load is None or memory is None or not memory["ready"]:
@@ -84,7 +84,9 @@ class Served:
         with contextlib.suppress(psutil.NoSuchProcess):
             files = psutil.Process(self.pid).num_fds()
             unfinished = load["sequences"] + load["running"] + load["waiting"]
-            return State(unfinished, memory["pool"]["blocks"]["used"], process_tree_bytes(self.pid), files)
+            return ServerSnapshot(
+                unfinished, memory["pool"]["blocks"]["used"], process_tree_bytes(self.pid), files
+            )
         return None
 
     def children(self) -> set[psutil.Process]:
@@ -113,7 +115,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(engine: str) -> Iterator[Served]:
+def running_server(engine: str) -> Iterator[AttackedServer]:
     """Start a server and yield it once it is ready; end it afterwards, even if it is stopped or hangs.
 
     Raises:
@@ -135,7 +137,7 @@ def served(engine: str) -> Iterator[Served]:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         try:
-            yield Served(engine, process, _port(process, log))
+            yield AttackedServer(engine, process, _port(process, log))
         finally:
             _end(process)
 

@@ -8,7 +8,7 @@ The messages are from vLLM's sources, 0.8.5 to 0.33.0:
 - v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py: the pool. config/compilation.py: states.
 - distributed/utils.py: sizes that ranks divide. model_executor/models/registry.py: classes.
 
-``sentence`` returns vLLM's message for an error. ``foresee`` finds the first failure of a complete plan, in the
+``error_message`` returns vLLM's message for an error. ``predict_failure`` finds the first failure of a complete plan, in the
 order
 in which vLLM checks.
 """
@@ -33,9 +33,9 @@ _DOCS = " See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ fo
 _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
 
 
-def sentence(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+def error_message(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
     """Return the message of vLLM ``version`` for ``cause``, or None if it has none."""
-    found = _SENTENCES.get(cause)
+    found = _MESSAGES.get(cause)
     return None if found is None else found(version, facts)
 
 
@@ -132,13 +132,13 @@ def _cpu_latents(version: Version, facts: Mapping[str, Any]) -> str:
     )
 
 
-_SENTENCES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
+_MESSAGES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
     "heads": _heads, "kv_heads": _kv_heads, "divided": _divided, "merged": _merged, "length": _length, "float16": _float16, "bfloat16": _bfloat16,
     "kv_dtype": _kv_dtype, "batch": _batch, "mm_input": _mm_input, "cpu_latents": _cpu_latents,
 }  # fmt: skip
 
 
-def foresee(
+def predict_failure(
     architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
 ) -> Failure | None:
     """Return the first failure that stops the start, or None; ``rank`` is the rank with the smallest pool."""
@@ -291,10 +291,10 @@ def _too_few_gpus(chosen: Resolved) -> Iterator[Failure]:
         why += f"--tensor-parallel-size {here} --pipeline-parallel-size 1 has as many ranks as GPUs"
     else:
         why += f"--data-parallel-size {max(1, here // world)} would start"
-    yield Failure(why, _gpus_sentence(chosen.version, world, here))
+    yield Failure(why, _gpus_message(chosen.version, world, here))
 
 
-def _gpus_sentence(version: Version, world: int, here: int) -> str:
+def _gpus_message(version: Version, world: int, here: int) -> str:
     if world > here:
         if version >= (0, 13, 0):
             return (
