@@ -13,7 +13,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.planning.deployment import version_notes
 from tonnage.planner.planning.files import auto_dtype
 from tonnage.planner.planning.host import host_memory, host_terms
-from tonnage.planner.planning.size import Size, Sizer, with_law
+from tonnage.planner.planning.size import Size, Sizer, request_law
 from tonnage.planner.planning.stages import Stage
 from tonnage.planner.planning.terms import (
     environment_notes,
@@ -50,7 +50,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
     size = sizer.size(deployment)
     architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
     flags, held = chosen.flags, size.held
-    size = with_law(size)
+    law, no_law = request_law(size)
     terms = (
         *worst.weights.loaded.terms,
         *worst.runtime_terms(),
@@ -82,8 +82,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             max_concurrency=held.max_concurrency,
             bytes_per_sequence=size.bytes_per_sequence,
             longest=size.longest,
-            law=size.law,
-            no_law=size.no_law,
+            law=law,
+            no_law=no_law,
         ),
         fits=not size.reasons,
         reasons=size.reasons,

@@ -1,16 +1,19 @@
-"""Sizing of a model under flags: weights, runtime memory and pool of each pipeline stage, and the verdict."""
+"""Sizing of a model under flags: weights, runtime memory and pool of each pipeline stage, and the verdict.
+
+The phases follow each other; each takes the frozen records of the earlier ones:
+
+1. `Sizer.resolve`: flags -> `ResolvedModel`: the model with complete flags, each rank's weights and the draft.
+2. `stage_model`: -> `StagedModel`: an empty pool and the pipeline stages with the engine's memory.
+3. `fill_pool`: -> `FilledPool`: the number of blocks and their bounds; every stage gets the same number.
+4. `judge_size`: -> `Size`: whether it fits, and all of the above.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
-
-try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan may take)
-    from _sha256 import sha256  # type: ignore[import-not-found]  # Python 3.11
-except ImportError:
-    from hashlib import sha256
-
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
@@ -24,13 +27,51 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.deployment import complete, version_of
 from tonnage.planner.planning.files import auto_dtype, check_checkpoint, stored_format
 from tonnage.planner.planning.fit import judge
+from tonnage.planner.planning.speculative import Draft, add_draft, within_draft
 from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, held_parts
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import as_stored, hold_weights
-from tonnage.planner.plans import Drafting, Failure, Resolved
+from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.source.resolve import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model with complete flags and the weights of each rank, before any pool.
+
+    Attributes:
+        parts: a rank's share of the model and its weights, for each pipeline stage.
+        draft: the draft model; without one, the target alone.
+        notes: notes on what the draft changes.
+    """
+
+    architecture: Architecture
+    quantization: Quantization
+    chosen: Resolved
+    support: Support
+    parts: list[Part]
+    draft: Draft
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModel:
+    """An empty pool and the pipeline stages; `flags` are the plan's, with the pool's block size."""
+
+    pool: PoolSpec
+    stages: list[Stage]
+    flags: Deployment
+
+
+@dataclass(frozen=True, slots=True)
+class FilledPool:
+    """The filled pool: its capacity, the bounds of that, and the stages with their share of it."""
+
+    held: PoolCapacity
+    bounds: tuple[PoolCapacity, PoolCapacity]
+    stages: list[Stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +83,6 @@ class Size:
         place: index of the stage with the most used bytes, which decides whether the model fits.
         bounds: the pool at the lower and at the upper end of its interval.
         reasons: why it does not fit, empty when it fits.
-        law: how many blocks a request takes by its lengths, where that is known.
-        no_law: why it is not known, else empty.
     """
 
     architecture: Architecture
@@ -58,9 +97,7 @@ class Size:
     reasons: tuple[str, ...]
     draft_notes: tuple[str, ...]
     support: Support
-    failure: Failure | None = None
-    law: RequestLaw | None = None
-    no_law: str = ""
+    failure: Failure | None
 
     @property
     def worst(self) -> Stage:
@@ -121,7 +158,10 @@ class Sizer:
         A refusal by the engine itself also quotes the engine's own error message.
         """
         try:
-            return self._size(deployment)
+            model = self.resolve(deployment)
+            staged = stage_model(model)
+            filled = fill_pool(model, staged)
+            return judge_size(model, staged, filled, asked=deployment.max_model_len is not None)
         except EngineRefusal as error:
             engine = engine_of(deployment.engine)
             version, name = version_of(engine, deployment)
@@ -132,8 +172,8 @@ class Sizer:
                 f"{error.message}; {engine.title} {name} stops with: {said}", field=error.field, hint=error.hint
             ) from None
 
-    def _size(self, deployment: Deployment) -> Size:
-        """Size the model under `deployment`; an engine's refusal carries the planner's words only."""
+    def resolve(self, deployment: Deployment) -> ResolvedModel:
+        """Complete the flags, check them against model and checkpoint, and sum the weights of each rank."""
         source = self.source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
@@ -142,50 +182,13 @@ class Sizer:
         chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
         if quantization.scheme != "none":
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
-        chosen, limit_notes = within_draft(architecture, chosen)
-        flags = chosen.flags
-        engine = engine_of(flags.engine)
+        chosen, notes = within_draft(architecture, chosen)
+        engine = engine_of(chosen.flags.engine)
         supported = support(engine, chosen, stored_format(source, quantization), architecture)
-        parts = self._held(architecture, quantization, flags)  # raises where the ranks cannot divide a tensor
-        pooled, draft_weights, draft_high, draft_notes, beside = with_draft(source, architecture, flags)
-        chosen = replace(chosen, draft=beside)
-        pool = engine.build_pool(pooled, chosen)
-        flags = engine.shown_flags(flags, pool)
-        added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
-        stages = build_stages(architecture, parts, chosen, pool, added)
-        heaviest = max(stage.loaded_bounds[0] for stage in stages)
-        pool = engine.adjust_pool(architecture, chosen, pool, heaviest)
-        num_blocks = min(
-            engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
-            for stage in stages
-        )
-        bounds = [
-            engine.block_bounds(
-                chosen,
-                pool,
-                stage.block_bytes,
-                stage.used_bounds,
-                stage.loaded_bounds,
-                stage.runtime.framework.high,
-            )
-            for stage in stages
-        ]
-        fewest, most = (engine.capacity(pool, chosen, min(ends)) for ends in zip(*bounds, strict=True))
-        stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
-        place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
-        held = engine.capacity(pool, chosen, num_blocks)
-        reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
-        reasons = (*supported.refused, *reasons)
-        failure = engine.predict_failure(architecture, chosen, worst.rank, pool, held)
-        if failure is not None and failure.why:
-            reasons = (*reasons, failure.why)
-        running = engine.most_running(chosen, pool, held)
-        chosen = replace(chosen, flags=replace(flags, max_num_seqs=running))
-        shares = tuple(part for part, _ in parts)
-        return Size(
-            architecture, quantization, chosen, pool, shares, stages, place, held, (fewest, most), reasons,
-            (*limit_notes, *draft_notes), supported, failure,
-        )  # fmt: skip
+        parts = self._held(architecture, quantization, chosen.flags)
+        draft = add_draft(source, architecture, chosen.flags)
+        chosen, notes = replace(chosen, draft=draft.beside), (*notes, *draft.notes)
+        return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
         """Return how the weights are quantized, checked against the model and the engine, once per flag."""
@@ -223,40 +226,58 @@ def parts_of(
     return [(part, as_stored(held, whole, stored)) for part, held in parts]
 
 
-def with_law(size: Size) -> Size:
-    """Return `size` with the blocks that a request takes of the pool, or with the reason if unknown."""
+def stage_model(model: ResolvedModel) -> StagedModel:
+    """Build an empty pool, and the pipeline stages with the engine's memory besides weights and pool."""
+    architecture, chosen, draft = model.architecture, model.chosen, model.draft
+    engine = engine_of(chosen.flags.engine)
+    pool = engine.build_pool(draft.architecture, chosen)
+    flags = engine.shown_flags(chosen.flags, pool)
+    added = Added(lora_bytes(architecture, flags), draft.weights, draft.high)
+    stages = build_stages(architecture, model.parts, chosen, pool, added)
+    heaviest = max(stage.loaded_bounds[0] for stage in stages)
+    return StagedModel(engine.adjust_pool(architecture, chosen, pool, heaviest), stages, flags)
+
+
+def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
+    """Fill the pool with as many blocks as the fullest stage has memory for."""
+    chosen, pool, stages = model.chosen, staged.pool, staged.stages
+    engine = engine_of(chosen.flags.engine)
+    num_blocks = min(
+        engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
+        for stage in stages
+    )
+    ends = [
+        engine.block_bounds(
+            chosen, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds,
+            stage.runtime.framework.high,
+        )
+        for stage in stages
+    ]  # fmt: skip
+    fewest, most = (engine.capacity(pool, chosen, min(counts)) for counts in zip(*ends, strict=True))
+    stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
+    return FilledPool(engine.capacity(pool, chosen, num_blocks), (fewest, most), stages)
+
+
+def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:
+    """Return the size with its verdict; `asked` says whether max_model_len was a flag."""
+    architecture, chosen, pool, held = model.architecture, model.chosen, staged.pool, filled.held
+    engine = engine_of(chosen.flags.engine)
+    place, worst = max(enumerate(filled.stages), key=lambda pair: pair[1].rank.used_bytes)
+    reasons = (*model.support.refused, *judge(chosen, worst.rank, pool, held, asked=asked))
+    failure = engine.predict_failure(architecture, chosen, worst.rank, pool, held)
+    if failure is not None and failure.why:
+        reasons = (*reasons, failure.why)
+    flags = replace(staged.flags, max_num_seqs=engine.most_running(chosen, pool, held))
+    shares = tuple(part for part, _ in model.parts)
+    return Size(
+        architecture, model.quantization, replace(chosen, flags=flags), pool, shares, filled.stages, place,
+        held, filled.bounds, reasons, model.notes, model.support, failure,
+    )  # fmt: skip
+
+
+def request_law(size: Size) -> tuple[RequestLaw | None, str]:
+    """Return the blocks that a request takes of the pool, or None and the reason why that is unknown."""
     try:
-        law = engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool)
+        return engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool), ""
     except UnsupportedArchitecture as error:
-        return replace(size, no_law=error.message)
-    return replace(size, law=law)
-
-
-def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved, tuple[str, ...]]:
-    """Return the flags with max_model_len limited to the draft model's length, and a note about the limit."""
-    if chosen.flags.speculative_model is None:
-        return chosen, ()
-    from tonnage.planner.planning.speculative import draft_limit
-
-    limit = draft_limit(architecture, chosen)
-    if limit is None:
-        return chosen, ()
-    note = f"max_model_len is {limit:,}, the draft's own, not {chosen.max_model_len:,}"
-    return replace(chosen, max_model_len=limit, flags=replace(chosen.flags, max_model_len=limit)), (note,)
-
-
-def with_draft(
-    source: ModelSource, architecture: Architecture, flags: Deployment
-) -> tuple[Architecture, int, int, tuple[str, ...], Drafting | None]:
-    """Return what a draft model adds to the plan.
-
-    Returns:
-        The architecture the pool is built from, the draft's weight bytes, their upper bound, notes, and the
-            draft as it runs (None without a draft).
-    """
-    if flags.speculative_model is None:
-        return architecture, 0, 0, (), None
-    from tonnage.planner.planning.speculative import add_draft
-
-    draft = add_draft(source, architecture, flags)
-    return draft.architecture, draft.weights, draft.high, draft.notes, draft.beside
+        return None, error.message

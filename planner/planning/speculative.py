@@ -13,6 +13,8 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.headers.hub import endpoint
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.planning import eagle
+from tonnage.planner.planning.mtp import own_draft, streams_of
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.weights import sum_weights
 from tonnage.planner.plans import Drafting, Resolved
@@ -55,21 +57,12 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         raise DeploymentError(f"{flags.engine} drafts are not planned", field="--speculative-model",
                               hint="use --engine vllm")  # fmt: skip
     if name == OWN_LAYERS:
-        from tonnage.planner.planning.mtp import own_draft, streams_of
-
         own = own_draft(
             architecture, source.config, source.tensors if source.kind != "gguf" else None,
             flags.num_speculative_tokens, flags.pipeline_parallel_size,
         )  # fmt: skip
-        return _held(
-            architecture,
-            own,
-            read_quantization(source.config, flags.quantization),
-            flags,
-            follows=streams_of(architecture, source.config),
-        )
-    from tonnage.planner.planning import eagle
-
+        quantization = read_quantization(source.config, flags.quantization)
+        return _held(architecture, own, quantization, flags, follows=streams_of(architecture, source.config))
     draft = _found(name)
     quantization = read_quantization(draft.config, None)
     if eagle.is_eagle(draft.config, name):
@@ -123,8 +116,6 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     name = flags.speculative_model
     if name is None or name == OWN_LAYERS or not engine_of(flags.engine).draft_limits(chosen.version):
         return None
-    from tonnage.planner.planning import eagle
-
     draft = _found(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
@@ -133,6 +124,15 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     else:
         own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len
     return own if own < chosen.max_model_len else None
+
+
+def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved, tuple[str, ...]]:
+    """Return the flags with max_model_len limited to the draft model's length, and a note about the limit."""
+    limit = draft_limit(architecture, chosen)
+    if limit is None:
+        return chosen, ()
+    note = f"max_model_len is {limit:,}, the draft's own, not {chosen.max_model_len:,}"
+    return replace(chosen, max_model_len=limit, flags=replace(chosen.flags, max_model_len=limit)), (note,)
 
 
 def _rotary_types(config: Mapping[str, Any]) -> set[object]:

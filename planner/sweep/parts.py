@@ -23,7 +23,8 @@ from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.planning.build import notes_of_calibration
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.files import auto_dtype, check_checkpoint, stored_format
-from tonnage.planner.planning.size import parts_of, with_draft, within_draft
+from tonnage.planner.planning.size import parts_of
+from tonnage.planner.planning.speculative import add_draft, within_draft
 from tonnage.planner.planning.stages import Added, rank_architecture, runtime_of
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import HeldWeights
@@ -76,8 +77,8 @@ class Parts:
         """Return the geometry of the block pool."""
 
         def make() -> PoolSpec:
-            pooled, *_ = with_draft(self._source, self.architecture, chosen.flags)
-            return self.engine.build_pool(pooled, chosen)
+            draft = add_draft(self._source, self.architecture, chosen.flags)
+            return self.engine.build_pool(draft.architecture, chosen)
 
         return self._once(("pool", *_of_pool(chosen)), make)
 
@@ -106,8 +107,8 @@ class Parts:
             quantization = self._quantization(scheme)
             check_quantization(self.architecture, quantization, flags.engine)
             ((_, held),) = parts_of(self._source, self.architecture, quantization, flags, self._copies)
-            _, draft, draft_high, *_ = with_draft(self._source, self.architecture, flags)
-            return held, Added(lora_bytes(self.architecture, flags), draft, draft_high)
+            draft = add_draft(self._source, self.architecture, flags)
+            return held, Added(lora_bytes(self.architecture, flags), draft.weights, draft.high)
 
         key = ("weights", scheme, asked.tensor_parallel_size, asked.device, asked.dtype, kernel)
         return self._once(key, make)
@@ -122,7 +123,7 @@ class Parts:
 
         def make() -> Runtime:
             as_asked = replace(flags, quantization=kind)
-            *_, draft = with_draft(self._source, self.architecture, as_asked)
+            draft = add_draft(self._source, self.architecture, as_asked).beside
             return runtime_of(
                 self._part(flags.tensor_parallel_size), replace(chosen, flags=as_asked, draft=draft)
             )
