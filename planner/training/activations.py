@@ -6,6 +6,7 @@ are estimated from the shapes of their tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +19,6 @@ from tonnage.planner.model.recipe import (
     Experts,
     Head,
     LatentAttention,
-    Layer,
     Norm,
     Recipe,
     Table,
@@ -28,8 +28,6 @@ from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.precision import Convention
 from tonnage.planner.training.tape import ACTIVATIONS, Tape
 from tonnage.planner.training.values import Kernels, Size, Value
-
-PLAIN_KERNELS = Kernels()
 
 
 class LayerKind(NamedTuple):
@@ -174,101 +172,145 @@ def bare_recipe(architecture: Architecture) -> Recipe:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class ActivationSetup:
+    """What decides which tensors the layers of a model keep, besides the layers.
+
+    Attributes:
+        attention: `flash`, `sdpa` or `eager`.
+        method: training method.
+        rank: LoRA rank.
+        targets: module names with adapters.
+        trained_layers: number of last layers that the method `freeze` trains.
+        fp8: whether Transformer Engine keeps inputs in fp8.
+        convention: bytes of weights and matrix products.
+        frozen: bytes of a frozen weight.
+        cuda: whether the step runs on a GPU.
+        explicit_mask: whether every layer receives a mask.
+        single: whether a micro-batch is one sequence.
+        kernels: kernels of the training stack.
+    """
+
+    attention: str
+    method: str
+    rank: int
+    targets: frozenset[str]
+    trained_layers: int
+    fp8: bool
+    convention: Convention
+    frozen: int
+    cuda: bool = True
+    explicit_mask: bool = False
+    single: bool = False
+    kernels: Kernels = Kernels()
+
+    @property
+    def stream(self) -> int:
+        """Return the bytes of an element of the residual stream."""
+        convention = self.convention
+        stored = convention.weights if self.method == "full" else self.frozen
+        if convention.name == "fp32" or (convention.autocast and stored == 4):
+            return 4
+        return 2 if stored == 2 else convention.compute
+
+    def layer_kind(self, index: int, layers: int, masked: bool) -> LayerKind:
+        """Return the kind of layer `index` of a model with `layers` layers."""
+        first = layers - self.trained_layers if self.method == "freeze" else 0
+        trainable = self.method == "full" or (self.method == "freeze" and index >= first)
+        adapters = self.method in ("lora", "qlora", "ia3")
+        below = self.method == "full" or (adapters and index > 0) or (self.method == "freeze" and index > first)
+        return LayerKind(masked, below, trainable)
+
+    def tape(self, trainable: bool, masked: bool, kernels: Kernels) -> Tape:
+        """Return an empty tape for one layer, the embedding or the head."""
+        convention, stream = self.convention, self.stream
+        return Tape(
+            compute=convention.compute, autocast=convention.autocast,
+            weight=convention.weights if convention.autocast else stream,
+            frozen=self.frozen if convention.autocast else stream, attention=self.attention, cuda=self.cuda,
+            explicit_mask=self.explicit_mask, single=self.single, targets=self.targets, method=self.method,
+            rank=self.rank, fp8=self.fp8, trainable=trainable, masked=masked, kernels=kernels,
+        )  # fmt: skip
+
+
 @lru_cache(maxsize=512)
 def activations_of(
-    recipe: Recipe,
-    masked: tuple[bool, ...],
-    convention: Convention,
-    frozen: int,
-    key: tuple[str, str, int, frozenset[str], int, bool],
-    cuda: bool = True,
-    explicit_mask: bool = False,
-    single: bool = False,
-    estimated: tuple[ShapeSum, ...] = (),
-    kernels: Kernels = PLAIN_KERNELS,
+    recipe: Recipe, masked: tuple[bool, ...], setup: ActivationSetup, estimated: tuple[ShapeSum, ...] = ()
 ) -> Activations:
     """Return the activations of a model as functions of batch and sequence length.
 
     Args:
         recipe: the model's layers.
         masked: for each layer, whether it receives a mask.
-        convention: bytes of weights and matrix products.
-        frozen: bytes of a frozen weight.
-        key: attention implementation, method, adapter rank, target modules, trained layers (freeze), fp8.
-        cuda: whether the step runs on a GPU.
-        explicit_mask: whether every layer receives a mask.
-        single: whether a micro-batch is one sequence.
+        setup: method, precision and kernels.
         estimated: shape sums used in place of the recipe's layers.
-        kernels: kernels of the training stack.
     """
-    attention, method, rank, targets, trained_layers, fp8 = key
-    hidden, vocab = recipe.hidden, recipe.embedding.rows
-    width = convention.weights if method == "full" else frozen
-    stream = 4 if convention.autocast and width == 4 else (2 if width == 2 else convention.compute)
-    if convention.name == "fp32":
-        stream = 4
-
-    ends = kernels._replace(compiled="") if kernels.layers_only else kernels
-
-    def tape(trainable: bool, masked: bool, kernels: Kernels = ends) -> Tape:
-        """Return an empty tape for one layer."""
-        return Tape(
-            compute=convention.compute, autocast=convention.autocast,
-            weight=convention.weights if convention.autocast else stream,
-            frozen=frozen if convention.autocast else stream, attention=attention, cuda=cuda,
-            explicit_mask=explicit_mask, single=single, targets=targets, method=method, rank=rank, fp8=fp8,
-            trainable=trainable, masked=masked, kernels=kernels,
-        )  # fmt: skip
-
-    tables = {}
-    for table in recipe.tables:
-        dim = table.dim // 2 if table.complex or table.half else table.dim
-        width = 4 if table.complex or table.wide else stream
-        cos, sin = (Value(Size(position=dim), width, False) for _ in range(2))
-        tables[table.name] = cos, sin
-    if not estimated:
-        mask = Value(Size(mask=1), 1, False)
-        tables[MASK] = mask, mask
-    count = len(recipe.layers)
-    kinds: dict[tuple[Layer, LayerKind], int] = {}
-    for index, layer in enumerate(recipe.layers):
-        trainable = method == "full" or (method == "freeze" and index >= count - trained_layers)
-        below = method == "full" or (index > 0 and method in ("lora", "qlora", "ia3"))
-        below = below or (method == "freeze" and index > count - trained_layers)
-        pair = layer, LayerKind(masked[index], below, trainable)
-        kinds[pair] = kinds.get(pair, 0) + 1
-    out = []
-    for found in estimated:
-        size = found.linear * convention.compute + found.norms * (4 + convention.compute)
-        size += found.routed * stream
-        score = found.heads * (4 + convention.compute) if attention == "eager" else 0
-        total, scores = Size(token=size, score=score), Size(score=score)
-        casts = convention.compute * found.weights if fp8 or (convention.autocast and width == 4) else 0
-        out.append((LayerKind(False, True, True), found.layers, Kept(total, total, scores, casts, 0)))
-    read = {id(one): one for both in tables.values() for one in both} if estimated else {}
-    for (layer, kind), number in kinds.items() if not estimated else ():
-        t = tape(kind.trainable, kind.masked, kernels)
-        run_layer(t, layer, Value(Size(token=hidden), stream, kind.input_grad), tables, f"{recipe.at}.*")
-        for both in tables.values():  # shared by all layers
-            for one in both:
-                if t.saved.pop(id(one), None) is not None:
-                    read[id(one)] = one
-        out.append((kind, number, _kept(t)))
-    shared = Size()
-    for one in read.values():
-        shared = shared + one.size.times(one.width)
+    stream, vocab, full = setup.stream, recipe.embedding.rows, setup.method == "full"
+    tables = _rotary_tables(recipe, stream)
+    if estimated:
+        layers = tuple(_estimated(sums, setup) for sums in estimated)
+        read = [table for pair in tables.values() for table in pair]
+    else:
+        layers, read = _taped(recipe, masked, setup, tables)
+    kernels = setup.kernels._replace(compiled="") if setup.kernels.layers_only else setup.kernels
     return Activations(
-        layers=tuple(out),
-        shared=shared,
-        embedding=_embedding(tape(method == "full", False), recipe, stream),
-        head=_head(tape(method == "full", False), recipe, stream),
+        layers=layers,
+        shared=sum((table.size.times(table.width) for table in read), Size()),
+        embedding=_embedding(setup.tape(full, False, kernels), recipe, stream),
+        head=_head(setup.tape(full, False, kernels), recipe, stream),
         # log_softmax keeps its fp32 result, and the loss keeps the shifted labels
         loss=Size(token=4 * vocab + 8, fixed=4),
-        stream=hidden * stream,
-        logit_width=convention.compute if convention.autocast else stream,
+        stream=recipe.hidden * stream,
+        logit_width=setup.convention.compute if setup.convention.autocast else stream,
         vocab=vocab,
         hidden=recipe.embedding.width,
     )
+
+
+def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]]:
+    """Return name -> (cos, sin) of the recipe's rotary tables."""
+    tables = {}
+    for table in recipe.tables:
+        size = Size(position=table.dim // 2 if table.complex or table.half else table.dim)
+        width = 4 if table.complex or table.wide else stream
+        tables[table.name] = Value(size, width, False), Value(size, width, False)
+    return tables
+
+
+def _estimated(sums: ShapeSum, setup: ActivationSetup) -> tuple[LayerKind, int, Kept]:
+    """Return what layers with these shape sums keep, by the estimate."""
+    convention, stream = setup.convention, setup.stream
+    width = sums.linear * convention.compute + sums.norms * (4 + convention.compute) + sums.routed * stream
+    score = sums.heads * (4 + convention.compute) if setup.attention == "eager" else 0
+    total = Size(token=width, score=score)
+    cast = setup.fp8 or (convention.autocast and stream == 4)
+    casts = convention.compute * sums.weights if cast else 0
+    return LayerKind(False, True, True), sums.layers, Kept(total, total, Size(score=score), casts, 0)
+
+
+def _taped(
+    recipe: Recipe, masked: tuple[bool, ...], setup: ActivationSetup, tables: dict[str, tuple[Value, Value]]
+) -> tuple[tuple[tuple[LayerKind, int, Kept], ...], list[Value]]:
+    """Run one layer of each kind on a tape; return what each keeps, and the tables that all share."""
+    mask = Value(Size(mask=1), 1, False)
+    tables = {**tables, MASK: (mask, mask)}
+    counts = Counter(
+        (layer, setup.layer_kind(index, len(recipe.layers), masked[index]))
+        for index, layer in enumerate(recipe.layers)
+    )
+    layers = []
+    read: dict[int, Value] = {}
+    for (layer, kind), count in counts.items():
+        t = setup.tape(kind.trainable, kind.masked, setup.kernels)
+        run_layer(
+            t, layer, Value(Size(token=recipe.hidden), setup.stream, kind.input_grad), tables, f"{recipe.at}.*"
+        )
+        for pair in tables.values():
+            for table in pair:
+                if t.saved.pop(id(table), None) is not None:
+                    read[id(table)] = table
+        layers.append((kind, count, _kept(t)))
+    return tuple(layers), list(read.values())
 
 
 def _kept(t: Tape) -> Kept:

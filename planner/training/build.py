@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from operator import attrgetter
 
-from tonnage.planner.training.activations import Activations, activations_of
+from tonnage.planner.training.activations import Activations, ActivationSetup, activations_of
 from tonnage.planner.training.communication import NO_COMMUNICATION, communication_of
 from tonnage.planner.training.device import attention_of, check_device
 from tonnage.planner.training.lines import host_lines, paged, peak_lines, state_lines
@@ -111,22 +111,16 @@ class Planner:
         cached = self._activations.get(known)
         if cached is not None:
             return cached
-        targets = self.trained(setup).targets
-        key = (
-            self.model.attention(attention_of(setup)),
-            setup.method,
-            setup.rank,
-            targets,
-            setup.trainable_layers,
-            setup.fp8_kept,
-        )
-        found = activations_of(
-            recipe, self.model.masked(self.length(setup)), convention_of(setup),
-            4 if kernels.quantized else frozen_bytes(setup), key,
+        attention = attention_of(setup)
+        kept = ActivationSetup(
+            self.model.attention(attention), setup.method, setup.rank, self.trained(setup).targets,
+            setup.trainable_layers, setup.fp8_kept, convention_of(setup),
+            4 if kernels.quantized else frozen_bytes(setup),
             explicit_mask=setup.materialized_mask
-            or (setup.packing and attention_of(setup) == "sdpa" and kernels.tables != "taken"),
-            single=single, estimated=self.model.estimated, kernels=kernels,
+            or (setup.packing and attention == "sdpa" and kernels.tables != "taken"),
+            single=single, kernels=kernels,
         )  # fmt: skip
+        found = activations_of(recipe, self.model.masked(self.length(setup)), kept, self.model.estimated)
         self._activations[known] = found
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 from training_rows import ROWS
 
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.training.activations import PLAIN_KERNELS, activations_of
+from tonnage.planner.training.activations import ActivationSetup, activations_of
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import TrainingModel, model_from
 from tonnage.planner.training.precision import convention_of, frozen_bytes
@@ -20,6 +20,8 @@ FAMILIES = (
     "llama", "qwen2", "qwen3", "gemma", "mistral", "gemma2", "gemma3_text", "gpt_neox", "falcon", "gpt_bigcode",
 )  # fmt: skip
 """Rows that are trained in every way: adapters, optimizers, real steps."""
+
+PLAIN_KERNELS = Kernels()
 
 
 def config_of(row: str, **overrides: Any) -> dict[str, Any]:
@@ -48,11 +50,11 @@ def planned_bytes(
     """What ``saved_bytes`` is to be, on the CPU, by the plan."""
     model = training_model(row, **overrides)
     attention = model.attention(setup.attention)
-    key = (attention, setup.method, setup.rank, targets, setup.trainable_layers, False)
-    acts = activations_of(
-        model.recipe, model.masked(length), convention_of(setup), frozen_bytes(setup), key, cuda=False,
-        single=batch == 1, estimated=model.estimated, kernels=kernels,
+    kept = ActivationSetup(
+        attention, setup.method, setup.rank, targets, setup.trainable_layers, False, convention_of(setup),
+        frozen_bytes(setup), cuda=False, single=batch == 1, kernels=kernels,
     )  # fmt: skip
+    acts = activations_of(model.recipe, model.masked(length), kept, model.estimated)
     total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
     casts = sum(ends.casts + ends.frozen_casts for ends in (acts.embedding, acts.head))
     for _, count, kept in acts.layers:

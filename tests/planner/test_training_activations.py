@@ -16,7 +16,13 @@ from oracle import Oracle
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.training.activations import ESTIMATE_HIGH, ESTIMATE_LOW, activations_of, shape_sums
+from tonnage.planner.training.activations import (
+    ESTIMATE_HIGH,
+    ESTIMATE_LOW,
+    ActivationSetup,
+    activations_of,
+    shape_sums,
+)
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.precision import convention_of
@@ -233,7 +239,7 @@ def test_the_estimate_of_other_families_covers_the_exact_figure(precision):
     figure lies within the interval the estimate states; every other decoder gets an estimate."""
     configs = sorted((Path(__file__).parent.parent / "data" / "configs").glob("*.json"))
     setup = TrainingSetup(precision=precision)
-    key, convention = ("flash", "full", 16, frozenset(), 2, False), convention_of(setup)
+    kept = ActivationSetup("flash", "full", 16, frozenset(), 2, False, convention_of(setup), 2)
     checked = 0
     for path in configs:
         config = json.loads(path.read_text())
@@ -245,7 +251,7 @@ def test_the_estimate_of_other_families_covers_the_exact_figure(precision):
         if model.recipe is None or model.estimated:
             continue
         exact, guess = (
-            activations_of(model.recipe, model.masked(2048), convention, 2, key, estimated=sums)
+            activations_of(model.recipe, model.masked(2048), kept, sums)
             for sums in ((), shape_sums(architecture))
         )  # fmt: skip
         exact, guess = (sum(n * kept.total.at(1, 2048) for _, n, kept in a.layers) for a in (exact, guess))
