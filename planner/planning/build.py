@@ -10,6 +10,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.planning.checkpoint import against_index
 from tonnage.planner.planning.deployment import version_notes
 from tonnage.planner.planning.files import auto_dtype
 from tonnage.planner.planning.host import host_memory, host_terms
@@ -135,6 +136,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
     """Return notes about the calibration file that the plan uses, empty without --calibration."""
     if chosen.flags.calibration is None:
         return ()
+    # a part of fit-log: few plans are calibrated, and its import of statistics takes 4 ms
     from tonnage.planner.planning.calibration import calibration_notes
 
     return calibration_notes(chosen)
@@ -160,8 +162,6 @@ def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tup
     """Return terms and notes from a checkpoint's index where its files are not available locally."""
     if source.index is None:
         return (), ()
-    from tonnage.planner.planning.checkpoint import against_index
-
     return against_index(architecture, source.index, source.config, auto_dtype(source))
 
 
@@ -192,6 +192,7 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     if index is not None:
         content.append([sorted(index.files), index.total_bytes])
     if flags.calibration is not None:
+        # a part of fit-log: few plans are calibrated, and its import of statistics takes 4 ms
         from tonnage.planner.planning.calibration import read_calibration
 
         content.append(read_calibration(flags.calibration))

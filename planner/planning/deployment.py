@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tonnage.planner.deployment import Deployment, default_engine
+from tonnage.planner.devices.catalogue import find_gpu, local_gpu
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.registry import engine_of
@@ -68,8 +69,6 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
         if engine and deployment.engine != engine:
             refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
     if "device" in given and deployment.gpu is not None:
-        from tonnage.planner.devices.catalogue import find_gpu  # reads the catalogue
-
         gpu = find_gpu(deployment.gpu)
         if deployment.device != gpu.device:
             why = f"{deployment.device} contradicts --gpu {gpu.name}, which is {gpu.device}"
@@ -158,8 +157,6 @@ def _with_gpu(deployment: Deployment) -> Deployment:
     """Return the deployment with the device and the memory of --gpu; an explicit --device-memory is kept."""
     if deployment.gpu is None:
         return deployment
-    from tonnage.planner.devices.catalogue import find_gpu
-
     gpu = find_gpu(deployment.gpu)
     memory = gpu.memory_bytes if deployment.device_memory is None else deployment.device_memory
     return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
@@ -238,8 +235,6 @@ def _device_memory(deployment: Deployment) -> int:
         return deployment.device_memory
     if deployment.device == "cpu":
         return host_memory()
-    from tonnage.planner.devices.catalogue import local_gpu
-
     gpu = local_gpu()
     if gpu.device == deployment.device:
         return gpu.memory_bytes

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from tonnage.planner.headers.check import (
+    check_index,
+    check_tensors,
+    copies_by_index,
+    floating_dtype,
+    stored_tied_copies,
+)
+from tonnage.planner.headers.gguf_config import check_gguf
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import config_dtype
 from tonnage.planner.model.tensor import TensorSpec
@@ -13,19 +21,13 @@ from tonnage.planner.source.resolve import ModelSource
 def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
     """Check that the checkpoint holds the tensors its config promises; return tied tensors stored twice."""
     if source.index is not None:
-        from tonnage.planner.headers.check import check_index, copies_by_index
-
         check_index(architecture, source.index, read_quantization(source.config, None))
         return copies_by_index(architecture, source.index)
     if source.tensors is None:
         return ()
     if source.kind == "gguf":
-        from tonnage.planner.headers.gguf_config import check_gguf
-
         check_gguf(architecture, source.tensors)
         return ()
-    from tonnage.planner.headers.check import check_tensors, stored_tied_copies
-
     check_tensors(architecture, source.tensors, read_quantization(source.config, None))
     return stored_tied_copies(architecture, source.tensors)
 
@@ -40,8 +42,6 @@ def auto_dtype(source: ModelSource) -> str:
     if found is None and source.kind == "gguf":
         return "bfloat16"
     if found is None and source.tensors is not None:
-        from tonnage.planner.headers.check import floating_dtype
-
         found = floating_dtype(source.tensors)
     return found or "float32"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines import parallel
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
@@ -123,9 +124,6 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
             f"{architecture.model_type} has no adapter: how its layers are divided is not known",
             field="--tensor-parallel-size", hint="plan it for one GPU",
         )  # fmt: skip
-    # imported here because most plans are for one GPU and a cold start is measured in milliseconds
-    from tonnage.planner.engines import parallel
-
     sizes = parallel.Parallel(
         tensor=flags.tensor_parallel_size,
         pipeline=flags.pipeline_parallel_size,
@@ -183,6 +181,7 @@ def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime
+    # a part of fit-log: few plans are calibrated, and its import of statistics takes 4 ms
     from tonnage.planner.planning.calibration import calibrated
 
     return calibrated(runtime, part, chosen)
@@ -212,11 +211,9 @@ def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) 
     stages = flags.pipeline_parallel_size
     if stages == 1:
         return [pool.layout.bytes_per_block]
-    from tonnage.planner.engines.parallel import stage_layers
-
     out, first = [], 0
     behind = {layer for group in pool.layout.groups for layer in group.layers if layer >= architecture.layers}
-    for count in stage_layers(architecture.layers, stages):
+    for count in parallel.stage_layers(architecture.layers, stages):
         mine = frozenset(range(first, first + count))
         first += count
         held = pool.stage_bytes(mine | behind if first == architecture.layers else mine)

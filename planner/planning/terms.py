@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines import encoder
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
+from tonnage.planner.planning.checkpoint import checkpoint_size
 from tonnage.planner.plans import Plan, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
@@ -24,9 +26,7 @@ def kv_terms(
     `bounds` are the fewest and the most blocks of the pool's interval.
     """
     if not pool.demands:
-        from tonnage.planner.engines.encoder import terms as encoder_terms
-
-        return encoder_terms()
+        return encoder.terms()
     layout = pool.layout
     plain = all(group.kind in ("full", "sliding", "chunked") for group in layout.groups)
     per_token = f"{layout.kv_heads} KV heads x {layout.head_size} x {layout.dtype_bytes} bytes"
@@ -150,8 +150,6 @@ def quantized_terms(
     """
     if quantization.linear is None:
         return []
-    from tonnage.planner.planning.checkpoint import checkpoint_size
-
     size = checkpoint_size(architecture, quantization, config, flags.dtype)
     formula = "all tensors, headers left out"
     if size.high > size.low:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean
 from tonnage.planner.flags import add_flags, add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
+from tonnage.planner.markup import save
+from tonnage.planner.training import render
+from tonnage.planner.training.build import Planner
+from tonnage.planner.training.combinations import Combinations, combinations
+from tonnage.planner.training.emit import emit
+from tonnage.planner.training.html import facts_of, plan_page, sweep_page
+from tonnage.planner.training.model import load_training_model
+from tonnage.planner.training.search import FIELDS, largest
 from tonnage.planner.training.setup import TrainingSetup
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tonnage.planner.training.combinations import Combinations
-    from tonnage.planner.training.sweep import Row
-    from tonnage.planner.training.tricks import Trick
+from tonnage.planner.training.stacks import with_defaults
+from tonnage.planner.training.sweep import Row, parse_axis, sweep
+from tonnage.planner.training.tricks import Trick, tricks
 
 FITS, DOES_NOT_FIT = 0, 1
 
@@ -76,16 +83,12 @@ def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
     if args.gpu is not None:
         if "device_memory" in values:
             raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
-        from tonnage.planner.devices.catalogue import find_gpu
-
         gpu = find_gpu(args.gpu)
         values["device_memory"] = gpu.memory_bytes
         if gpu.capability is not None:
             values.setdefault("compute_capability", "{}.{}".format(*gpu.capability))
     if values.get("stack") is None:
         return TrainingSetup(**values)
-    from tonnage.planner.training.stacks import with_defaults
-
     return TrainingSetup(**with_defaults(values))
 
 
@@ -105,10 +108,6 @@ def run(argv: list[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """Plan, search or sweep as the parsed flags say, print the result, and return the exit code."""
-    # imported here to keep --help fast
-    from tonnage.planner.training.build import Planner
-    from tonnage.planner.training.model import load_training_model
-
     _check_outputs(args)
     setup = setup_from(args)
     planner = Planner(load_training_model(args.model))
@@ -116,8 +115,6 @@ def _run(args: argparse.Namespace) -> int:
         return _sweep(args, planner, setup)
     found = None
     if args.find:
-        from tonnage.planner.training.search import FIELDS, largest
-
         field = args.find.replace("-", "_")
         if field not in FIELDS:
             raise DeploymentError(
@@ -128,28 +125,16 @@ def _run(args: argparse.Namespace) -> int:
         setup = found.plan.setup
     plan = found.plan if found else planner.plan(setup)
     if args.emit:
-        from tonnage.planner.training.emit import emit
-
         print(emit(args.emit, plan, planner.model.architecture))
         return FITS
     rows: tuple[Trick, ...] = ()
     several: Combinations | None = None
     if args.tricks:
-        from tonnage.planner.training.combinations import combinations
-        from tonnage.planner.training.tricks import tricks
-
         rows = tricks(planner, setup)
         several = combinations(planner, setup, rows)
     if args.html:
-        from tonnage.planner.markup import save
-        from tonnage.planner.training.html import plan_page
-
         save(args.html, plan_page(plan, rows, args.words, args.gpu))
-    from tonnage.planner.training import render
-
     if args.json:
-        import json
-
         result = render.plan_to_dict(plan, args.explain)
         if found:
             result["largest"] = {"field": found.field, "value": found.value, "aligned": found.aligned}
@@ -196,22 +181,15 @@ def _trick(trick: Any) -> dict[str, Any]:
 
 def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
     """Print the sweep as a table, JSON or an HTML file, and return the exit code."""
-    from tonnage.planner.training.sweep import parse_axis, sweep
-
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
     made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None
     rows: Iterable[Row] = sweep(planner, setup, axes, made)
     if args.html:
-        from tonnage.planner.markup import save
-        from tonnage.planner.training.html import facts_of, sweep_page
-
         facts = facts_of(setup, planner.model.id, args.gpu, names)
         rows = every = list(rows)
         save(args.html, sweep_page(names, every, args.words, facts))
     if args.json:
-        import json
-
         print(json.dumps({
             "fields": names,
             "rows": [

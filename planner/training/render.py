@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from tonnage.planner.bars import cells, shades
 from tonnage.planner.screen import Cell, Screen
+from tonnage.planner.training.combinations import Combinations
 from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import SCHEMA_VERSION, Line, TrainingPlan
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.step import kernel_of
+from tonnage.planner.training.tricks import Trick
 from tonnage.planner.units import gib
-
-if TYPE_CHECKING:
-    from tonnage.planner.training.combinations import Combinations
-    from tonnage.planner.training.tricks import Trick
 
 _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, per node"))
 
