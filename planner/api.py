@@ -13,7 +13,7 @@ from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.advice import advise
 from tonnage.planner.planning.build import plan_source
-from tonnage.planner.planning.deployment import deployment_of, spelled
+from tonnage.planner.planning.deployment import canonical_values, deployment_of
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
@@ -51,7 +51,7 @@ def plan(model: str, **fields: Any) -> Plan:
         DeploymentError: a field has an invalid value or contradicts another one.
         TypeError: a keyword is no field of `Deployment`.
     """
-    fields, flags = spelled(fields), flags_of(Deployment)
+    fields, flags = canonical_values(fields), flags_of(Deployment)
     for name in fields.keys() & flags.keys():  # unlike a command line, Python can pass a value of any type
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)

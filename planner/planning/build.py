@@ -103,7 +103,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
-            *engine_of(flags.engine).start_notes(architecture, chosen, worst.rank, _beside(worst)),
+            *engine_of(flags.engine).start_notes(architecture, chosen, worst.rank, _extra_graph_bytes(worst)),
             *notes_of_calibration(chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
@@ -127,7 +127,7 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     )
 
 
-def _beside(stage: Stage) -> int:
+def _extra_graph_bytes(stage: Stage) -> int:
     """Return the bytes of CUDA graphs that the engine does not count in its memory budget."""
     return 0 if stage.runtime.beside is None else stage.runtime.beside.value
 

@@ -92,7 +92,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
     """
     if chosen.flags.calibration is None:
         return runtime
-    entries = _of_this(read_calibration(chosen.flags.calibration), chosen)
+    entries = _matching(read_calibration(chosen.flags.calibration), chosen)
     ranks = [chosen.flags.tensor_parallel_size, chosen.flags.pipeline_parallel_size]
     own = [entry for entry in entries if [*entry["ranks"]] == ranks]
     shape = shape_of(architecture, chosen.flags)
@@ -121,7 +121,7 @@ def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
     flags = chosen.flags
     if flags.calibration is None:
         return ()
-    entries = _of_this(read_calibration(flags.calibration), chosen)
+    entries = _matching(read_calibration(flags.calibration), chosen)
     starts = len({entry["log"] for entry in entries})
     where = f"{flags.engine} {_minor(flags)} on {flags.gpu or 'this device'}"
     if not starts:
@@ -129,7 +129,7 @@ def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
     return (f"calibrated by {starts} start{'s' if starts > 1 else ''} of {where} ({flags.calibration})",)
 
 
-def _of_this(entries: list[Entry], chosen: Resolved) -> list[Entry]:
+def _matching(entries: list[Entry], chosen: Resolved) -> list[Entry]:
     """Return the entries with the plan's engine, minor version, GPU and device memory."""
     flags = chosen.flags
     return [

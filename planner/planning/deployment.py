@@ -18,7 +18,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
 
-def spelled(given: Mapping[str, Any]) -> dict[str, Any]:
+def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` with alias values replaced by their canonical spelling, for example fp16 by float16."""
     flags = flags_of(Deployment)
     return {
@@ -36,7 +36,7 @@ def deployment_of(given: Mapping[str, Any]) -> Deployment:
     Raises:
         DeploymentError: if the fields contradict each other (see `check_given`).
     """
-    given = spelled(given)
+    given = canonical_values(given)
     fields = dict(given)
     fields.setdefault("engine", default_engine(fields.get("gpu"), fields.get("engine_version")))
     if fields.get("speculative_model") is not None:

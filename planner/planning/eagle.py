@@ -68,10 +68,10 @@ def is_eagle(config: Mapping[str, Any], name: str) -> bool:
         return True
     listed = config.get("architectures")
     first = listed[0] if isinstance(listed, list) and listed else None
-    return first in _EAGLE3 or first in _EAGLE or (first in _PLAIN and _named(name) is not None)
+    return first in _EAGLE3 or first in _EAGLE or (first in _PLAIN and _version_in_name(name) is not None)
 
 
-def _named(name: str) -> int | None:
+def _version_in_name(name: str) -> int | None:
     """Return the EAGLE version (1 or 3) that a model's name says, as vLLM reads it, else None.
 
     Source: config/speculative.py of vLLM 0.32.0.
@@ -100,7 +100,7 @@ def eagle_draft(
     else:
         outer = layer = config
         first = config["architectures"][0]
-        third = first in _EAGLE3 or (first in _PLAIN and _named(name) == 3)
+        third = first in _EAGLE3 or (first in _PLAIN and _version_in_name(name) == 3)
         family = (_EAGLE3 if first in _EAGLE3 else _EAGLE if first in _EAGLE else _PLAIN)[first]
     plain = {key: value for key, value in layer.items() if key not in _OWN_FIELDS}
     plain |= {"model_type": family, "architectures": [_CLASS[family]], "tie_word_embeddings": False}
@@ -112,16 +112,20 @@ def eagle_draft(
         )
     embedding = next(tensor for tensor in made.tensors if tensor.role == "embedding")
     names = {tensor.name for tensor in tensors or ()}
-    reads = _reads(outer) if third else 0
-    kept = _third(made, outer, model) if third else _first(made, names if tensors is not None else None)
+    reads = _states_read(outer) if third else 0
+    kept = (
+        _eagle3_tensors(made, outer, model)
+        if third
+        else _eagle_tensors(made, names if tensors is not None else None)
+    )
     held = any(name.endswith("embed_tokens.weight") for name in names)
     made = replace(made, tensors=tuple(kept), recipe=None)
     return Eagle(made, "eagle3" if third else "eagle", embedding if held else None, reads)
 
 
-def _first(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
+def _eagle_tensors(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
     """Return EAGLE's tensors: no norm before the first or after the last layer, a head only if stored."""
-    out = [_joined(made, 2 * made.hidden_size)]
+    out = [_joining_matrix(made, 2 * made.hidden_size)]
     for tensor in made.tensors:
         outside = tensor.layer is None and tensor.role != "buffer"
         headed = tensor.role == "head" and any("lm_head" in name for name in names or ())
@@ -130,29 +134,29 @@ def _first(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
     return out
 
 
-def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object `eagle_config` of the config, empty without one."""
     inner = config.get("eagle_config")
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _listed(config: Mapping[str, Any]) -> Any:
+def _joined_states(config: Mapping[str, Any]) -> Any:
     """Return the number of target hidden states that `fc` joins, not yet validated."""
-    ids = _inner(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
+    ids = _eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
         "eagle_aux_hidden_state_layer_ids"
     )
     return config.get("num_aux_hidden_states") or (len(ids) if isinstance(ids, list) and ids else _AUX)
 
 
-def _reads(config: Mapping[str, Any]) -> int:
+def _states_read(config: Mapping[str, Any]) -> int:
     """Return how many target hidden states the draft reads; 0 for a draft without `fc`."""
-    return _listed(config) if _inner(config).get("use_aux_hidden_state", True) else 0
+    return _joined_states(config) if _eagle_config(config).get("use_aux_hidden_state", True) else 0
 
 
-def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -> list[TensorSpec]:
+def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Architecture) -> list[TensorSpec]:
     """Return EAGLE-3's tensors, with `fc`, its norms and the head of the draft's own vocabulary."""
-    inner = _inner(config)
-    aux = _listed(config)
+    inner = _eagle_config(config)
+    aux = _joined_states(config)
     width = config.get("target_hidden_size") or made.hidden_size
     rows = config.get("draft_vocab_size") or made.vocab_size
     for field, value, most in (
@@ -167,7 +171,7 @@ def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -
         )
     out = []
     if inner.get("use_aux_hidden_state", True):
-        out.append(_joined(made, width * aux))
+        out.append(_joining_matrix(made, width * aux))
         if inner.get("norm_before_fc", config.get("norm_before_fc", False)):
             out.append(TensorSpec("model.input_norm.weight", (width * aux,), "norm", "RMSNorm"))
         if config.get("fc_norm"):
@@ -189,6 +193,6 @@ def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -
     return out
 
 
-def _joined(made: Architecture, into: int) -> TensorSpec:
+def _joining_matrix(made: Architecture, into: int) -> TensorSpec:
     """Return the matrix `fc` [hidden, into], which every rank holds in full."""
     return TensorSpec("model.fc.weight", (made.hidden_size, into), "mlp", "Linear")

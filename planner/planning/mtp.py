@@ -28,13 +28,13 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class DraftFamily:
     """How a model family builds its own draft layers.
 
     Attributes:
         count: config field with the number of draft layers.
-        unsaid: number of layers where the field is missing.
-        most: upper bound on the layers vLLM builds, None without a bound.
+        default_count: number of layers where the field is missing.
+        max_count: upper bound on the layers vLLM builds, None without a bound.
         at: layer name in checkpoints, from its index `i` in the draft or `n` in the whole model.
         joined: name of the joining matrix.
         norms: names of the norms of each layer.
@@ -51,8 +51,8 @@ class Own:
     """
 
     count: str = "num_nextn_predict_layers"
-    unsaid: int = 0
-    most: int | None = None
+    default_count: int = 0
+    max_count: int | None = None
     at: str = "model.layers.{n}"
     joined: str = "eh_proj"
     norms: tuple[str, ...] = ("enorm", "hnorm", "shared_head.norm")
@@ -68,45 +68,45 @@ class Own:
     streams: int = 0
 
 
-_DEEPSEEK = Own()
-_QWEN = Own(
+_DEEPSEEK = DraftFamily()
+_QWEN = DraftFamily(
     count="mtp_num_hidden_layers", at="mtp.layers.{i}", joined="fc", outside="mtp", split=True,
     norms=("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"),
 )  # fmt: skip
 _FAMILIES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
-    "qwen3_next": replace(_QWEN, count="num_nextn_predict_layers", unsaid=1),
-    "ernie4_5_moe": Own(
+    "qwen3_next": replace(_QWEN, count="num_nextn_predict_layers", default_count=1),
+    "ernie4_5_moe": DraftFamily(
         at="model.mtp_block.{i}", joined="mtp_linear_proj", norms=("mtp_emb_norm", "mtp_hidden_norm"),
         dense=True,
     ),
-    "mimo": Own(
+    "mimo": DraftFamily(
         at="model.mtp_layers.{i}", joined="input_proj",
         norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
-    "mimo_v2_flash": Own(
-        unsaid=1, most=1, at="model.mtp.layers.{i}", norms=("enorm", "hnorm", "final_layernorm"),
+    "mimo_v2_flash": DraftFamily(
+        default_count=1, max_count=1, at="model.mtp.layers.{i}", norms=("enorm", "hnorm", "final_layernorm"),
         kind="sliding", dense=True,
     ),
-    **dict.fromkeys(("step3p7", "step3p7_text"), Own(dense=True, heads=True)),
+    **dict.fromkeys(("step3p7", "step3p7_text"), DraftFamily(dense=True, heads=True)),
     **dict.fromkeys(
         ("minimax_m3", "minimax_m3_vl"),
-        Own(
+        DraftFamily(
             count="num_mtp_modules", at="model.mtp.layers.{i}", norms=("enorm", "hnorm", "final_layernorm"),
             block="transformer_layer.",
         ),
     ),
     **dict.fromkeys(
-        ("deepseek_v4", "deepseek_ref"), Own(at="mtp.{i}", kind="sliding", plain=True, streams=4)
+        ("deepseek_v4", "deepseek_ref"), DraftFamily(at="mtp.{i}", kind="sliding", plain=True, streams=4)
     ),
-    "nemotron_h": Own(
+    "nemotron_h": DraftFamily(
         at="mtp.layers.{i}", norms=("enorm", "hnorm"), split=True, pattern=True, last=("final_layernorm",)
     ),
 }  # fmt: skip
 
 
-def own_draft(
+def mtp_draft(
     architecture: Architecture, config: Mapping[str, Any], tensors: tuple[HeaderTensor, ...] | None,
     tokens: int, stages: int,
 ) -> Architecture:  # fmt: skip
@@ -124,25 +124,25 @@ def own_draft(
             refuse `tokens`.
     """
     count = _count(architecture, config)
-    own = _own(architecture, config)
+    family = _family(architecture, config)
     if tokens > count and tokens % count:
         raise DeploymentError(
-            f"{tokens} is no multiple of the {count} draft layers ({own.count})",
+            f"{tokens} is no multiple of the {count} draft layers ({family.count})",
             field="--num-speculative-tokens", hint=f"for example {count}",
         )  # fmt: skip
-    first = own.at.format(i=0, n=architecture.layers)
+    first = family.at.format(i=0, n=architecture.layers)
     if tensors is not None and not any(f"{first}." in tensor.name for tensor in tensors):
         raise DeploymentError(
             f"the checkpoint holds no tensors of its own draft layers ({first})",
             field=FIELD,
             hint="leave it out",
         )
-    if own.pattern:
-        return _patterned(architecture, own, _parts(config), stages)
-    found = [*_layers(architecture, own, count)]
+    if family.pattern:
+        return _patterned(architecture, family, _parts(config), stages)
+    found = [*_layers(architecture, family, count)]
     if stages > 1:
         found.append(_vocabulary(architecture, "mtp.embed_tokens.weight", "embedding"))
-    model = _template(architecture, own)
+    model = _template(architecture, family)
     cache = tuple(replace(model, layer=i, shares=None) for i in range(count))
     return replace(
         architecture, layers=count, tensors=tuple(found), cache_layers=cache, rotary=None, recipe=None
@@ -151,15 +151,15 @@ def own_draft(
 
 def streams_of(architecture: Architecture, config: Mapping[str, Any]) -> int:
     """Return how many hidden states of a token the draft receives."""
-    return _own(architecture, config).streams or 1
+    return _family(architecture, config).streams or 1
 
 
-def _own(architecture: Architecture, config: Mapping[str, Any]) -> Own:
+def _family(architecture: Architecture, config: Mapping[str, Any]) -> DraftFamily:
     """Return how the model's family builds its draft layers, with the residual streams of this config."""
-    own = _FAMILIES[architecture.model_type]
-    if not own.streams:
-        return own
-    return replace(own, streams=Fields(config).integer("hc_mult", own.streams, limit="width"))
+    family = _FAMILIES[architecture.model_type]
+    if not family.streams:
+        return family
+    return replace(family, streams=Fields(config).integer("hc_mult", family.streams, limit="width"))
 
 
 def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
@@ -179,21 +179,21 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
             f"multi-token prediction {why}: config.json names {stated or 'no'} draft layers",
             field=FIELD, hint="leave it out, or name a draft model",
         )  # fmt: skip
-    count = known.unsaid if stated is None else stated
+    count = known.default_count if stated is None else stated
     if not count:
         raise DeploymentError(
             f"config.json names no draft layers of the checkpoint's own ({known.count})", field=FIELD,
             hint="leave it out, or name a draft model",
         )  # fmt: skip
-    return min(count, known.most or count)
+    return min(count, known.max_count or count)
 
 
-def _template(architecture: Architecture, own: Own) -> CacheLayer:
+def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
     """Return the cache layer whose attention the draft layers repeat, with an indexer if any layer has one."""
-    kinds = (own.kind, "mla") if own.kind == "full" else (own.kind,)
+    kinds = (family.kind, "mla") if family.kind == "full" else (family.kind,)
     compress = any(layer.compression > 1 for layer in architecture.cache_layers)
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
-    if (compress and not own.plain) or not like:
+    if (compress and not family.plain) or not like:
         raise DeploymentError(
             f"the draft of {architecture.model_type} layers of this kind is not planned", field=FIELD,
             hint="leave it out",
@@ -201,26 +201,26 @@ def _template(architecture: Architecture, own: Own) -> CacheLayer:
     return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
 
 
-def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[TensorSpec]:
+def _layers(architecture: Architecture, family: DraftFamily, count: int) -> Iterator[TensorSpec]:
     """Yield the tensors of `count` draft layers under their names in the checkpoint."""
-    attention, mlp = _template(architecture, own).layer, _mlp_of(architecture, own)
+    attention, mlp = _template(architecture, family).layer, _mlp_of(architecture, family)
     hidden = architecture.hidden_size
     for i in range(count):
-        at = own.at.format(i=i, n=architecture.layers + i)
+        at = family.at.format(i=i, n=architecture.layers + i)
         for tensor in architecture.tensors:
             from_mlp = tensor.role in ("mlp", "expert", "router") or ".mlp." in tensor.name
             if tensor.layer is None or tensor.layer != (mlp if from_mlp else attention):
                 continue
-            if own.plain and ".compressor." in tensor.name:
+            if family.plain and ".compressor." in tensor.name:
                 continue
             rest = tensor.name.partition(f".{tensor.layer}.")[2]
-            yield replace(tensor, name=f"{at}.{own.block}{rest}", layer=i)
-        if own.outside is None:
-            yield from _beside(own, at, hidden, i)
-        if own.heads:
+            yield replace(tensor, name=f"{at}.{family.block}{rest}", layer=i)
+        if family.outside is None:
+            yield from _beside(family, at, hidden, i)
+        if family.heads:
             yield _vocabulary(architecture, f"{at}.shared_head.head.weight", "head", i)
-    if own.outside is not None:
-        yield from _beside(own, own.outside, hidden, None)
+    if family.outside is not None:
+        yield from _beside(family, family.outside, hidden, None)
 
 
 _KINDS = {"attention": "*", "full_attention": "*", "moe": "E", "*": "*", "E": "E"}
@@ -237,7 +237,7 @@ def _parts(config: Mapping[str, Any]) -> str:
     return "".join(_KINDS[kind] for kind in listed)
 
 
-def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) -> Architecture:
+def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stages: int) -> Architecture:
     """Return the architecture of a draft layer that consists of `parts`, each numbered as a layer."""
     attention = next((each for each in architecture.cache_layers if each.kind == "full"), None)
     routed = next((each.layer for each in architecture.tensors if each.role == "expert"), None)
@@ -248,7 +248,7 @@ def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) ->
         )  # fmt: skip
     found, cache = [], []
     for i, kind in enumerate(parts):
-        at = own.at.format(i=i)
+        at = family.at.format(i=i)
         like = attention.layer if kind == "*" and attention is not None else routed
         for tensor in architecture.tensors:
             if tensor.layer == like is not None:
@@ -257,10 +257,12 @@ def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) ->
         if kind == "*" and attention is not None:
             cache.append(replace(attention, layer=i))
         if i == 0:
-            found += _beside(own, at, architecture.hidden_size, i)
-    end = own.at.format(i=len(parts) - 1)
+            found += _beside(family, at, architecture.hidden_size, i)
+    end = family.at.format(i=len(parts) - 1)
     width = (architecture.hidden_size,)
-    found += [TensorSpec(f"{end}.{name}.weight", width, "norm", "RMSNorm", len(parts) - 1) for name in own.last]
+    found += [
+        TensorSpec(f"{end}.{name}.weight", width, "norm", "RMSNorm", len(parts) - 1) for name in family.last
+    ]
     if stages > 1:
         found.append(_vocabulary(architecture, "mtp.embed_tokens.weight", "embedding"))
     return replace(
@@ -269,18 +271,18 @@ def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) ->
     )  # fmt: skip
 
 
-def _beside(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+def _beside(family: DraftFamily, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
     """Yield the joining matrix and the norms of a draft layer; only a divided matrix is ever quantized."""
-    if own.streams:
-        yield from _streams(own, at, hidden, layer)
+    if family.streams:
+        yield from _streams(family, at, hidden, layer)
         return
-    kind, shard = ("Linear", 0) if own.split else ("KeptLinear", None)
-    yield TensorSpec(f"{at}.{own.joined}.weight", (hidden, 2 * hidden), "mlp", kind, layer, shard_dim=shard)
-    for name in own.norms:
+    kind, shard = ("Linear", 0) if family.split else ("KeptLinear", None)
+    yield TensorSpec(f"{at}.{family.joined}.weight", (hidden, 2 * hidden), "mlp", kind, layer, shard_dim=shard)
+    for name in family.norms:
         yield TensorSpec(f"{at}.{name}.weight", (hidden,), "norm", "RMSNorm", layer)
 
 
-def _streams(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+def _streams(family: DraftFamily, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
     """Yield the matrices and norms of a DeepSeek-V4 draft layer that joins several residual streams.
 
     There is one matrix for the embedding and one for each stream, in the model's linear format. The head that
@@ -288,16 +290,16 @@ def _streams(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[Tens
     """
     for name in ("e_proj", "h_proj"):
         yield TensorSpec(f"{at}.{name}.weight", (hidden, hidden), "mlp", "Linear", layer)
-    for name in own.norms:
+    for name in family.norms:
         yield TensorSpec(f"{at}.{name}.weight", (hidden,), "norm", "RMSNorm", layer)
-    name, shape = f"{at}.hc_head_fn", (own.streams, own.streams * hidden)
+    name, shape = f"{at}.hc_head_fn", (family.streams, family.streams * hidden)
     yield TensorSpec(name, shape, "norm", "HyperHead", layer, dtype="float32")
 
 
-def _mlp_of(architecture: Architecture, own: Own) -> int:
+def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
     """Return the index of the model's layer whose MLP the draft layers repeat."""
     experts = {tensor.layer for tensor in architecture.tensors if tensor.role == "expert"}
-    if not own.dense:
+    if not family.dense:
         return architecture.layers - 1
     plain = [layer.layer for layer in architecture.cache_layers if layer.layer not in experts]
     if not plain:

@@ -35,10 +35,10 @@ def with_requests(plan: Plan, lengths: Iterable[tuple[int, int]]) -> Plan:
 
     Raises the errors of `Plan.hold`.
     """
-    return _told(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
+    return _with_capacities(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
 
 
-def _told(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
+def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
     """Return the plan with these request capacities, their terms and the note on how they are counted."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
@@ -75,4 +75,4 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
                 found.append(replace(plan.hold(*pair), share=word))
                 break
     mix = MixCapacity(name, total, len(lengths) - total, mean, planned, (low, high))
-    return _told(replace(plan, mix=mix), tuple(found))
+    return _with_capacities(replace(plan, mix=mix), tuple(found))

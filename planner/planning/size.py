@@ -187,7 +187,7 @@ class Sizer:
         supported = support(engine, chosen, stored_format(source, quantization), architecture)
         parts = self._held(architecture, quantization, chosen.flags)
         draft = add_draft(source, architecture, chosen.flags)
-        chosen, notes = replace(chosen, draft=draft.beside), (*notes, *draft.notes)
+        chosen, notes = replace(chosen, draft=draft.drafting), (*notes, *draft.notes)
         return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:

@@ -14,7 +14,7 @@ from tonnage.planner.headers.hub import endpoint
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.planning import eagle
-from tonnage.planner.planning.mtp import own_draft, streams_of
+from tonnage.planner.planning.mtp import mtp_draft, streams_of
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.weights import sum_weights
 from tonnage.planner.plans import Drafting, Resolved
@@ -34,14 +34,14 @@ class Draft:
         weights: the draft's bytes on one rank.
         high: upper bound of these bytes.
         notes: notes for the plan.
-        beside: the draft as it runs, None without a draft.
+        drafting: the draft as it runs, None without a draft.
     """
 
     architecture: Architecture
     weights: int = 0
     high: int = 0
     notes: tuple[str, ...] = ()
-    beside: Drafting | None = None
+    drafting: Drafting | None = None
 
 
 def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment) -> Draft:
@@ -57,20 +57,20 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         raise DeploymentError(f"{flags.engine} drafts are not planned", field="--speculative-model",
                               hint="use --engine vllm")  # fmt: skip
     if name == OWN_LAYERS:
-        own = own_draft(
+        own = mtp_draft(
             architecture, source.config, source.tensors if source.kind != "gguf" else None,
             flags.num_speculative_tokens, flags.pipeline_parallel_size,
         )  # fmt: skip
         quantization = read_quantization(source.config, flags.quantization)
-        return _held(architecture, own, quantization, flags, follows=streams_of(architecture, source.config))
-    draft = _found(name)
+        return _on_rank(architecture, own, quantization, flags, follows=streams_of(architecture, source.config))
+    draft = _draft_source(name)
     quantization = read_quantization(draft.config, None)
     if eagle.is_eagle(draft.config, name):
         made = eagle.eagle_draft(draft.config, name, architecture, draft.tensors)
         # the draft's rotary table has the target's length (_maybe_override_draft_max_position_embeddings)
         longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
         own = replace(made.architecture, max_model_len=longest)
-        found = _held(architecture, own, quantization, flags, follows=1, reads=made.reads)
+        found = _on_rank(architecture, own, quantization, flags, follows=1, reads=made.reads)
         found = replace(found, notes=(engine_of(flags.engine).draft_note(made.method),))
         if made.optional is None:
             return found
@@ -83,13 +83,13 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
             f"its vocabulary of {other.vocab_size:,} is not the model's {architecture.vocab_size:,}",
             field="--speculative-model",
         )
-    return _held(architecture, other, quantization, flags)
+    return _on_rank(architecture, other, quantization, flags)
 
 
 _FETCHED: dict[tuple[str, str], ModelSource] = {}
 
 
-def _found(name: str) -> ModelSource:
+def _draft_source(name: str) -> ModelSource:
     """Return the files of the draft `name`; a draft from the hub is resolved once per process.
 
     One plan resolves the draft twice, and a table once for each row.
@@ -116,7 +116,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     name = flags.speculative_model
     if name is None or name == OWN_LAYERS or not engine_of(flags.engine).draft_limits(chosen.version):
         return None
-    draft = _found(name)
+    draft = _draft_source(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
     elif _rotary_types(draft.config) <= _EXTENDED:  # the draft takes the target's positions
@@ -143,7 +143,7 @@ def _rotary_types(config: Mapping[str, Any]) -> set[object]:
     return {each.get("rope_type", each.get("type", "default")) for each in nested or [found]}
 
 
-def _held(
+def _on_rank(
     target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment, *,
     follows: int = 0, reads: int = 0,
 ) -> Draft:  # fmt: skip
@@ -153,4 +153,4 @@ def _held(
     weights = sum_weights(part, quantization, flags).total + rounding
     moved = tuple(replace(layer, layer=target.layers + layer.layer) for layer in draft.cache_layers)
     both = replace(target, cache_layers=(*target.cache_layers, *moved))
-    return Draft(both, weights, weights, beside=Drafting(part, follows, reads))
+    return Draft(both, weights, weights, drafting=Drafting(part, follows, reads))

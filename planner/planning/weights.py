@@ -119,7 +119,7 @@ def sum_weights(
     kernels = engine.kernels.get(deployment.device, {})
     total = 0
     slack = sum(copy.elements * ELEMENT_BYTES[dtype] for copy in stored_copies)
-    kinds: dict[tuple[str, tuple[int, ...]], _Kind] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], _TensorKind] = {}
     formats: dict[tuple[str, str], int] = {}
     for tensor in engine.tensors(architecture, deployment):
         if architecture.unread:
@@ -146,7 +146,7 @@ def sum_weights(
         pattern = _unnumbered(tensor.name)
         kind = kinds.get((pattern, tensor.shape))
         if kind is None:
-            kinds[pattern, tensor.shape] = _Kind(tensor, converted, 1, held)
+            kinds[pattern, tensor.shape] = _TensorKind(tensor, converted, 1, held)
         else:
             kind.count += 1
             kind.value += held
@@ -181,7 +181,7 @@ def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) 
 
 
 @dataclass(slots=True)
-class _Kind:
+class _TensorKind:
     """Tensors of one name pattern and shape over all layers; `value` is the sum of their bytes."""
 
     first: TensorSpec
@@ -214,7 +214,7 @@ def _tiled(shape: tuple[int, ...], held: int) -> int:
 
 
 def _term(
-    pattern: str, kind: _Kind, quantization: Quantization, kernels: Mapping[str, str], dtype: str
+    pattern: str, kind: _TensorKind, quantization: Quantization, kernels: Mapping[str, str], dtype: str
 ) -> Term:
     """Return the term of one kind of tensor with its formula."""
     first = kind.first

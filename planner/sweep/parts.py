@@ -123,7 +123,7 @@ class Parts:
 
         def make() -> Runtime:
             as_asked = replace(flags, quantization=kind)
-            draft = add_draft(self._source, self.architecture, as_asked).beside
+            draft = add_draft(self._source, self.architecture, as_asked).drafting
             return runtime_of(
                 self._part(flags.tensor_parallel_size), replace(chosen, flags=as_asked, draft=draft)
             )

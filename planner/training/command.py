@@ -175,7 +175,6 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _trick(trick: Any) -> dict[str, Any]:
     """Return a trick as a JSON object."""
-
     return {**asdict(trick), "changes": dict(trick.changes)}
 
 

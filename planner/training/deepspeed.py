@@ -16,14 +16,16 @@ from tonnage.planner.units import GiB
 BUFFER_FACTOR = 1.5  # additional_buffer_factor
 
 
-class Estimate(NamedTuple):
+class StateEstimate(NamedTuple):
     """Estimated bytes per GPU and of CPU memory per node."""
 
     gpu: int
     cpu: int
 
 
-def zero2(parameters: int, gpus: int, nodes: int = 1, *, offload: bool, documented: bool = False) -> Estimate:
+def zero2(
+    parameters: int, gpus: int, nodes: int = 1, *, offload: bool, documented: bool = False
+) -> StateEstimate:
     """Return DeepSpeed's estimate for ZeRO-2.
 
     With P parameters on N GPUs, the current formula without offload is 2 P + 18 P / N bytes per GPU.
@@ -31,27 +33,27 @@ def zero2(parameters: int, gpus: int, nodes: int = 1, *, offload: bool, document
     """
     total = gpus * nodes
     if offload:
-        return Estimate(2 * parameters, int(parameters * max(4 * total, 16) * BUFFER_FACTOR))
+        return StateEstimate(2 * parameters, int(parameters * max(4 * total, 16) * BUFFER_FACTOR))
     each, shared = (4, 16) if documented else (2, 18)
     gpu = each * parameters + int(shared * parameters / total)
-    return Estimate(gpu, int(parameters * 4 * gpus * BUFFER_FACTOR))
+    return StateEstimate(gpu, int(parameters * 4 * gpus * BUFFER_FACTOR))
 
 
 def zero3(
     parameters: int, largest_layer: int, gpus: int, nodes: int = 1, *,
     offload_optimizer: bool, offload_param: bool, zero_init: bool,
-) -> Estimate:  # fmt: skip
+) -> StateEstimate:  # fmt: skip
     """Return DeepSpeed's estimate for ZeRO-3; `largest_layer` is the parameters of the largest leaf module."""
     total = gpus * nodes
     gpu, each_node = 4 * largest_layer, 1 / nodes
     if not offload_optimizer:
         gpu += int(18 * parameters / total)
         built = largest_layer if zero_init else parameters
-        return Estimate(gpu, int(built * 4 * gpus * BUFFER_FACTOR))
+        return StateEstimate(gpu, int(built * 4 * gpus * BUFFER_FACTOR))
     share = (18 if offload_param else 16) * each_node
     if not offload_param:
         gpu += int(2 * parameters / total)
-    return Estimate(gpu, int(parameters * (share if zero_init else max(4 * gpus, share)) * BUFFER_FACTOR))
+    return StateEstimate(gpu, int(parameters * (share if zero_init else max(4 * gpus, share)) * BUFFER_FACTOR))
 
 
 def counts(architecture: Architecture) -> tuple[int, int]:
@@ -97,6 +99,6 @@ def _at(offload: bool) -> str:
     return "cpu " if offload else "none"
 
 
-def _row(found: Estimate, options: str) -> str:
+def _row(found: StateEstimate, options: str) -> str:
     """Return one row of the table."""
     return f" {found.cpu / GiB:7.2f}GB | {found.gpu / GiB:6.2f}GB | {options}"

@@ -18,7 +18,7 @@ from tonnage.planner.units import GiB, ceil_div
 UNSLOTH_LOGIT, UNSLOTH_MOST = 16, 4 * GiB
 
 
-class Loss(NamedTuple):
+class LossMemory(NamedTuple):
     """Bytes of the logits and the loss at each moment of a step.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loss(NamedTuple):
     pieces: tuple[int, ...] = ()
 
 
-def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_trained: bool) -> Loss:
+def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_trained: bool) -> LossMemory:
     """Return the bytes of logits and loss for `tokens` tokens; tensor parallelism divides the vocabulary."""
     stack = stack_of(setup)
     elements = tokens * ceil_div(acts.vocab, tp)
@@ -49,22 +49,22 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
     if setup.loss == "fused":
         size = _liger(acts, tokens, head_trained) // tp
         most = max(size, min(UNSLOTH_LOGIT * elements, UNSLOTH_MOST)) if setup.stack == "unsloth" else size
-        return Loss(size, size, 0, 0, 1, most)
+        return LossMemory(size, size, 0, 0, 1, most)
     if setup.loss == "chunked":
         return _chunked(setup, elements, width, labels)
     pieces = (whole, *(4 * elements,) * 3)
     if stack.head_in_fp32:  # the fp32 copy alone reaches the loss, and is dropped before the backward pass
         wide = 4 * elements
-        return Loss(2 * wide + labels, 3 * wide + labels, wide + whole, 0, 1, 3 * wide + labels, pieces)
+        return LossMemory(2 * wide + labels, 3 * wide + labels, wide + whole, 0, 1, 3 * wide + labels, pieces)
     forward = whole + elements * (4 if width == 4 else 8) + labels
     alive = whole if stack.keeps_logits else 0
     backward = alive + 12 * elements + labels
     # upper bound: a caller that keeps the outputs in fp32 (accelerate's convert_outputs_to_fp32)
     most = backward if stack.keeps_logits else 16 * elements + labels
-    return Loss(forward, backward, alive + whole, alive, 1, most, pieces)
+    return LossMemory(forward, backward, alive + whole, alive, 1, most, pieces)
 
 
-def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Loss:
+def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> LossMemory:
     """Return the bytes of torchtune's CEWithChunkedOutputLoss.
 
     The head runs in chunks, and all are kept. Cast to fp32 and cross-entropy run chunk by chunk. The backward
@@ -74,9 +74,9 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
     whole, chunk = elements * width, ceil_div(elements, setup.loss_chunks)
     if setup.compile:
         backward = whole + chunk * width + labels
-        return Loss(whole + labels, backward, whole, 0, 2, backward)
+        return LossMemory(whole + labels, backward, whole, 0, 2, backward)
     forward = whole + 4 * elements + 4 * chunk + labels
-    return Loss(forward, 4 * elements + 8 * chunk + labels, whole, 0, 2, forward)
+    return LossMemory(forward, 4 * elements + 8 * chunk + labels, whole, 0, 2, forward)
 
 
 def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:

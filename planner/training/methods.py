@@ -28,7 +28,7 @@ LINEARS = ("Linear", "KeptLinear", "FalconLinear", "Conv1D")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorGroup:
     """A group of equal tensors of the model or its adapters.
 
     Attributes:
@@ -69,7 +69,7 @@ class Held:
 class Trained:
     """A model's tensors under a training method; `targets` are the modules with adapters."""
 
-    held: tuple[Held, ...]
+    held: tuple[TensorGroup, ...]
     targets: frozenset[str]
     buffer_bytes: int
 
@@ -131,7 +131,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
         )
         groups.setdefault((pattern(tensor.name), tensor.shape, trainable), []).append(tensor)
     held = [
-        Held(
+        TensorGroup(
             name, shape, tensors[0].role, tensors[0].module_class, tuple(t.layer for t in tensors), trainable,
             frozen_bytes=frozen(tensors[0]),
             shard_dim=tensors[0].shard_dim, kv_rows=tensors[0].kv_rows, kv_units=tensors[0].kv_units,
@@ -164,7 +164,7 @@ def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | 
 
 def _adapters(
     architecture: Architecture, own: list[TensorSpec], setup: TrainingSetup
-) -> tuple[list[Held], frozenset[str]]:
+) -> tuple[list[TensorGroup], frozenset[str]]:
     """Return the adapter tensors, and the patterns of the modules that have them."""
     wanted = setup.target_modules
     if wanted is None:
@@ -209,7 +209,7 @@ def _adapters(
         side = tensors[0].shard_dim if name.endswith(("lora_B.weight", "lora_A.weight")) else None
         dim = side if side == (0 if name.endswith("lora_B.weight") else 1) else None
         layers = tuple(t.layer for t in tensors)
-        held.append(Held(name, shape, "adapter", "Adapter", layers, True, True, shard_dim=dim))
+        held.append(TensorGroup(name, shape, "adapter", "Adapter", layers, True, True, shard_dim=dim))
     return held, frozenset(pattern(t.module) for t in matched)
 
 

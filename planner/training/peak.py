@@ -29,7 +29,7 @@ from tonnage.planner.training.activations import Activations, Kept
 from tonnage.planner.training.loss import loss_of
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
-from tonnage.planner.training.step import Step
+from tonnage.planner.training.step import StepMemory
 from tonnage.planner.units import MiB, ceil_div
 
 MOMENTS = (
@@ -216,7 +216,7 @@ class _Moment(NamedTuple):
 
 
 def peak_of(
-    setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: Step,
+    setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: StepMemory,
     head_trained: bool, tied: bool, gradients: Gradients, packed: int = 0,
 ) -> Peak:  # fmt: skip
     """Return the worst moment of one micro-batch on one rank.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.training.methods import Held
+from tonnage.planner.training.methods import TensorGroup
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 from tonnage.planner.units import ceil_div
 
@@ -86,7 +86,7 @@ def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> ra
     return range(start, start + base + (1 if stage < more else 0))
 
 
-def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> int:
+def in_stage(held: TensorGroup, layers: range, stage: int, stages: int, tied: bool) -> int:
     """Return how many of these tensors the pipeline stage holds.
 
     The embedding is on the first stage, final norm and head on the last, a tied embedding on both.
@@ -102,7 +102,7 @@ def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> 
     return held.count if stage == stages - 1 else 0
 
 
-def split(held: Held, setup: TrainingSetup) -> tuple[int, ...]:
+def split(held: TensorGroup, setup: TrainingSetup) -> tuple[int, ...]:
     """Return the shape that one tensor-parallel rank holds.
 
     The dimension `shard_dim` is divided and rounded up. Rows of K and V are repeated where there are fewer KV

@@ -14,7 +14,7 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.values import Kernels
 
 
-class Default(NamedTuple):
+class StackDefault(NamedTuple):
     """A flag that the stack sets where the user did not; `methods` restricts it, empty means all methods."""
 
     flag: str
@@ -63,7 +63,7 @@ class Stack:
     dequantized: int = 2
     states_in_fp32: bool = False
     model_types: tuple[str, ...] = ()
-    defaults: tuple[Default, ...] = ()
+    defaults: tuple[StackDefault, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -114,14 +114,14 @@ STACKS = {
         states_in_fp32=True,
         model_types=("llama", "mistral", "qwen2", "gemma"),
         defaults=(
-            Default("precision", "bf16", f"{_YAML} dtype"),
-            Default("checkpointing", "full", f"{_YAML} enable_activation_checkpointing"),
-            Default("loss", "chunked", f"{_YAML} loss: CEWithChunkedOutputLoss"),
-            Default("attention", "sdpa", "modules/attention_utils.py"),
-            Default("optimizer", "paged-adamw-8bit", f"{_YAML} optimizer", ("full",)),
-            Default("optimizer_in_backward", True, f"{_YAML} optimizer_in_bwd", ("full",)),
-            Default("rank", 8, f"{_YAML} lora_rank", _LORA),
-            Default(
+            StackDefault("precision", "bf16", f"{_YAML} dtype"),
+            StackDefault("checkpointing", "full", f"{_YAML} enable_activation_checkpointing"),
+            StackDefault("loss", "chunked", f"{_YAML} loss: CEWithChunkedOutputLoss"),
+            StackDefault("attention", "sdpa", "modules/attention_utils.py"),
+            StackDefault("optimizer", "paged-adamw-8bit", f"{_YAML} optimizer", ("full",)),
+            StackDefault("optimizer_in_backward", True, f"{_YAML} optimizer_in_bwd", ("full",)),
+            StackDefault("rank", 8, f"{_YAML} lora_rank", _LORA),
+            StackDefault(
                 "target_modules", ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
                 f"{_YAML} lora_attn_modules, apply_lora_to_mlp", _LORA,
             ),
@@ -135,10 +135,10 @@ STACKS = {
             ("gradients, logits, AdamW", "train/sft/trainer.py: transformers' Trainer"),
         ),
         defaults=(
-            Default("checkpointing", "full", "hparams/model_args.py disable_gradient_checkpointing"),
-            Default("rank", 8, "hparams/finetuning_args.py lora_rank", _LORA),
-            Default("target_modules", ("all-linear",), "hparams/finetuning_args.py lora_target", _LORA),
-            Default("galore_rank", 16, "hparams/finetuning_args.py galore_rank"),
+            StackDefault("checkpointing", "full", "hparams/model_args.py disable_gradient_checkpointing"),
+            StackDefault("rank", 8, "hparams/finetuning_args.py lora_rank", _LORA),
+            StackDefault("target_modules", ("all-linear",), "hparams/finetuning_args.py lora_target", _LORA),
+            StackDefault("galore_rank", 16, "hparams/finetuning_args.py galore_rank"),
         ),
     ),
     "unsloth": Stack(
@@ -152,11 +152,13 @@ STACKS = {
         ),
         kernels=Kernels(as_input=True, compiled="least"),
         defaults=(
-            Default("checkpointing", "full", "models/llama.py use_gradient_checkpointing='unsloth'"),
-            Default("offload_activations", True, "unsloth_zoo gradient_checkpointing.py: inputs go to the CPU"),
-            Default("loss", "fused", "unsloth_zoo fused_losses"),
-            Default("rank", 16, "models/llama.py get_peft_model r", _LORA),
-            Default(
+            StackDefault("checkpointing", "full", "models/llama.py use_gradient_checkpointing='unsloth'"),
+            StackDefault(
+                "offload_activations", True, "unsloth_zoo gradient_checkpointing.py: inputs go to the CPU"
+            ),
+            StackDefault("loss", "fused", "unsloth_zoo fused_losses"),
+            StackDefault("rank", 16, "models/llama.py get_peft_model r", _LORA),
+            StackDefault(
                 "target_modules",
                 ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
                 "models/llama.py _DEFAULT_TARGET_MODULES", _LORA,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.training.methods import Held, Trained
+from tonnage.planner.training.methods import TensorGroup, Trained
 from tonnage.planner.training.optimizers import (
     OPTIMIZER,
     STEP_BYTES,
@@ -87,7 +87,7 @@ class States:
 class _Piece(NamedTuple):
     """One group of equal tensors on one rank: shape before sharding, number of tensors, number of shards."""
 
-    held: Held
+    held: TensorGroup
     shape: tuple[int, ...]
     tensors: int
     ranks: Shards
@@ -220,7 +220,9 @@ def _units(pieces: list[_Piece], ranks: int) -> int:
     return sum(ceil_div(total, ranks) for total in sums.values())
 
 
-def _trained_bytes(held: Held, convention: Convention, setup: TrainingSetup) -> tuple[int, int, int, int]:
+def _trained_bytes(
+    held: TensorGroup, convention: Convention, setup: TrainingSetup
+) -> tuple[int, int, int, int]:
     """Return the bytes of weight, master, gradient and one state value; adapters have one dtype throughout."""
     if held.adapter:
         size = adapter_bytes(setup)
@@ -228,7 +230,7 @@ def _trained_bytes(held: Held, convention: Convention, setup: TrainingSetup) -> 
     return convention.weights, convention.master, convention.gradients, convention.state
 
 
-def _cast(held: Held, elements: int, convention: Convention) -> int:
+def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
     """Return the bytes of 16-bit copies of fp32 matrices under autocast, which casts no norm or embedding."""
     if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
         return 0

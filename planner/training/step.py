@@ -26,7 +26,7 @@ SUB_GROUP_ELEMENTS = 10**9  # DeepSpeed 0.19, runtime/zero/config.py sub_group_s
 _FP32 = 4
 
 
-class Step(NamedTuple):
+class StepMemory(NamedTuple):
     """Bytes at the worst moment of an optimizer step; `copies` describes the gradient copies among them."""
 
     bytes: int
@@ -46,10 +46,10 @@ def kernel_of(setup: TrainingSetup) -> str:
     return "fused" if _deepspeed(setup) or convention_of(setup).master else "foreach"
 
 
-def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Step:
+def step_of(setup: TrainingSetup, convention: Convention, states: States) -> StepMemory:
     """Return the memory of one optimizer step on one rank; an offloaded optimizer takes none on the GPU."""
     if setup.offload_optimizer != "none":  # on the host
-        return Step(0)
+        return StepMemory(0)
     part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
     if setup.optimizer_in_backward:
         part = states.largest
@@ -62,8 +62,8 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
     if _deepspeed(setup):
         flat = width * part
         words = f"flat gradients, {width}{' + 4 (fp32)' if cast else ''} bytes x {part:,}"
-        return Step(max(flat + cast, (cast or flat) + kernel), words)
-    return Step(cast + kernel, f"fp32 copy of the gradients, 4 bytes x {part:,}" if cast else "")
+        return StepMemory(max(flat + cast, (cast or flat) + kernel), words)
+    return StepMemory(cast + kernel, f"fp32 copy of the gradients, 4 bytes x {part:,}" if cast else "")
 
 
 def _deepspeed(setup: TrainingSetup) -> bool:
@@ -71,4 +71,4 @@ def _deepspeed(setup: TrainingSetup) -> bool:
     return setup.strategy.startswith("zero")
 
 
-__all__ = ["SUB_GROUP_ELEMENTS", "Step", "kernel_of", "step_of"]
+__all__ = ["SUB_GROUP_ELEMENTS", "StepMemory", "kernel_of", "step_of"]

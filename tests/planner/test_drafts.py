@@ -17,7 +17,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.planning.mtp import own_draft, streams_of
+from tonnage.planner.planning.mtp import mtp_draft, streams_of
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
 
@@ -329,7 +329,7 @@ def test_deepseek_v4_drafts_by_as_many_streams_as_the_model_has():
     architecture = build_architecture(config)
 
     def streams(config: dict) -> tuple[int, tuple[int, ...]]:
-        draft = own_draft(architecture, config, None, 1, 1)
+        draft = mtp_draft(architecture, config, None, 1, 1)
         (head,) = (tensor for tensor in draft.tensors if tensor.name.endswith("hc_head_fn"))
         return streams_of(architecture, config), head.shape
 

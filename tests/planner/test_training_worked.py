@@ -8,7 +8,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training import deepspeed
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.communication import communication_of
-from tonnage.planner.training.methods import Held, Trained
+from tonnage.planner.training.methods import TensorGroup, Trained
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.optimizers import state_bytes
 from tonnage.planner.training.placement import init_bytes
@@ -32,7 +32,7 @@ def planner(config_of):
 
 def one_tensor(elements: int, architecture):
     """States of a model that is one flat tensor, as the papers count it."""
-    held = Held("all.weight", (elements,), "mlp", "Linear", (None,), True)
+    held = TensorGroup("all.weight", (elements,), "mlp", "Linear", (None,), True)
 
     def states(setup: TrainingSetup):
         return states_on_rank(Trained((held,), frozenset(), 0), architecture, setup)
@@ -186,7 +186,7 @@ def test_gradients_are_reduced_once_per_window(planner):
 T5_3B, T5_3B_LAYER = 2_851_598_336, 32_899_072
 
 
-def gib(estimate: deepspeed.Estimate) -> tuple[str, str]:
+def gib(estimate: deepspeed.StateEstimate) -> tuple[str, str]:
     return f"{estimate.gpu / 2**30:.2f}", f"{estimate.cpu / 2**30:.2f}"
 
 

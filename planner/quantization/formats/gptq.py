@@ -98,14 +98,14 @@ def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     return {name: parts[name] for name in ("qweight", "scales")}
 
 
-def _said(f: LinearFormat) -> str:
+def _details(f: LinearFormat) -> str:
     """Return the details of a GPTQ format as text."""
     return f"{f.bits} bits, group {f.group_size}, desc_act {f.act_order}, sym {f.symmetric}"
 
 
 GPTQ = Kind(
     "gptq", _gptq, suffix=".qweight", stored_as="int32", classes=("Linear", "FalconLinear"),
-    language_model_only=True, detail=_said,
+    language_model_only=True, detail=_details,
     loaded={"gptqmodel-cpu-avx512": _gptqmodel, "vllm-cpu-wna16": _vllm_cpu},
     warmed={"gptqmodel-cpu-avx512": _gptqmodel_warm},
 )  # fmt: skip
@@ -126,12 +126,12 @@ def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization
             raise UnsupportedArchitecture(f"{shown(value)} is not planned yet", field=f"{AT}.{unknown}")
     if found.get("lm_head"):
         raise UnsupportedArchitecture("a quantized head is not planned yet", field=f"{AT}.lm_head")
-    act_order, skip = flag(found, "desc_act", False), _left_alone(found)
+    act_order, skip = flag(found, "desc_act", False), _unquantized(found)
     made = LinearFormat(GPTQ, bits, group, act_order=act_order, symmetric=flag(found, "sym", True))
     return Quantization("gptq", skip, AT, made, method="gptq")
 
 
-def _left_alone(found: dict[str, Any]) -> Patterns | None:
+def _unquantized(found: dict[str, Any]) -> Patterns | None:
     """Return the modules that stay unquantized, from modules_to_not_convert and GPTQModel's `dynamic`.
 
     A key of `dynamic` that begins with `-:` excludes modules. Other keys change bits or groups and are refused.
