@@ -60,7 +60,9 @@ def _read(path: str, changed: int) -> list[Entry]:
             _check(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DeploymentError):
         raise DeploymentError(
-            f"{path} is no calibration", field="--calibration", hint="tonnage fit-log --calibrate writes one"
+            f"{path} is not a calibration file",
+            field="--calibration",
+            hint="tonnage fit-log --calibrate writes one",
         ) from None
     return list(content["starts"])
 

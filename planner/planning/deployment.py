@@ -65,7 +65,7 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
     for name in given:
         needs, engine = flags[name].needs, flags[name].engine
         if needs and not given.get(needs):
-            refuse(name, f"means nothing without {flags[needs].option}")
+            refuse(name, f"requires {flags[needs].option}")
         if engine and deployment.engine != engine:
             refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
     if "device" in given and deployment.gpu is not None:
@@ -135,7 +135,7 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
     """
     if engine.lora_ranks and flags.max_lora_rank not in engine.lora_ranks:
         raise DeploymentError(
-            f"{engine.title} has no slots of rank {flags.max_lora_rank}",
+            f"{engine.title} supports no LoRA rank {flags.max_lora_rank}",
             field="--max-lora-rank",
             hint=f"one of {', '.join(map(str, engine.lora_ranks))}; an adapter of a smaller rank fits",
         )
@@ -172,7 +172,7 @@ def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
         version = parse_version(given)
         if not any(version):
             raise DeploymentError(
-                f"{given!r} is no release", field="--engine-version", hint="for example 0.11.0"
+                f"{given!r} is not a release number", field="--engine-version", hint="for example 0.11.0"
             )
         return version, given
     newest = engine.newest
@@ -239,7 +239,7 @@ def _device_memory(deployment: Deployment) -> int:
     if gpu.device == deployment.device:
         return gpu.memory_bytes
     raise DeploymentError(
-        "needed for a GPU that is not here",
+        "is required: this machine has no such GPU",
         field="--device-memory",
         hint="for example --device-memory 80GiB, or --gpu h100-80g",
     )

@@ -92,11 +92,13 @@ def eagle_draft(
     if stored is not None:  # the speculators library keeps the layer's config in a nested object
         outer, layer = config, config.get("transformer_layer_config")
         if not isinstance(layer, Mapping):
-            raise ConfigError("missing or no object", field="transformer_layer_config")
+            raise ConfigError("is missing or not an object", field="transformer_layer_config")
         family = layer.get("model_type")
         third = stored == "eagle3"
         if family not in _CLASS:
-            raise UnsupportedArchitecture(f"drafts of {family!r:.40} layers are not known", field="model_type")
+            raise UnsupportedArchitecture(
+                f"drafts of {family!r:.40} layers are not supported", field="model_type"
+            )
     else:
         outer = layer = config
         first = config["architectures"][0]
@@ -167,7 +169,8 @@ def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Archit
             raise ConfigError(f"{value!r:.40} is not between 1 and {most}", field=field)
     if width != model.hidden_size:
         raise DeploymentError(
-            f"it reads hidden states of {width:,} values, the model's have {model.hidden_size:,}", field=_FIELD
+            f"the draft reads hidden states of {width:,} values, the model's have {model.hidden_size:,}",
+            field=_FIELD,
         )
     out = []
     if inner.get("use_aux_hidden_state", True):

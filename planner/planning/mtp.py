@@ -127,7 +127,7 @@ def mtp_draft(
     family = _family(architecture, config)
     if tokens > count and tokens % count:
         raise DeploymentError(
-            f"{tokens} is no multiple of the {count} draft layers ({family.count})",
+            f"{tokens} is not a multiple of the {count} draft layers ({family.count})",
             field="--num-speculative-tokens", hint=f"for example {count}",
         )  # fmt: skip
     first = family.at.format(i=0, n=architecture.layers)
@@ -172,9 +172,9 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
     if stated is not None and (
         isinstance(stated, bool) or not isinstance(stated, int) or not 0 <= stated <= 64
     ):
-        raise DeploymentError(f"{stated!r:.40} is no number of draft layers", field=names[0])
+        raise DeploymentError(f"{stated!r:.40} is not a number of draft layers", field=names[0])
     if known is None:
-        why = "is not planned" if stated else f"is nothing that {architecture.model_type} models have"
+        why = "is not planned" if stated else f"does not exist in {architecture.model_type} models"
         raise DeploymentError(
             f"multi-token prediction {why}: config.json names {stated or 'no'} draft layers",
             field=FIELD, hint="leave it out, or name a draft model",
@@ -231,7 +231,7 @@ def _parts(config: Mapping[str, Any]) -> str:
     listed = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
     if not isinstance(listed, (str, list)) or not all(str(kind) in _KINDS for kind in listed):
         raise DeploymentError(
-            f"{listed!r:.40}: vLLM builds attention and experts only", field="mtp_hybrid_override_pattern",
+            f"{listed!r:.40}: vLLM builds only attention and experts", field="mtp_hybrid_override_pattern",
             hint="leave the draft out",
         )  # fmt: skip
     return "".join(_KINDS[kind] for kind in listed)
@@ -243,7 +243,7 @@ def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stag
     routed = next((each.layer for each in architecture.tensors if each.role == "expert"), None)
     if (attention is None and "*" in parts) or (routed is None and "E" in parts):
         raise DeploymentError(
-            "its draft has a kind of layer that the model has not: its widths are not known", field=FIELD,
+            "the draft has a kind of layer that the model lacks, so its widths are unknown", field=FIELD,
             hint="leave it out",
         )  # fmt: skip
     found, cache = [], []
@@ -304,7 +304,7 @@ def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
     plain = [layer.layer for layer in architecture.cache_layers if layer.layer not in experts]
     if not plain:
         raise DeploymentError(
-            "its draft layers are dense and no layer of the model is: their width is not known", field=FIELD,
+            "the draft layers are dense but no layer of the model is, so their width is unknown", field=FIELD,
             hint="leave it out",
         )  # fmt: skip
     return plain[0]

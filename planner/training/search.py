@@ -41,7 +41,7 @@ def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 
         DoesNotFit: with the figures, if not even 1 fits.
     """
     if setup.device_memory is None:
-        raise DeploymentError("a device is needed to search", field="--device-memory", hint="or --gpu NAME")
+        raise DeploymentError("the search needs a device", field="--device-memory", hint="or --gpu NAME")
     ceiling = planner.model.architecture.max_model_len if field == "sequence_length" else _CEILING
 
     def fits(value: int) -> TrainingPlan | None:

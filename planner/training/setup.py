@@ -21,7 +21,7 @@ def _capability(text: str, field: str) -> str:
     """Return `text` if it is a compute capability such as 8.0; raise DeploymentError otherwise."""
     major, _, minor = text.partition(".")
     if not (major.isdecimal() and minor.isdecimal()):
-        raise DeploymentError(f"{text[:40]!r} is no compute capability", field=field, hint="for example 8.0")
+        raise DeploymentError(f"{text[:40]!r} is not a compute capability", field=field, hint="for example 8.0")
     return text
 
 
@@ -285,7 +285,7 @@ def _check_ranks(setup: TrainingSetup) -> None:
         )
     if setup.sequence_parallel and setup.tensor_parallel == 1:
         raise DeploymentError(
-            "shares out what tensor parallelism replicates, and --tensor-parallel is 1",
+            "shards tensors that tensor parallelism replicates, but --tensor-parallel is 1",
             field="--sequence-parallel",
             hint="use --context-parallel to split long sequences",
         )
@@ -341,7 +341,7 @@ def _check_offload(setup: TrainingSetup) -> None:
         )
     if setup.method == "qlora" and setup.zero_stage == 3 and not setup.is_fsdp:
         raise DeploymentError(
-            "ZeRO stage 3 shares out weights by value and cannot split bitsandbytes' packed ones",
+            "ZeRO stage 3 shards weights by value and cannot split the packed weights of bitsandbytes",
             field="--strategy",
             hint="QLoRA works with zero1 and zero2, where the quantized base is replicated; or lora with zero3",
         )

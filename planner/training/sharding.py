@@ -62,7 +62,7 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
         )
     if pp > architecture.layers:
         raise DeploymentError(
-            f"{pp} stages for {architecture.layers} layers leave some empty", field="--pipeline-parallel"
+            f"{pp} stages for {architecture.layers} layers leave some stages empty", field="--pipeline-parallel"
         )
     if setup.expert_parallel > 1 and not any(t.role == "expert" for t in architecture.tensors):
         raise DeploymentError(f"{architecture.class_name} has no experts", field="--expert-parallel")

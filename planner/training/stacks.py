@@ -268,13 +268,15 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
             )  # fmt: skip
         if setup.attention == "eager":
             raise DeploymentError(
-                "torchtune attends by SDPA or flex_attention", field="--attention", hint="sdpa"
+                "torchtune computes attention with SDPA or flex_attention", field="--attention", hint="sdpa"
             )
         if setup.strategy.startswith("zero"):
             raise DeploymentError("torchtune shards with FSDP2 only", field="--strategy", hint="fsdp")
         if setup.method == "qlora" and setup.base_quantization != "nf4-double":
             raise DeploymentError(
-                "torchtune quantizes by torchao's NF4, twice", field="--base-quantization", hint="nf4-double"
+                "torchtune quantizes with torchao's NF4 with double quantization only",
+                field="--base-quantization",
+                hint="nf4-double",
             )
         if setup.method in ("ia3", "freeze"):
             raise DeploymentError(
@@ -282,7 +284,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
             )
     elif setup.loss == "chunked":
         raise DeploymentError(
-            "chunks of the output are torchtune's loss",
+            "only torchtune has the chunked loss",
             field="--loss",
             hint="--loss fused, or --stack torchtune",
         )
@@ -297,12 +299,12 @@ def _check_in_backward(setup: TrainingSetup) -> None:
         raise DeploymentError(f"needs --method full, it is {setup.method}", field=field)
     if setup.gradient_accumulation > 1:
         raise DeploymentError(
-            "every gradient is used and dropped at once, so none can be accumulated", field=field,
+            "each gradient is freed right after its use, so gradients cannot be accumulated", field=field,
             hint="--gradient-accumulation 1",
         )  # fmt: skip
     if setup.zero_stage or setup.shard_ranks > 1:
         raise DeploymentError(
-            "planned for one GPU: other ranks would have to reduce each gradient first", field=field,
+            "works on one GPU only: with more, each gradient would have to be reduced first", field=field,
             hint="--no-optimizer-in-backward",
         )  # fmt: skip
 

@@ -146,12 +146,12 @@ def flags(**more) -> Deployment:
 @pytest.mark.parametrize(
     ("model", "changes", "tokens", "why"),
     [
-        (LLAMA, {}, 1, "nothing that llama models have"),
-        ("moonshotai__Kimi-K2-Instruct", {}, 1, "nothing that kimi_k2 models have"),
+        (LLAMA, {}, 1, "does not exist in llama models"),
+        ("moonshotai__Kimi-K2-Instruct", {}, 1, "does not exist in kimi_k2 models"),
         ("MiniMaxAI__MiniMax-M2.5", {}, 1, "not planned: config.json names 3 draft"),
         ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": 0}, 1, "names no draft layers"),
-        ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": "1"}, 1, "no number of draft layers"),
-        ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is no multiple of the 3 draft layers"),
+        ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": "1"}, 1, "not a number of draft layers"),
+        ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is not a multiple of the 3 draft layers"),
     ],
 )
 def test_a_model_without_draft_layers_is_refused(model, changes, tokens, why):
@@ -272,7 +272,7 @@ def test_a_draft_that_is_profiled_takes_its_own_moment(tmp_path):
 
 
 def test_the_parts_of_a_hybrid_s_draft_must_be_known():
-    with pytest.raises(DeploymentError, match="vLLM builds attention and experts only"):
+    with pytest.raises(DeploymentError, match="vLLM builds only attention and experts"):
         plan_source(
             source("nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8", mtp_hybrid_override_pattern="*M"), flags()
         )

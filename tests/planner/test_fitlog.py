@@ -299,15 +299,15 @@ def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):
 def test_files_that_are_no_calibration(content, llama, tmp_path, capsys):
     file = tmp_path / "c.json"
     file.write_text(content)
-    with pytest.raises(DeploymentError, match="is no calibration"):
+    with pytest.raises(DeploymentError, match="is not a calibration file"):
         make_plan(llama, Deployment(engine="vllm", gpu="h100-80g", calibration=str(file)))
     assert run([str(FLOAT32), "--model", llama, "--gpu", "h100-80g", "--calibrate", str(file)]) == 2
-    assert "is no calibration" in capsys.readouterr().err
+    assert "is not a calibration file" in capsys.readouterr().err
     assert file.read_text() == content
     with pytest.raises(DeploymentError, match="No such file"):
         make_plan(llama, Deployment(engine="vllm", gpu="h100-80g", calibration=str(tmp_path / "none.json")))
     assert plan_command([llama, "--gpu", "h100-80g,l40s", "--calibration", str(file)]) == 2
-    assert "is no calibration" in capsys.readouterr().err
+    assert "is not a calibration file" in capsys.readouterr().err
 
 
 def test_a_log_that_teaches_nothing(llama, tmp_path, capsys):

@@ -121,7 +121,7 @@ def test_a_gpu_without_a_figure_is_this_machines():
     if here.device == "cuda":
         assert make_plan("demo", asked).rank.total_bytes == here.memory_bytes
         return
-    with pytest.raises(DeploymentError, match="not here") as caught:
+    with pytest.raises(DeploymentError, match="no such GPU") as caught:
         make_plan("demo", asked)
     assert caught.value.field == "--device-memory"
 

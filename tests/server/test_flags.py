@@ -255,6 +255,6 @@ def test_a_setting_is_checked_as_the_flag(given: dict[str, Any], field: str) -> 
 
 def test_a_setting_that_means_nothing_alone_is_refused_as_by_plan() -> None:
     settings = load_settings(model="demo", backend="vllm", max_loras=2)
-    with pytest.raises(DeploymentError, match="means nothing without --enable-lora") as caught:
+    with pytest.raises(DeploymentError, match="requires --enable-lora") as caught:
         settings.deployment()
     assert caught.value.field == "--max-loras"
