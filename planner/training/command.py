@@ -49,7 +49,7 @@ def parser() -> Parser:
     """Return the argument parser of `tonnage train`."""
     p = Parser(
         "tonnage train",
-        "Say what training a model needs on GPU, CPU and NVMe, and what would make it fit.",
+        "Show what training a model needs on GPU, CPU and NVMe, and what would make it fit.",
         _EPILOG,
     )
     p.add_argument("model", metavar="MODEL", help="demo, a folder with config.json or a hub id")
@@ -57,17 +57,25 @@ def parser() -> Parser:
     add_groups(p, TrainingSetup)
     add_flags(p, Deployment, ("gpu",))
     p.add_argument(
-        "--find", type=str.lower, metavar="micro-batch|sequence-length", help="the largest that fits"
+        "--find",
+        type=str.lower,
+        metavar="micro-batch|sequence-length",
+        help="search for the largest value that fits",
     )
-    p.add_argument("--tricks", action="store_true", help="rank what would make it fit, alone and together")
+    p.add_argument(
+        "--tricks", action="store_true", help="rank changes that would make it fit, alone and combined"
+    )
     p.add_argument(
         "--emit", type=str.lower, metavar="deepspeed|accelerate|trainer|peft|deepspeed-estimate",
-        help="print that configuration, or what DeepSpeed's own estimators say of the model",
+        help="print the configuration for that tool, or the estimates of DeepSpeed's own estimators",
     )  # fmt: skip
     p.add_argument(
-        "--sweep", metavar="FLAG=A,B", action="append", help="every combination (repeatable; modules A+B)"
+        "--sweep",
+        metavar="FLAG=A,B",
+        action="append",
+        help="plan every combination of the values (repeatable; join module names as A+B)",
     )
-    p.add_argument("--html", metavar="FILE", help="write the plan, or the sweep, as one HTML file")
+    p.add_argument("--html", metavar="FILE", help="write the plan or the sweep as one HTML file")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument("--explain", action="store_true", help="print every line with its formula and source")
     return p

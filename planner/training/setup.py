@@ -34,22 +34,22 @@ class TrainingSetup:
     """
 
     stack: str | None = flag(
-        None, "whose modules, loss and loop, and its defaults (default: a plain loop that keeps its gradients)",
+        None, "training stack with its modules, loss and defaults (default: a plain loop that keeps gradients)",
         group=_METHOD, choices=("transformers", "torchtune", "llama-factory", "unsloth", "axolotl"),
     )  # fmt: skip
     method: str = flag(
-        "full", "what is trained", group=_METHOD, choices=("full", "lora", "qlora", "ia3", "freeze")
+        "full", "training method", group=_METHOD, choices=("full", "lora", "qlora", "ia3", "freeze")
     )
     precision: str = flag(
-        "bf16-mixed", "", group=_METHOD,
+        "bf16-mixed", "precision of weights and matrix products", group=_METHOD,
         choices=("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8"),
     )  # fmt: skip
     convention: str | None = flag(
-        None, "where mixed precision keeps fp32 copies (default: the framework's)", group=_METHOD,
+        None, "where mixed precision keeps fp32 copies (default: as the framework does)", group=_METHOD,
         choices=("zero", "master-with-weights", "huggingface", "autocast"),
     )  # fmt: skip
     optimizer: str = flag(
-        "adamw", "", group=_METHOD,
+        "adamw", "optimizer", group=_METHOD,
         choices=(
             "adamw", "adamw-8bit", "paged-adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lion", "muon",
             "galore-adamw", "galore-adamw-8bit",
@@ -59,35 +59,41 @@ class TrainingSetup:
         128, "rank of GaLore's projections", group=_METHOD, most=_MOST
     )
     optimizer_in_backward: bool = flag(
-        False, "step on each gradient as it comes and drop it: none is kept", group=_METHOD
+        False, "update each parameter in the backward pass and free its gradient at once", group=_METHOD
     )
     optimizer_kernel: str | None = flag(  # temporary copies during the step (step.py)
-        None, "default: foreach; fused by DeepSpeed or with an fp32 master", group=_METHOD,
+        None, "kernel of the step (default: foreach; fused with DeepSpeed or an fp32 master)", group=_METHOD,
         choices=("foreach", "fused"),
     )  # fmt: skip
     gradient_dtype: str | None = flag(
-        None, "default: the convention's", group=_METHOD, choices=tuple(DTYPE_BYTES)
+        None,
+        "dtype of the gradients (default: as the convention has it)",
+        group=_METHOD,
+        choices=tuple(DTYPE_BYTES),
     )
     base_dtype: str | None = flag(
-        None, "frozen weights of lora, ia3 and freeze (default: 16-bit)", group=_METHOD,
+        None, "dtype of frozen weights with lora, ia3 and freeze (default: 16-bit)", group=_METHOD,
         choices=tuple(DTYPE_BYTES),
     )  # fmt: skip
     rank: int = flag(16, "LoRA rank", group=_METHOD, most=_MOST)
     target_modules: tuple[str, ...] | None = flag(
-        None, "modules with adapters, or all-linear (default: PEFT's own of the family)", group=_METHOD,
+        None, "modules with adapters, or all-linear (default: PEFT's modules for the family)", group=_METHOD,
         metavar="A,B", hint="leave it out for PEFT's default, or all-linear",
     )  # fmt: skip
     trainable_layers: int = flag(  # LLaMA-Factory's default
-        2, "freeze: last layers that are trained", group=_METHOD, most=_MOST
+        2, "number of last layers that --method freeze trains", group=_METHOD, most=_MOST
     )
     base_quantization: str = flag(
-        "nf4-double", "of qlora", group=_METHOD, choices=("nf4-double", "nf4", "int8")
+        "nf4-double",
+        "quantization of the base weights with qlora",
+        group=_METHOD,
+        choices=("nf4-double", "nf4", "int8"),
     )
-    loss_scaling: bool = flag(True, "of fp16 and fp16-mixed (default: on)", group=_METHOD)
+    loss_scaling: bool = flag(True, "loss scaling with fp16 and fp16-mixed (default: on)", group=_METHOD)
 
     micro_batch: int = flag(1, "sequences per rank and forward pass", group=_BATCH, most=_MOST)
     sequence_length: int | None = flag(
-        None, "tokens (default: 2,048, or the model's length if shorter)", group=_BATCH
+        None, "tokens per sequence (default: 2,048, or the model's limit if shorter)", group=_BATCH
     )
     gradient_accumulation: int = flag(1, "forward passes per optimizer step", group=_BATCH, most=_MOST)
     packing: bool = flag(False, "several documents in one sequence", group=_BATCH)
@@ -95,52 +101,66 @@ class TrainingSetup:
         False, "SDPA is given an explicit mask, as transformers 4.56 and 4.57 do in training", group=_BATCH
     )
     checkpointing: str = flag(
-        "none", "recomputed activations", group=_BATCH, choices=("none", "selective", "full")
+        "none",
+        "activations that the backward pass recomputes",
+        group=_BATCH,
+        choices=("none", "selective", "full"),
     )
     checkpoint_segments: int | None = flag(
-        None, "segments of full checkpointing (default: one a layer)", group=_BATCH, most=_MOST
+        None, "segments of full checkpointing (default: one per layer)", group=_BATCH, most=_MOST
     )
-    offload_activations: bool = flag(False, "kept activations on the CPU", group=_BATCH)
+    offload_activations: bool = flag(
+        False, "keep activations in CPU memory until the backward pass", group=_BATCH
+    )
     attention: str | None = flag(
-        None, "default: flash where it runs, else sdpa", group=_BATCH, choices=("flash", "sdpa", "eager")
+        None,
+        "attention implementation (default: flash where the GPU has it, else sdpa)",
+        group=_BATCH,
+        choices=("flash", "sdpa", "eager"),
     )
     loss: str = flag(
-        "full", "full logits, fused with the head as Liger's kernel, or torchtune's chunks of the output",
+        "full", "how the loss is computed: full logits, fused with the head (Liger), or in torchtune's chunks",
         group=_BATCH, choices=("full", "fused", "chunked"),
     )  # fmt: skip
-    loss_chunks: int = flag(8, "of --loss chunked (num_output_chunks)", group=_BATCH, most=_MOST)
-    compile: bool = flag(False, "torch.compile: pointwise operations are recomputed", group=_BATCH)
-    partition_activations: bool = flag(False, "ZeRO-R: checkpoints over tensor-parallel ranks", group=_BATCH)
+    loss_chunks: int = flag(
+        8, "number of chunks of --loss chunked (num_output_chunks)", group=_BATCH, most=_MOST
+    )
+    compile: bool = flag(False, "use torch.compile, which recomputes pointwise operations", group=_BATCH)
+    partition_activations: bool = flag(
+        False, "divide checkpoints among tensor-parallel ranks (ZeRO-R)", group=_BATCH
+    )
 
     strategy: str = flag(
-        "ddp", "", group=_RANKS,
+        "ddp", "sharding strategy", group=_RANKS,
         choices=("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-no-shard"),
     )  # fmt: skip
     gpus: int = flag(1, "GPUs per node", group=_RANKS, most=_MOST)
-    nodes: int = flag(1, "", group=_RANKS, most=_MOST)
+    nodes: int = flag(1, "number of nodes", group=_RANKS, most=_MOST)
     shard_size: int | None = flag(
         None, "ranks of one fsdp-hybrid group (default: one node)", group=_RANKS, most=_MOST
     )
     fsdp_version: int = flag(  # torch.distributed.fsdp: FullyShardedDataParallel, fully_shard
-        2, "1 or 2", group=_RANKS, most=2
+        2, "version of FSDP, 1 or 2", group=_RANKS, most=2
     )
     gradient_as_bucket_view: bool = flag(
-        False, "DDP: gradients are views of the buckets, no second copy", group=_RANKS
+        False, "gradients are views of DDP's buckets, without a second copy", group=_RANKS
     )
-    tensor_parallel: int = flag(1, "", group=_RANKS, most=_MOST)
-    pipeline_parallel: int = flag(1, "", group=_RANKS, most=_MOST)
+    tensor_parallel: int = flag(1, "tensor-parallel ranks", group=_RANKS, most=_MOST)
+    pipeline_parallel: int = flag(1, "pipeline stages", group=_RANKS, most=_MOST)
     context_parallel: int = flag(1, "ranks that share one sequence", group=_RANKS, most=_MOST)
     expert_parallel: int = flag(1, "ranks that share the experts", group=_RANKS, most=_MOST)
     sequence_parallel: bool = flag(
-        False, "share norms and residuals out over tensor-parallel ranks", group=_RANKS
+        False, "divide norms and the residual stream among tensor-parallel ranks", group=_RANKS
     )
     pipeline_micro_batches: int | None = flag(
-        None, "micro-batches in flight at most (default: gradient accumulation)", group=_RANKS, most=_MOST
+        None, "most micro-batches in flight (default: --gradient-accumulation)", group=_RANKS, most=_MOST
     )
-    offload_optimizer: str = flag("none", "optimizer states and gradients", group=_MEMORY, choices=_PLACES)
-    offload_param: str = flag("none", "weights", group=_MEMORY, choices=_PLACES)
+    offload_optimizer: str = flag(
+        "none", "where optimizer states and gradients are offloaded", group=_MEMORY, choices=_PLACES
+    )
+    offload_param: str = flag("none", "where weights are offloaded", group=_MEMORY, choices=_PLACES)
     zero_init: bool = flag(
-        True, "ranks build their own part (default: on); without, every rank the whole model first",
+        True, "each rank builds its own part only (default: on), else the whole model first",
         group=_RANKS,
     )  # fmt: skip
     quantized_weights: bool = flag(False, "ZeRO++ qwZ: int8 all-gather", group=_RANKS)
@@ -150,22 +170,26 @@ class TrainingSetup:
     quantized_gradients: bool = flag(False, "ZeRO++ qgZ: int4 reduction", group=_RANKS)
     bucket_elements: int = flag(500_000_000, "DeepSpeed reduce_bucket_size", group=_RANKS, most=1 << 38)
 
-    device_memory: int | None = flag(None, "of one GPU", group=_MEMORY, unit="bytes")
+    device_memory: int | None = flag(None, "memory of one GPU", group=_MEMORY, unit="bytes")
     compute_capability: str | None = flag(
-        None, "of the GPU, which --gpu knows", group=_MEMORY, metavar="X.Y", read=_capability
+        None, "compute capability of the GPU, known with --gpu", group=_MEMORY, metavar="X.Y", read=_capability
     )
-    cpu_memory: int | None = flag(None, "of one node", group=_MEMORY, unit="bytes")
-    nvme: int | None = flag(None, "of one node", group=_MEMORY, unit="bytes")
+    cpu_memory: int | None = flag(None, "CPU memory of one node", group=_MEMORY, unit="bytes")
+    nvme: int | None = flag(None, "NVMe capacity of one node", group=_MEMORY, unit="bytes")
     intra_node: int | None = flag(
-        None, "nvlink3|nvlink4|nvlink5|pcie3|pcie4|pcie5 or 300GB/s", group=_MEMORY, unit="bytes",
+        None, "between GPUs: nvlink3|nvlink4|nvlink5|pcie3|pcie4|pcie5 or 300GB/s", group=_MEMORY, unit="bytes",
         metavar="SPEED", read=parse_speed,
     )  # fmt: skip
     inter_node: int | None = flag(
-        None, "per node: hdr|ndr|xdr|efa|100gbe or 400Gbps", group=_MEMORY, unit="bytes", metavar="SPEED",
-        read=parse_speed,
+        None, "between nodes, per node: hdr|ndr|xdr|efa|100gbe or 400Gbps", group=_MEMORY, unit="bytes",
+        metavar="SPEED", read=parse_speed,
     )  # fmt: skip
     network_share: float = flag(
-        0.8, "of the specification", group=_MEMORY, unit="share", hint="0.8 to 0.85 is usual"
+        0.8,
+        "achieved share of the links' specified speed",
+        group=_MEMORY,
+        unit="share",
+        hint="0.8 to 0.85 is usual",
     )
 
     @property
