@@ -109,7 +109,7 @@ def step(
     return OK, copied
 
 
-@inner
+@inlined
 def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) -> int:
     """Return the blocks that a row takes for positions below ``end``: new ones, and copies of a shared tail.
 
