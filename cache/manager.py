@@ -405,9 +405,9 @@ class KVCacheManager:
         `stats` counts the violations. The checks are compiled and take milliseconds for a large pool, so that a
         server can call them between steps.
         """
-        law = laws.first_broken(self.core)
-        self._violations += law is not None
-        return law
+        broken = laws.first_broken(self.core)
+        self._violations += broken is not None
+        return None if broken is None else broken[0]
 
     # -- the prefix cache ----------------------------------------------------------------------------------
 

@@ -37,14 +37,11 @@ from tonnage.cache.admission import (
 from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks.groups import MOST_STATES, STATE_WINDOW, paged
+from tonnage.cache.blocks.groups import paged
 from tonnage.cache.blocks.pool import BlockPool
 from tonnage.cache.blocks.state import (
     CLASS_MASK,
-    COPY_TAIL,
-    DROP_SOURCE,
     NULL_BLOCK,
-    ONE_CHILD,
     ROOT,
     Core,
     Int32Array,
@@ -52,10 +49,10 @@ from tonnage.cache.blocks.state import (
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.laws import readers
+from tonnage.cache.laws.sampled import first_broken
 from tonnage.cache.prefix.cache import PrefixCache
 from tonnage.cache.results import CacheStats
 from tonnage.cache.sequences.tables import Sequences
-from tonnage.planner.units import ceil_div
 
 
 class Checked(Protocol):
@@ -84,156 +81,48 @@ class Checked(Protocol):
 
 def check_invariants(manager: Checked) -> None:
     """Check every invariant and raise InvariantViolation for the first that does not hold."""
-    _check_tables(manager)
-    _check_states(manager)
+    broken = first_broken(manager.core)
+    if broken is not None:
+        _broken(broken[0], f"at block or row {broken[1]}")
+    _check_rows(manager)
     _check_reservations(manager)
     if manager.prefix.enabled:
         _check_nodes(manager)
         _check_holders(manager)
-        _check_order(manager)
 
 
-def _windows(manager: Checked) -> list[int]:
-    """Return what a query reads in each paged group.
-
-    0 is every position, W > 0 the last W positions, and -C its own chunk of C positions.
-    """
-    groups = paged(manager.limits.layout)
-    return [(group.window or 0) * (-1 if group.kind == "chunked" else 1) for group in groups]
-
-
-def _all_windows(manager: Checked) -> list[int]:
-    """Return `_windows`, followed by the state groups if states are cached."""
+def _is_full(manager: Checked) -> list[bool]:
+    """Return for each group that has nodes whether it is full attention, in the manager's order."""
     states = len(manager.core.tables) - len(manager.tables)
-    return _windows(manager) + [STATE_WINDOW] * (states if manager.cached_states else 0)
+    windows = [group.window for group in paged(manager.limits.layout)]
+    return [not window for window in windows] + [False] * (states if manager.cached_states else 0)
 
 
 def _broken(law: str, message: str) -> NoReturn:
     raise InvariantViolation(message, field=law)
 
 
-def _check_tables(manager: Checked) -> None:
-    rows, block_size, windows = manager.rows, manager.block_size, _windows(manager)
-    places: dict[int, tuple[int, int]] = {}
-    counts: Counter[int] = Counter()
-    writers: dict[int, list[int]] = defaultdict(list)
-    live = set(manager.sequences.row_of.values())
+def _check_rows(manager: Checked) -> None:
+    rows, live = manager.rows, set(manager.sequences.row_of.values())
     if len(live) != len(manager.sequences):
         _broken("tables", "two sequences have the same row")
     for row in range(manager.limits.max_num_seqs):
-        held = int(rows.room[row]) // block_size
-        computed, slots, room = (int(v[row]) for v in (rows.computed, rows.slots, rows.room))
-        if row in live and not (computed <= slots <= room and slots <= rows.limit[row]):
-            _broken(
-                "tables",
-                f"row {row}: computed {computed}, slots {slots}, room {room}, {rows.limit[row]} allowed",
-            )
+        held = int(rows.room[row]) // manager.block_size
         empty = not (
             held or rows.length[row] or rows.published[row] or rows.hashed[row] or rows.shared_tail[row]
         )
         if (rows.request[row] >= 0) != (row in live) or (row not in live and not empty):
             _broken("tables", f"row {row} is unused but not empty, or used by no live sequence")
-        for group, table in enumerate(manager.tables):
-            first = int(manager.core.first[group, row])
-            window = windows[group]
-            if first and first * block_size > oldest_read(window, computed):
-                _broken(
-                    "tables", f"row {row} group {group}: blocks below {first} are released but still needed"
-                )
-            entries = table[row].tolist()
-            if any(entries[:first]) or any(entries[held:]) or not all(entries[first:held]):
-                _broken(
-                    "tables",
-                    f"row {row} group {group}: {entries[: held + 1]}, blocks {first} to {held} expected",
-                )
-            for at in range(first, held):
-                block = entries[at]
-                counts[block] += 1
-                if places.setdefault(block, (group, at)) != (group, at):
-                    _broken("tables", f"block {block} is at {places[block]} and at {(group, at)}")
-                if (at + 1) * block_size > computed:
-                    writers[block].append(row)
-        for group in range(len(manager.tables), len(manager.core.tables)):
-            entries = manager.core.tables[group, row].tolist()
-            named = [at for at, block in enumerate(entries) if block != NULL_BLOCK]
-            if not _states_in_place(manager, row, group, named):
-                _broken("tables", f"row {row} state group {group}: states at entries {named} of {held} blocks")
-            for at in named:
-                block = entries[at]
-                counts[block] += 1
-                if places.setdefault(block, (group, at)) != (group, at):
-                    _broken("tables", f"block {block} is at {places[block]} and at {(group, at)}")
-                if not manager.cached_states or (at + 1) * block_size > computed:
-                    writers[block].append(row)
-    for block, owners in writers.items():
-        if counts[block] > 1 and not all(rows.shared_tail[row] & COPY_TAIL for row in owners):
-            _broken(
-                "exclusive writes", f"rows {owners} share block {block}, which some can write without a copy"
-            )
-        if counts[block] > 1 and any(rows.slots[row] > rows.computed[row] for row in owners):
-            _broken(
-                "exclusive writes", f"rows {owners} extended beyond the shared block {block} without a copy"
-            )
-    expected = np.zeros(manager.pool.num_blocks, np.int32)
-    for block, count in counts.items():
-        expected[block] = count
-    wrong = np.flatnonzero(expected != manager.pool.refs)
-    if wrong.size:
-        block = int(wrong[0])
-        _broken(
-            "reference counts", f"block {block}: count {manager.pool.refs[block]}, {expected[block]} in tables"
-        )
-
-
-def _states_in_place(manager: Checked, row: int, group: int, named: list[int]) -> bool:
-    """Return whether ``named`` is the right set of table entries for the row's recurrent state.
-
-    Without cached states this is entry 0. With cached states it is the entry at the end of the computed
-    positions, the row's last entry, and at most one more of the step before, which the next step releases.
-    """
-    size, rows = manager.block_size, manager.rows
-    held, computed = int(rows.room[row]) // size, int(rows.computed[row])
-    if not manager.cached_states:
-        return named == [0] * min(1, held)
-    needed = {held - 1} if held else set()
-    if computed:
-        needed.add(ceil_div(computed, size) - 1)
-    first = int(manager.core.first[group, row])
-    left = first <= min(named, default=0) and first * size <= oldest_read(STATE_WINDOW, computed)
-    source = len(named) < MOST_STATES or bool(rows.shared_tail[row] & DROP_SOURCE)
-    return (
-        needed <= set(named)
-        and len(named) <= MOST_STATES
-        and max(named, default=-1) < held
-        and source
-        and (left or not held)
-    )
-
-
-def _check_states(manager: Checked) -> None:
-    pool = manager.pool
-    cached, free = readers.all_cached(manager.core), readers.free_blocks(manager.core)
-    used = np.flatnonzero(pool.refs > 0).tolist()
-    if NULL_BLOCK in cached or NULL_BLOCK in free or NULL_BLOCK in used:
-        _broken("null block", "block 0 is free, cached or used")
-    if sorted(cached + free + used) != list(range(1, pool.num_blocks)):
-        _broken("conservation", f"{len(used)} used, {len(cached)} cached, {len(free)} free of {pool.usable}")
-    if (len(used), len(cached), len(free)) != (pool.used, pool.cached, pool.free):
-        _broken("conservation", f"recounted {(len(used), len(cached), len(free))}, stats say {manager.stats()}")
-    for kind in range(CLASSES):
-        listed = readers.listed(manager.core, kind)
-        if readers.listed(manager.core, kind, backward=True)[::-1] != listed:
-            _broken("conservation", f"the list of class {kind} differs when read backwards")
-        if bool(listed) != bool(manager.counts.lists[0] >> kind & 1):
-            _broken(
-                "conservation", f"the list of class {kind} has {len(listed)} blocks; its bit says otherwise"
-            )
-    if not manager.prefix.enabled and cached:
-        _broken("prefix index", f"{len(cached)} blocks are cached without a prefix index")
+        for group, table in enumerate(manager.core.tables):
+            one = group >= len(manager.tables) and not manager.cached_states  # a state overwritten in place
+            if table[row, min(1, held) if one else held :].any():
+                _broken("tables", f"row {row} group {group}: blocks beyond the {held} that it holds")
+    if not manager.prefix.enabled and manager.pool.cached:
+        _broken("prefix index", f"{manager.pool.cached} blocks are cached without a prefix index")
 
 
 def _check_reservations(manager: Checked) -> None:
-    sequences, requests, windows = manager.sequences, manager.requests, _windows(manager)
+    sequences, requests, is_full = manager.sequences, manager.requests, _is_full(manager)
     members: dict[int, list[int]] = defaultdict(list)
     for row in sequences.row_of.values():
         members[int(manager.rows.request[row])].append(row)
@@ -247,8 +136,8 @@ def _check_reservations(manager: Checked) -> None:
         for row in rows:
             if manager.reservations[row] is not reservation or reservation.slot != slot:
                 _broken("reservation", f"row {row} does not belong to the request in slot {slot}")
-            for table, window in zip(manager.tables, windows, strict=True):
-                (sliding if window else full).update(table[row].tolist())
+            for table, whole in zip(manager.tables, is_full, strict=False):
+                (full if whole else sliding).update(table[row].tolist())
             sliding.update(manager.core.tables[len(manager.tables) :, row].ravel().tolist())
         full.discard(NULL_BLOCK)
         sliding.discard(NULL_BLOCK)
@@ -286,13 +175,6 @@ def _check_reservations(manager: Checked) -> None:
         alone = sum(holders[block] == 1 for block in mine)
         if not 0 <= requests.private[slot] <= alone:
             _broken("reservation", f"slot {slot}: {alone} private blocks, counted {requests.private[slot]}")
-        if sum(int(manager.core.stamp[block]) == slot + 1 for block in mine) != requests.private[slot]:
-            _broken(
-                "reservation",
-                f"slot {slot}: its blocks with it as owner are not {requests.private[slot]}",
-            )
-    if len(holders) != manager.pool.used_full:
-        _broken("reservation", f"{len(holders)} full-attention blocks in use, counted {manager.pool.used_full}")
     kept = manager.reservations.reserved, manager.reservations.sequences
     if (reserved, count) != kept:
         _broken("reservation", f"recounted {reserved} blocks and {count} sequences, ledger {kept}")
@@ -312,60 +194,48 @@ def _check_reservations(manager: Checked) -> None:
 
 
 def _check_nodes(manager: Checked) -> None:
-    core, windows = manager.core, _all_windows(manager)
-    nodes = set(readers.nodes(core))
-    full = [group for group, window in enumerate(windows) if window == 0]
-    if len(nodes) != manager.counts.nodes[0]:
-        _broken("prefix index", f"{len(nodes)} nodes, counted {manager.counts.nodes[0]}")
+    core, is_full, nodes = manager.core, _is_full(manager), readers.nodes(manager.core)
     contents = set()
     for node in nodes:
         if node not in readers.bucket(core, int(core.node_hash[node])):
             _broken("prefix index", f"node {node} is not in the bucket of its hash")
-        if not all(core.node_blocks[group, node] for group in full):
+        if not all(core.node_blocks[group, node] for group, whole in enumerate(is_full) if whole):
             _broken("prefix index", f"node {node} has no block in a full-attention group")
-        parent = int(core.parent[node])
-        if parent != ROOT and parent not in nodes:
-            _broken("reachability", f"the parent {parent} of node {node} is not a node")
-        contents.add((parent, int(core.salt[node]), core.node_tokens[node].tobytes()))
+        contents.add((int(core.parent[node]), int(core.salt[node]), core.node_tokens[node].tobytes()))
     if len(contents) != len(nodes):
         _broken("prefix index", "two nodes have the same content")
-    salts = Counter(core.salt[list(nodes)].tolist())
+    salts = Counter(core.salt[nodes].tolist())
     if any(salts[salt] != kept for salt, kept in enumerate(core.salt_nodes.tolist())):
         _broken("prefix index", f"nodes by salt are {salts}, counted otherwise")
     owners: dict[int, int] = {}
-    for group in range(len(windows)):
-        for node in np.flatnonzero(core.node_blocks[group]).tolist():
-            block = int(core.node_blocks[group, node])
-            if node not in nodes or block in owners:
-                _broken("prefix index", f"block {block}: {node} is not a node, or is its second node")
-            owners[block] = node
+    for group, node in np.argwhere(core.node_blocks[: len(is_full)]).tolist():
+        block = int(core.node_blocks[group, node])
+        if core.node_of[node] != node or block in owners:
+            _broken("prefix index", f"block {block}: {node} is not a node, or is its second node")
+        owners[block] = node
     for block, node in enumerate(core.node_of.tolist()):
         if owners.get(block, 0) != node:
             _broken("prefix index", f"block {block} names node {node}, but node {owners.get(block, 0)} has it")
-    for block in readers.all_cached(core):
-        if block not in owners:
-            _broken("reachability", f"block {block} is cached without a node")
-    for block in readers.free_blocks(core):
-        if block in owners:
-            _broken("prefix index", f"block {block} is free and has node {owners[block]}")
+    for kind in range(CLASSES):
+        for block in readers.listed(core, kind):
+            if core.node_of[block] == block and core.kind[block] & CLASS_MASK != kind:
+                _broken("reachability", f"node {block} is in the list of class {kind}")
 
 
 def _check_holders(manager: Checked) -> None:
-    rows, core, size, windows = manager.rows, manager.core, manager.block_size, _all_windows(manager)
-    anchor = windows.index(0)
+    rows, core, size, is_full = manager.rows, manager.core, manager.block_size, _is_full(manager)
+    anchor = is_full.index(True)
     for row in manager.sequences.row_of.values():
         salt = manager.reservations[row].salt
         computed = int(rows.computed[row]) // size
-        if rows.published[row] != computed or rows.hashed[row] < computed:
-            _broken(
-                "prefix index", f"row {row}: {computed} full blocks computed, {rows.published[row]} published"
-            )
+        if rows.hashed[row] < computed:
+            _broken("prefix index", f"row {row}: {computed} full blocks computed, {rows.hashed[row]} hashed")
         chain = manager.tables[anchor][row].tolist()
-        for group in range(len(windows)):
+        for group, whole in enumerate(is_full):
             for at, block in enumerate(core.tables[group, row].tolist()):
                 node = int(core.node_of[block]) if block != NULL_BLOCK else 0
                 if node == 0:
-                    if at < computed and windows[group] == 0:
+                    if at < computed and whole:
                         _broken("prefix index", f"row {row} block {at} counts as published but has no node")
                     continue
                 if at >= computed:
@@ -381,41 +251,3 @@ def _check_holders(manager: Checked) -> None:
                     _broken("prefix index", f"row {row}: a block has another salt")
                 if core.node_tokens[node].tobytes() != core.tokens[row, at * size : (at + 1) * size].tobytes():
                     _broken("prefix index", f"row {row} block {at}: its node has other tokens")
-        if ceil_div(int(rows.slots[row]), size) > rows.room[row] // size:
-            _broken("tables", f"row {row}: writable positions beyond its blocks")
-
-
-def _check_order(manager: Checked) -> None:
-    """Check that exactly the blocks that would orphan no child are listed for eviction."""
-    core, windows = manager.core, _all_windows(manager)
-    cached = set(readers.all_cached(core))
-    listed = {block: kind for kind in range(CLASSES) for block in readers.listed(core, kind)}
-    nodes = readers.nodes(core)
-    children = Counter(int(core.parent[node]) for node in nodes)
-    expected = set()
-    for node in nodes:
-        if core.kind[node] // ONE_CHILD != children[node]:
-            _broken(
-                "reachability", f"node {node} has {children[node]} children, counted in kind {core.kind[node]}"
-            )
-        parent = int(core.parent[node])
-        if parent != ROOT and node not in cached and parent in cached:
-            _broken("reachability", f"node {node} is in use but its parent {parent} is not")
-        for group, window in enumerate(windows):
-            block = int(core.node_blocks[group, node])
-            if block in cached and (window != 0 or (block == node and not children[node])):
-                expected.add(block)
-                if block == node and listed.get(block) != core.kind[node] & CLASS_MASK:
-                    _broken("reachability", f"node {node} is in the list of class {listed.get(block)}")
-    if expected != set(listed):
-        _broken("reachability", f"blocks {sorted(expected ^ set(listed))} are wrongly listed or not listed")
-
-
-def oldest_read(window: int, computed: int) -> int:
-    """Return the first position that a query at a position >= ``computed`` may read.
-
-    ``window`` is 0 for everything, W > 0 for the last W positions, and -C for the query's chunk of C.
-    """
-    if window == 0:
-        return 0
-    return max(0, computed - window + 1) if window > 0 else computed - computed % -window

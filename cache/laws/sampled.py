@@ -1,7 +1,7 @@
-"""The invariants of `tonnage.cache.laws.invariants` that concern arrays, compiled, to be sampled in production.
+"""The invariants that the arrays alone show, compiled and cheap enough for production.
 
-One pass over blocks and tables finds a broken invariant and its place. The slow check in `invariants` is
-independent of it and describes what is wrong.
+One pass over blocks and tables finds a broken invariant and its place. `tonnage.cache.laws.invariants` lists
+all invariants; it runs this pass and checks what needs more than the arrays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tonnage.cache.blocks.state import (
 )
 from tonnage.cache.compiled import compiled, inner
 from tonnage.cache.eviction.model import CLASSES
+from tonnage.cache.groups import windows
 
 LAWS = (
     "",
@@ -36,11 +37,11 @@ HOLD, CONSERVATION, NULL, REFERENCES, TABLES, WRITES, INDEX, REACH, RESERVATION 
 _FREE_STATE, _CACHED_STATE, _LISTED_STATE = 1, 2, 3
 
 
-def first_broken(core: Core) -> str | None:
-    """Return the name of the first broken invariant, or None if all hold."""
+def first_broken(core: Core) -> tuple[str, int] | None:
+    """Return the name of the first broken invariant and its block or row, or None if all hold."""
     counts, states = np.zeros((2, core.refs.size), np.int32)
-    law, _ = broken_law(core, counts, states, np.zeros(core.requests.size, np.int32))
-    return LAWS[law] or None
+    law, at = broken_law(core, counts, states, np.zeros(core.requests.size, np.int32))
+    return (LAWS[law], int(at)) if law else None
 
 
 @compiled
@@ -50,7 +51,7 @@ def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32A
     ``counts`` and ``states`` [blocks] and ``owned`` [slots] are scratch arrays of zeros.
     """
     pool = core.pool[0]
-    code, at = _tables(core, counts)
+    code, at = _tables(core, counts, states)
     if code == HOLD:
         code, at = _states(core, counts, states, owned)
     if code == HOLD and pool.caching:
@@ -60,7 +61,8 @@ def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32A
 
 
 @inner
-def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
+def _tables(core: Core, counts: Int32Array, places: Int32Array) -> tuple[int, int]:
+    """Check the tables and count the references to each block; ``places`` [blocks] is scratch."""
     pool, size = core.pool[0], core.pool[0].block_size
     for at_row in range(core.rows.size):
         row = core.rows[at_row]
@@ -76,16 +78,23 @@ def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
         for group in range(pool.num_groups):
             table, first = core.tables[group, at_row], core.first[group, at_row]
             held, gaps = _held(core, group, row.room), core.groups[group].kind == ALIGNED
+            if first > windows.first_needed(core, group, row.computed):
+                return TABLES, at_row
             for at in range(held):
                 block = table[at]
                 if (block == NULL_BLOCK) != (at < first) and not (gaps and block == NULL_BLOCK):
                     return TABLES, at_row
                 counts[block] += 1
+                place = 1 + group * table.size + at
+                if block != NULL_BLOCK and places[block] != 0 and places[block] != place:
+                    return TABLES, at_row
+                places[block] = place
             if gaps and not _states_in_place(core, group, at_row, held):
                 return TABLES, at_row
             if held < table.size and table[held] != NULL_BLOCK:
                 return TABLES, at_row
     counts[NULL_BLOCK] = 0
+    places[:] = 0
     for at_row in range(core.rows.size):
         row = core.rows[at_row]
         if row.request < 0:
@@ -96,6 +105,11 @@ def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
             for at in range(start, _held(core, group, row.room)):
                 if counts[core.tables[group, at_row, at]] > 1 and not to_copy:
                     return WRITES, at_row
+    if core.refs[NULL_BLOCK] != 0 or core.node_of[NULL_BLOCK] != 0:
+        return NULL, 0
+    for block in range(1, pool.num_blocks):
+        if core.refs[block] != counts[block]:
+            return REFERENCES, block
     return HOLD, 0
 
 
@@ -161,11 +175,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
     if free != pool.free or cached != pool.cached:
         return CONSERVATION, 0
     used_full = 0
-    if core.refs[NULL_BLOCK] != 0 or core.node_of[NULL_BLOCK] != 0:
-        return NULL, 0
     for block in range(1, size):
-        if core.refs[block] != counts[block]:
-            return REFERENCES, block
         if (counts[block] > 0) == (states[block] != 0):
             return CONSERVATION, block
         if states[block] >= _CACHED_STATE and core.node_of[block] == NULL_BLOCK:
