@@ -65,7 +65,7 @@ def test_examples_in_python_are_run() -> None:
     assert pages == {"python.md", "openai.md", "mechanism.md"}
 
 
-def test_the_way_of_a_byte_has_today_s_figures() -> None:
+def test_readme_figures_match_the_plan() -> None:
     with documented.models():
         from tonnage.planner import plan
 
@@ -75,7 +75,7 @@ def test_the_way_of_a_byte_has_today_s_figures() -> None:
     for figure in (
         f"{found.rank.activation_bytes:,} for a forward pass",
         f"in blocks of 2,097,152 bytes: {found.kv_cache.num_blocks:,}\n",
-        f"{low:,} to {high:,} of them",
+        f"{low:,} to {high:,} blocks",
         f"weights {found.rank.weights_bytes:,} bytes",
     ):
         assert figure in text, figure

@@ -116,7 +116,7 @@ def test_the_encrypted_door_of_a_mirror_is_no_other_host():
         ("org/busy", None, ["429", "try again in 55 s", "a token of your own"]),
         ("org/busy", TOKEN, ["429", "try again in 55 s"]),
         ("org/later", TOKEN, ["429", "try again later"]),
-        ("org/down", TOKEN, ["503 Service Unavailable", "fails itself", "local folder"]),
+        ("org/down", TOKEN, ["503 Service Unavailable", "has an error", "local folder"]),
         ("org/odd", TOKEN, ["418", "{url}/org/odd"]),
     ],
 )
@@ -236,7 +236,7 @@ def test_folders_and_switches_are_those_of_huggingface_hub(monkeypatch, tmp_path
 def test_a_token_that_is_none_is_refused_without_being_shown(monkeypatch, tmp_path, capsys):
     for value in ("hf_a b", "hf_\N{SNOWMAN}", "hf_\x1b[31m"):
         monkeypatch.setenv("HF_TOKEN", value)
-        with pytest.raises(ModelNotFound, match="characters that no token") as caught:
+        with pytest.raises(ModelNotFound, match="characters that a hub token cannot") as caught:
             access.token()
         assert "hf_" not in str(caught.value)
         assert run(["demo", "--hf-token", value]) == 2
@@ -363,7 +363,7 @@ def test_a_model_of_modelscope_with_its_own_token(modelscope, monkeypatch, name)
 def test_modelscope_never_sees_the_hub_s_token(modelscope, capsys):
     assert run(["org/gated", "--hf-token", TOKEN]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("tonnage: --hf-token: is not sent to ModelScope, which VLLM_USE_MODELSCOPE asks for")
+    assert said.startswith("tonnage: --hf-token: is not sent to ModelScope, from which VLLM_USE_MODELSCOPE loads")
     assert "set MODELSCOPE_API_TOKEN, or unset VLLM_USE_MODELSCOPE" in said
     assert modelscope.asked == []
     assert run(["org/gated"]) == 2
