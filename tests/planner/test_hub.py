@@ -363,7 +363,7 @@ def test_a_model_of_modelscope_with_its_own_token(modelscope, monkeypatch, name)
 def test_modelscope_never_sees_the_hub_s_token(modelscope, capsys):
     assert run(["org/gated", "--hf-token", TOKEN]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("tonnage: --hf-token: is not sent to ModelScope, from which VLLM_USE_MODELSCOPE loads")
+    assert said.startswith("tonnage: --hf-token: is not sent to ModelScope, from which VLLM_USE")
     assert "set MODELSCOPE_API_TOKEN, or unset VLLM_USE_MODELSCOPE" in said
     assert modelscope.asked == []
     assert run(["org/gated"]) == 2
