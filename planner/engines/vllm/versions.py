@@ -229,61 +229,64 @@ def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
 
 # What a changed rule means for an upgrade. A rule that was turned on and off again has both descriptions.
 _WORDS: dict[str, str] = {
-    "large_batches": "H100 and H200, from 0.9 on devices of 70 GiB and more, have larger steps (1,024 "
-    "sequences, 8,192 tokens) by default",
-    "chunks_prompts": "V1: prompts are cut into steps (chunked prefill)",
-    "hybrid_groups": "sliding layers no longer keep every token: layers have groups of their own",
+    "large_batches": "H100 and H200 (from 0.9 on all devices of 70 GiB and more) have larger batch defaults: "
+    "1,024 sequences, 8,192 tokens",
+    "chunks_prompts": "V1: chunked prefill is the default",
+    "hybrid_groups": "sliding layers no longer keep every token, because they have KV cache groups of their "
+    "own",
     "chunked_on_rocm": "AMD GPUs run on V1, with chunked prefill",
-    "huge_batches": "devices of 160 GiB and more have larger steps by default",
-    "sampler": "the sampler that the profile run measures takes other bytes per logit",
-    "runner_v2": "the second model runner takes more models (until 0.29 it estimates no CUDA graphs)",
-    "runner_v2_dense": "the second model runner takes dense models",
-    "runner_v2_encodes": "the profile run of the second model runner encodes pictures too",
-    "drops_towers": "towers that --limit-mm-per-prompt leaves without work are not loaded",
-    "pixels_as_bytes": "processors hand pictures over as bytes",
-    "gemma4_batches": "Gemma 4's pictures are encoded many at once",
-    "one_hot_positions": "Gemma 4's positions are looked up, no longer multiplied out",
-    "pixtral_mask": "Pixtral's tower does without a mask of all patches",
+    "huge_batches": "devices of 160 GiB and more have larger batch defaults",
+    "sampler": "the profile run's sampler takes a different number of bytes per logit",
+    "runner_v2": "the second model runner runs more models (until 0.29 it does not estimate CUDA graphs)",
+    "runner_v2_dense": "the second model runner runs dense models",
+    "runner_v2_encodes": "the profile run of the second model runner also encodes images",
+    "drops_towers": "towers are not loaded if --limit-mm-per-prompt sets all their modalities to zero",
+    "pixels_as_bytes": "processors pass images as bytes",
+    "gemma4_batches": "Gemma 4's images are encoded in batches",
+    "one_hot_positions": "Gemma 4 looks up positions instead of multiplying one-hot vectors",
+    "pixtral_mask": "Pixtral's tower has no mask over all patches",
     "expert_buffer": "experts of all layers share a buffer",
-    "expert_chunk": "experts take a step in pieces of another size",
+    "expert_chunk": "the size of the chunks in which experts process a step has changed",
     "fused_all_reduce": "all-reduce is fused with the norm after it, in a workspace",
-    "fused_alone": "whether all-reduce is fused with pipeline and data parallelism too",
+    "fused_alone": "the fusion of all-reduce with pipeline and data parallelism has changed",
     "torch_2_8": "PyTorch 2.8",
-    "token_line": "the tokens it prints are those of requests of max_model_len, not of one group's blocks: "
-    "hybrids and sliding windows print other numbers for the same pool",
+    "token_line": "the printed tokens count requests of max_model_len instead of one group's blocks: hybrids "
+    "and sliding windows print other numbers for the same pool",
     "graphs_estimated": "CUDA graphs are captured on trial before the pool is sized",
-    "graphs_within_profile": "what the trial capture leaves counts as non-torch memory, or no longer",
-    "counts_consumed": "what the runner allocates before the profile comes off the pool",
-    "many_sequences": "1,024 sequences are the default on every GPU and the profile run samples as many (V1), "
-    "or 256 again on most",
-    "counts_context": "CUDA's context and NCCL's communicators come off the pool, or no longer",
+    "graphs_within_profile": "memory left by the trial capture counts as non-torch memory, or no longer does",
+    "counts_consumed": "memory that the runner allocates before the profile run comes off the pool",
+    "many_sequences": "1,024 sequences are the default on every GPU and in the profile run's sampler (V1), or "
+    "256 again on most GPUs",
+    "counts_context": "CUDA's context and NCCL's communicators come off the pool, or no longer do",
     "graphs_subtracted": "the estimate of the CUDA graphs comes off the pool "
     "(VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0 turns it off)",
-    "runner_v2_graphs": "the second model runner estimates its CUDA graphs, and takes them off the pool",
-    "sized_workspace": "FlashInfer's workspace holds 16 bytes for each value of a step's queries and counts as "
-    "CUDA graphs (a smaller --max-num-batched-tokens makes it smaller)",
+    "runner_v2_graphs": "the second model runner estimates its CUDA graphs and subtracts them from the pool",
+    "sized_workspace": "FlashInfer's workspace holds 16 bytes for each value of a step's queries and counts "
+    "as CUDA graphs (a smaller --max-num-batched-tokens makes it smaller)",
     "default_utilization": "--gpu-memory-utilization is 0.92 by default",
     "in_flight_batches": "sliding layers hold the tokens of two batches in flight (asynchronous scheduling)",
     "hybrid_prefix_caching": "prefix caching of hybrids with states is on by default, and keeps states for it",
-    "every_state": "prefix caching keeps a Mamba state for each block of a prompt (--mamba-cache-mode all), or "
-    "only the running one and the last whole block's (align)",
-    "cache_mode": "--mamba-cache-mode has no all (0.32), or no effect at all: prefix caching decides (0.33)",
+    "every_state": "prefix caching keeps a Mamba state for each block of a prompt (--mamba-cache-mode all), "
+    "or only the running one and the last whole block's (align)",
+    "cache_mode": "--mamba-cache-mode all is removed (0.32), or the flag has no effect because prefix caching "
+    "decides (0.33)",
     "cpu_states": "hybrids with states run on a CPU",
     "cpu_latents": "latent attention runs on a CPU",
-    "sliding_kernel_block": "blocks of sliding layers are as short as their kernel takes them, or no longer",
+    "sliding_kernel_block": "sliding layers use the smallest block of their kernel, or no longer do",
     "padded_pages": "pages of attention that do not divide the largest are padded",
-    "cublas_first": "cuBLAS' handles and workspace are there before memory is first measured and no longer "
-    "come off the pool",
-    "draft_limits": "max_model_len is the draft model's where that is shorter",
+    "cublas_first": "cuBLAS's handles and workspace are allocated before the first memory measurement and no "
+    "longer come off the pool",
+    "draft_limits": "the draft model's maximum length limits max_model_len",
     "prefill_checkpoint": "Mamba-2 keeps a state of the prefill beside the running one",
-    "compressed_cache": "the cache of layers that compress tokens is planned by its rules",
-    "stored_kv_dtype": "--kv-cache-dtype auto is what the checkpoint says of its cache",
-    "sparse_default_fp8": "the cache of sparse latent attention is fp8 by default, or no longer",
-    "sparse_flashinfer": "sparse latents in fp8 are FlashInfer's on SM10x",
+    "compressed_cache": "the cache of layers that compress tokens is planned by this version's rules",
+    "stored_kv_dtype": "--kv-cache-dtype auto follows the checkpoint's cache dtype",
+    "sparse_default_fp8": "the cache of sparse latent attention is fp8 by default, or no longer is",
+    "sparse_flashinfer": "FlashInfer stores fp8 sparse latents on SM10x",
     "glm_sparse_fp8": "GLM-5's cache is fp8 by default on SM10x",
-    "one_mrope_length": "rotary tables of models whose positions do not run ahead are a quarter as long",
-    "gb10_small": "a GB10 has the small steps (256 sequences, 2,048 tokens) by default",
-    "same_kv_dtype": "a 16-bit cache in another dtype than the model's is refused",
+    "one_mrope_length": "rotary tables are a quarter as long for models whose positions cannot exceed the "
+    "token count",
+    "gb10_small": "a GB10 has the small batch defaults (256 sequences, 2,048 tokens)",
+    "same_kv_dtype": "a 16-bit cache must have the model's own dtype",
 }
 
 
