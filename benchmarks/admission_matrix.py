@@ -64,7 +64,7 @@ class Figures:
     """Seconds between two tokens of a request."""
     preemptions: int = 0
     computed: int = 0
-    """Tokens in all batches, those computed again included."""
+    """Tokens in all batches, recomputed tokens included."""
     recomputed: int = 0
     recompute_seconds: float = 0.0
     lost: int = 0
@@ -201,7 +201,7 @@ class Server:
         return figures
 
     def _step(self, figures: Figures) -> tuple[list[str], list[str]]:
-        """Run one step; return the ids of the requests that got a token and of those that ended."""
+        """Run one step; return the ids of the requests that got a token, and of the requests that ended."""
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
         scheduler, world = self.scheduler, self.world
@@ -306,7 +306,7 @@ def run_ground(ground: Ground) -> list[dict[str, Any]]:
 def line(cell: dict[str, Any]) -> str:
     """Return the progress line of a cell.
 
-    Ratios are those of tokens/s, P50 and P99 to first token, and P99 between tokens.
+    It shows the ratios of tokens/s, P50 and P99 to first token, and P99 between tokens.
     """
     parts = [cell["cell"], f"{cell['seconds']:.1f} s"]
     for mode, each in cell["ratios"].items():
@@ -328,7 +328,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     loops = (*(loop for closed in POOLS.values() for loop in closed), *OPEN)
     parser.add_argument("--modes", nargs="+", default=["auto"], choices=("auto", "guaranteed", "predictive"))
-    parser.add_argument("--costs", nargs="+", help=f"some of {', '.join(named())} and those of --cost")
+    parser.add_argument("--costs", nargs="+", help=f"of {', '.join(named())} and the names given with --cost")
     parser.add_argument(
         "--cost", action="append", default=[], type=parsed, metavar="NAME=FIXED,PREFILL,DECODE,CONTEXT",
         help="one more cost: ms per step, prompt token, decoding sequence, 1,000 tokens of context",
@@ -338,7 +338,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--loops", nargs="+", choices=loops)
     parser.add_argument("--states", nargs="+", choices=STATES)
     parser.add_argument("--seeds", type=int, help="seeds in each cell: 2")
-    parser.add_argument("--first-seed", type=int, default=0, help="0 and 1 are those that auto was tuned on")
+    parser.add_argument("--first-seed", type=int, default=0, help="auto was tuned on 0 and 1")
     parser.add_argument("--requests", type=int, help="per cell and seed; 300 at 200 blocks, 600 at 1,500")
     parser.add_argument(
         "--quick", action="store_true",

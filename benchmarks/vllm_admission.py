@@ -1,27 +1,38 @@
-"""vLLM's own scheduler against Tonnage's admission inside it: real vLLM on this machine, a pool that is too
-small.
+"""Compare vLLM's own scheduler with Tonnage's admission inside it: real vLLM with a small pool.
 
     python benchmarks/vllm_admission.py --json             three rounds, closed loop and Poisson arrivals
     python benchmarks/vllm_admission.py --schedule-only    CPU time of schedule() at 256 running; half a minute
     python benchmarks/vllm_admission.py --simulate         the same loops without a model; a minute
     python benchmarks/vllm_admission.py --matrix           many loads without a model: admission_matrix.py
 
-One engine (AsyncLLM, the demo model) for each mode stays up and they take turns, round by round, after a first
-loop of ``--cold`` requests that does not count (predictive mode learns lengths from there on, as in a server).
-Prompt and output lengths are those of the Azure conversations (tests/data/traces), prompts by
-``--prompt-scale``, outputs by ``--output-scale`` shorter; each request asks for 1,000 tokens scaled alike and
-ends where the trace says (a logits processor gives the end token). Of the defaults, prompts of 14 tokens and
-outputs of 94 on average in a pool of 3,072, vLLM preempts more often than it serves requests. The Poisson
-rate is ``--load`` times what the default took in its first closed loop: more than any of them can take, or all
-would give out the tokens that are asked for. 15 to 20 minutes on 2 cores.
+One engine (AsyncLLM, the demo model) per mode stays up, and the modes alternate round by round. A first loop of
+``--cold`` requests is not counted, because predictive mode learns lengths from then on, as in a server. It
+takes 15 to
+20 minutes on 2 cores.
 
-The last line is one JSON object. ``cold``: that first loop; ``modes``: for each loop and mode, medians over the
-rounds (preemptions, recomputed tokens and lost requests: sums); ``ratios``: each mode over the default.
-``schedule``: see ``--schedule-only``.
+- Lengths are from the Azure conversations (tests/data/traces), divided by ``--prompt-scale`` and
+  ``--output-scale``.
+- Each request sets max_tokens to 1,000, scaled alike, and ends where the trace says: a logits processor
+  produces the
+  end token.
+- By default, prompts have 14 tokens and outputs 94 on average, in a pool of 3,072. vLLM then preempts more
+  often than
+  it serves requests.
+- The Poisson rate is ``--load`` times the default mode's rate in its first closed loop. It is above the
+  capacity of
+  every mode; below it, all modes would generate the same tokens.
 
-``--simulate``: vLLM's scheduler of a CPU (no step is scheduled before the last one has come back) in a clock of
-``--step-ms`` a step and ``--token-ms`` a token. No first loop: round 0 is the one in which lengths are learned.
-A fourth mode is predictive with its quantile named, so that it is not more cautious with few
+The last line is one JSON object. ``cold`` is the first loop. ``modes`` has for each loop and mode the medians
+over the
+rounds (preemptions, recomputed tokens and lost requests are sums). ``ratios`` is each mode over the default,
+and
+``schedule`` the result of ``--schedule-only``.
+
+``--simulate`` runs vLLM's CPU scheduler (a step is scheduled after the previous one has returned) under a clock
+of
+``--step-ms`` per step and ``--token-ms`` per token. There is no first loop: lengths are learned in round 0. A
+fourth
+mode is predictive with an explicit quantile, which turns off its additional caution with few requests
 (`tonnage.cache.admission.forecast`).
 """
 
@@ -59,7 +70,7 @@ VOCABULARY, TOKEN_BYTES = 49_152, 30 * 2 * 3 * 64 * 2  # SmolLM2-135M; K and V o
 
 
 def lengths(arguments: argparse.Namespace) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of each request."""
+    """Return the (prompt, output) tokens of each request."""
     trace = read_trace(TRACE, limit=arguments.requests).requests
     return [
         (
@@ -74,7 +85,7 @@ def lengths(arguments: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def engine(mode: str, arguments: argparse.Namespace) -> None:
-    """Reads a line of JSON for each run, answers with one."""
+    """Serve one mode: read a line of JSON for each run and print one with its result."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -128,7 +139,11 @@ def engine(mode: str, arguments: argparse.Namespace) -> None:
 
 
 async def run(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """One load: ``lengths``, ``max_tokens``, ``seed``; ``rate`` (a second) or, where that is 0, ``clients``."""
+    """Run one load and return its figures.
+
+    ``order`` has ``lengths``, ``max_tokens``, ``seed``, and either ``rate`` (requests per second) or
+    ``clients``.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -183,6 +198,7 @@ async def run(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantile(values: list[float], share: float) -> float:
+    """Return the value below which ``share`` of the values lie, or 0 without values."""
     ordered = sorted(values) or [0.0]
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -218,6 +234,7 @@ class EndsAt(AdapterLogitsProcessor):
 
 
 def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Run all modes in turns, each in its own process, and return their figures."""
     Path(folder, "ends_at.py").write_text(ENDS_AT)
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment["VLLM_LOGGING_LEVEL"] = "WARNING"
@@ -247,7 +264,7 @@ def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def first_order(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `run` is told of the first loop."""
+    """Return the arguments of `run` for the first loop."""
     return {
         "max_tokens": round(MAX_TOKENS / arguments.output_scale), "clients": arguments.clients,
         "lengths": lengths(arguments), "rate": 0, "seed": 0,
@@ -257,8 +274,13 @@ def first_order(arguments: argparse.Namespace) -> dict[str, Any]:
 def in_turns(
     arguments: argparse.Namespace, modes: Sequence[str], order: dict[str, Any], one: Callable[[str, str], Any]
 ) -> tuple[float, dict[str, dict[str, list[dict[str, Any]]]]]:
-    """(requests a second of the Poisson loops, what ``one``, asked with a mode and a name, says of each loop,
-    mode and round). ``order`` is changed for each."""
+    """Run all loops and rounds, with the modes in turns.
+
+    ``one`` runs a mode under a name and returns its result. ``order`` is changed for each run.
+
+    Returns:
+        The rate of the Poisson loops in requests per second, and the results by loop, mode and round.
+    """
     order["lengths"] = lengths(arguments)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {shape: {} for shape in arguments.loops}
     rate = arguments.rate
@@ -275,6 +297,7 @@ def in_turns(
 
 
 def one_run(process: subprocess.Popen[str], order: dict[str, Any], name: str) -> dict[str, Any]:
+    """Run one load in an engine's process and return the result."""
     start = time.perf_counter()
     assert process.stdin is not None
     process.stdin.write(json.dumps(order) + "\n")
@@ -285,6 +308,7 @@ def one_run(process: subprocess.Popen[str], order: dict[str, Any], name: str) ->
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the next line of JSON that an engine's process prints."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
@@ -293,6 +317,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def over(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures over all rounds: sums of counts, medians of all others."""
     sums = ("preemptions", "recomputed", "lost")
     return {
         key: sum(each[key] for each in rounds)
@@ -303,6 +328,7 @@ def over(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(modes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return each mode's figures divided by the default's."""
     base = modes["default"]
     keys = ("tokens_per_second", "preemptions", "ttft_p50_s", "ttft_p99_s", "between_tokens_p99_s")
     return {
@@ -316,7 +342,7 @@ def ratios(modes: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """As `compare`, and the preemptions of each round."""
+    """Return the figures of `compare` from a simulation, with the preemptions of each round."""
     sys.path.append(str(ROOT / "tests" / "helpers"))
     import vllm_steps as steps
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -348,7 +374,7 @@ def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_simulated(world: Any, order: dict[str, Any], name: str, steps: Any) -> dict[str, Any]:
-    """As `run`; seconds are the clock's."""
+    """Run one load on a simulated engine and return its figures, with seconds of the simulated clock."""
     draw = random.Random(order["seed"])
     loads, scheduler = deque(enumerate(order["lengths"])), world.scheduler
     if order["rate"]:
@@ -395,8 +421,12 @@ def one_simulated(world: Any, order: dict[str, Any], name: str, steps: Any) -> d
 
 
 def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of CPU time a step at 256 running requests under pressure, without a model; the schedulers
-    take turns, ratios are of the best of each, as other work on the machine only adds."""
+    """Return the CPU microseconds of ``schedule()`` per step with 256 running requests and a full pool.
+
+    There is no model. The schedulers alternate. Ratios compare the best turn of each, because other programs on
+    the
+    machine can only add time.
+    """
     sys.path.append(str(ROOT / "tests" / "helpers"))
     import vllm_steps as steps
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -449,6 +479,7 @@ def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the selected measurements and print one JSON object."""
     if "--matrix" in sys.argv:
         from admission_matrix import main as matrix
 

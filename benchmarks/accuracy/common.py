@@ -28,7 +28,6 @@ class Inputs:
 
         ``hf_quant_config.json`` is merged in, as when the planner reads a folder.
         """
-
         path = self.config_path(name)
         return None if path is None else parse_config(path.read_bytes(), str(path))
 

@@ -29,7 +29,6 @@ _SPECS = {
 
 def score(inputs: Inputs) -> Section | None:
     """Return the scores of the section, or None without configs."""
-
     if inputs.configs is None:
         return None
     # The device fits any model. The length decides how many blocks a sequence has, and not their content.
@@ -77,7 +76,6 @@ def score(inputs: Inputs) -> Section | None:
 
 def _against_vllm(inputs: Inputs) -> dict[str, object]:
     """Compare the layers per kind with vLLM's own specs; an engine that expands latents reports full."""
-
     equal, differ = 0, []
     for row in read_tsv(inputs.vllm, "config") if inputs.vllm else []:
         config = inputs.config(row["config"])

@@ -63,7 +63,6 @@ def _buffer(row: dict[str, Any], config: dict[str, Any]) -> tuple[float, bool, s
 
     Returns None if the model is on several devices, or the buffer is not printed.
     """
-
     seen = row["observed"]
     weights = {name: float(size) for name, size in seen.get("model_buffers_mib") or ()}
     printed = {name: float(size) for name, size in seen.get("compute_buffers_mib") or ()}

@@ -73,13 +73,11 @@ class FitRow:
     @property
     def hopper(self) -> bool:
         """Return whether the GPU is a data centre GPU from Hopper on."""
-
         return is_hopper(self.chosen.flags)
 
     @property
     def seen(self) -> bool:
         """Return whether logs that print every term cover each part of the plan."""
-
         return is_seen(self.architecture, self.chosen)
 
     @property
@@ -100,7 +98,6 @@ class FitRow:
 
     def runtime(self, fitted: Coefficients) -> Runtime:
         """Return the memory terms with the coefficients ``fitted``."""
-
         engine = engine_of(self.chosen.flags.engine)
         return engine.gpu_terms(self.architecture, self.chosen, fitted)
 
@@ -112,7 +109,6 @@ class FitRow:
 
     def outside_unified(self) -> int | None:
         """Return the rest of the budget on a machine whose GPU shares host memory, or None elsewhere."""
-
         if not shares_memory(self.chosen.flags.gpu) or not self.carries_bar or self.graph_estimate is None:
             return None
 
@@ -134,7 +130,6 @@ class FitRow:
 
     def bytes_per_graph(self) -> float | None:
         """Return the bytes of each batch size after the first, or None with fewer sizes than by default."""
-
         count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
         if self.graph_estimate is None or count < 51:
             return None
@@ -245,7 +240,6 @@ def _weights(
     name is
     no quantization config.
     """
-
     printed = report["observed"].get("model_load_gib")
     if quantization_known(report) and not report["speculative"]:  # drafts are not in these flags
         try:

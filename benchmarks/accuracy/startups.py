@@ -59,7 +59,6 @@ class Start:
 
 def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
     """Return (starts, left-out starts with the reason)."""
-
     assert inputs.startups is not None
     starts, left_out = [], []
     for row in read_jsonl(inputs.startups):
@@ -102,13 +101,11 @@ def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
 
 def planned(start: Start) -> Plan:
     """Return the plan of a start, with the shipped coefficients."""
-
     return plan_source(start.found, start.flags)
 
 
 def row(start: Start) -> FitRow:
     """Return a start as a row for the fit of the coefficients."""
-
     size = Sizer(start.found).size(start.flags)
     part, chosen = size.parts[size.place], size.chosen
     return FitRow(
@@ -163,7 +160,6 @@ def score(inputs: Inputs) -> Section | None:
 
 def _left_out(inputs: Inputs, starts: list[Start]) -> dict[str, Any]:
     """Return the errors of the KV pool with each model's starts left out of the fit."""
-
     reports = load_rows(inputs)[0] if inputs.reports is not None else []
     rows = [row(start) for start in starts]
     errors, covered, width = [], 0, 0.0

@@ -96,7 +96,6 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
 
 def _tokens(source: Any, flags: Any, size: int, seen: dict[str, Any]) -> tuple[int, int]:
     """Return (tokens or blocks as the row prints them, the size of one block in the same unit)."""
-
     plan = plan_source(source, replace(flags, kv_cache_memory_bytes=size))
     cache = plan.kv_cache
     if not seen.get("kv_tokens"):

@@ -36,7 +36,6 @@ class VersionPlans:
 
     def under(self, version: str) -> KVCachePlan:
         """Return the KV cache plan for ``version``."""
-
         return plan_source(self._source, replace(self._flags, engine_version=version), self._sizer).kv_cache
 
 
@@ -77,7 +76,6 @@ def _score(inputs: Inputs) -> Section:
 
 def versions() -> dict[str, Any]:
     """Return the scores of every version: answered cases, equal plans, and the differences by name."""
-
     out: dict[str, Any] = {}
     features, host.cpu_features = host.cpu_features, vllm_versions.cpu_features
     try:

@@ -71,7 +71,6 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
 
 def _dtype(row: dict[str, str], config: dict[str, Any]) -> str:
     """Return the dtype of the row, else of the config, else bfloat16."""
-
     if row["torch_dtype"] not in ("None", ""):
         return row["torch_dtype"]
     return config_dtype(config.get("dtype", config.get("torch_dtype"))) or "bfloat16"

@@ -255,12 +255,10 @@ class Engine(ABC):
 
         The default is the measurement of the hf engine.
         """
-
         return hf.framework_bytes(architecture.vocab_size)
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the activations of one step on a CPU; the default is the hf engine's formula."""
-
         return hf.activation_bytes(architecture, chosen)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:

@@ -63,12 +63,10 @@ class HF(Engine):
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
         """Estimate the activations of one step on a GPU."""
-
         return hf.activation_bytes(architecture, chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of the API process and the engine process."""
-
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
@@ -116,7 +114,6 @@ class HF(Engine):
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` command of ``plan``."""
-
         asked = plan.deployment.quantization
         return (tonnage_serve(plan, ("--quantization", asked) if asked in self.quantizes_to else ()),)
 

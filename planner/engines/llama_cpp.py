@@ -184,7 +184,6 @@ class LlamaCpp(Engine):
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the memory of llama-server on a CPU, without model, caches and compute buffer."""
-
         return llama_cpp.process(architecture, chosen, _partial(architecture, chosen))
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
@@ -198,7 +197,6 @@ class LlamaCpp(Engine):
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
         """Return the driver context and the compute buffer on a GPU; CUDA graphs take no memory."""
-
         return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
@@ -207,7 +205,6 @@ class LlamaCpp(Engine):
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of llama-server on GPUs."""
-
         architecture, chosen = hosted.architecture, hosted.chosen
         return llama_cpp.host_memory(hosted, _partial(architecture, chosen), _masked(architecture, chosen)[0])
 

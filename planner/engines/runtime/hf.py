@@ -62,7 +62,6 @@ _READERS = 4
 
 def host_memory(hosted: HostInputs) -> HostMemory:
     """Return the host memory of the hf engine on GPUs: its processes as on a CPU, CUDA, and reading weights."""
-
     held = framework_bytes(hosted.architecture.vocab_size)
     processes = HostPart("processes", held.value, held.low, held.high, held.formula, held.source)
     parts = (processes, host.cuda(len(hosted.ranks)), *host.reading(hosted, _READERS))

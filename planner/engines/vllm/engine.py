@@ -253,19 +253,16 @@ class VLLM(Engine):
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """Estimate the processes' memory on a CPU before weights and pool are loaded."""
-
         return cpu.framework_bytes(architecture, chosen.flags.dtype)
 
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
         """Return the estimates of framework, activations and CUDA graphs of one rank on a GPU."""
-
         return budget.terms(architecture, chosen, fitted)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
-
         return host.host_memory(hosted)
 
     def own_flags(self, flags: Deployment) -> list[str]:
@@ -274,28 +271,23 @@ class VLLM(Engine):
 
     def serve_options(self, flags: Deployment) -> list[str]:
         """Return the options that deploy/vllm/compose.yaml has no variable for."""
-
         line = ["--dtype", flags.dtype, "--kv-cache-dtype", flags.kv_cache_dtype]
         return [*line, *changed(flags, ("pipeline_parallel_size",)), *self.own_flags(flags)]
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         """Add the figures and flags of one start-up log line to ``out``."""
-
         log.read_line(line, out)
 
     def log_rank(self, line: str) -> tuple[str, str]:
         """Return the (rank, process) prefix of a log line, with "" for a missing part."""
-
         return log.rank_of(line)
 
     def finish_log(self, out: LogFigures) -> None:
         """Derive figures that the log of a rank does not print."""
-
         log.settle(out)
 
     def log_is_ready(self, line: str) -> bool:
         """Return whether a log line reports that the engine serves."""
-
         return log.started(line)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
@@ -428,7 +420,6 @@ class VLLM(Engine):
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
         """Return the rule for the blocks that a request takes from vLLM's block manager."""
-
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
         return requests.request_law(architecture, chosen, pool)
