@@ -1,4 +1,4 @@
-"""Adapters that give block managers one interface, so that one driver can time each of them.
+"""Adapters that give block managers one interface, so that the same driver can time each of them.
 
     admit(request_id, tokens, max_tokens) -> hit tokens, or None if there is no space now
     append(request_ids, token_ids) -> request ids without a slot (preempted); [] where blocks are reserved

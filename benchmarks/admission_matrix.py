@@ -268,7 +268,7 @@ class Ground:
 
 
 def measured(ground: Ground, mode: str, loop: str, state: str, rate: float) -> Figures:
-    """Return what a mode measures in one cell, over all seeds."""
+    """Return the measurements of a mode in one cell, over all seeds."""
     total = Figures()
     for seed in range(ground.first_seed, ground.first_seed + ground.seeds):
         server = Server(mode, ground.blocks, ground.cost)
@@ -280,7 +280,10 @@ def measured(ground: Ground, mode: str, loop: str, state: str, rate: float) -> F
 
 
 def run_ground(ground: Ground) -> list[dict[str, Any]]:
-    """Return the cells of a ground; print a line about each on stderr."""
+    """Run all loops, states and modes of one cost, kind and pool, and return their cells.
+
+    It prints one line per cell on stderr.
+    """
     saturated, cells = POOLS[ground.blocks][-1], []
     known: dict[tuple[str, str], Figures] = {}
     if any(loop.startswith("open-") for loop in ground.loops):

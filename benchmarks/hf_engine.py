@@ -54,7 +54,7 @@ def cpu_seconds() -> float:
 async def measured(
     one: Callable[[str, list[int], int], Awaitable[int]], ids: list[list[int]], tokens: int
 ) -> tuple[float, float]:
-    """Return the seconds from process start to the first answer, and the seconds of the case.
+    """Measure one side: return the seconds from process start to the first answer, and of the case.
 
     ``one`` generates for one prompt and returns its number of output tokens.
     """
@@ -249,7 +249,7 @@ SIDES: dict[str, Callable[..., Result]] = {
 
 
 def in_its_own_process(side: str, case: str, folder: str, threads: int, limit: float) -> Result | str:
-    """Run a side in a new process and return its figures, or the reason for a failure."""
+    """Run one engine in a new process and return its figures, or the reason for a failure."""
     command = [sys.executable, __file__, "--side", side, "--cases", case, "--model", folder]
     # The hf engine sets its own OpenMP wait policy. For torch alone on a shared machine, sleeping is fastest.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

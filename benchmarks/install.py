@@ -68,7 +68,7 @@ def timed_plan(folder: Path) -> float:
 
 
 def measure(folder: Path, package: Path, extras: list[str]) -> dict[str, object]:
-    """Install ``package`` with ``extras`` into a new environment and return the figures."""
+    """Install ``package`` with ``extras`` into a new environment and return sizes, times and packages."""
     venv.create(folder / "environment", with_pip=True)
     before, begun, used = held(folder / "environment"), time.perf_counter(), children_seconds()
     pip = [folder / "environment" / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]

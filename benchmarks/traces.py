@@ -32,7 +32,7 @@ class TraceRequest:
 
 
 def load(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Return the first requests of a trace file; a trace without prefix information shares nothing."""
+    """Return the first requests of a trace file; without prefix information, their prompts share nothing."""
     loads: list[TraceRequest] = []
     unshared = 0
     for request in read_trace(path, limit=limit).requests:

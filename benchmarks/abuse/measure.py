@@ -99,7 +99,10 @@ async def watching(server: AttackedServer) -> AsyncIterator[asyncio.subprocess.P
 
 
 async def settled(server: AttackedServer, before: ServerSnapshot) -> bool:
-    """Return whether the server is back to its state ``before`` within a minute, plus 3 % of its plan."""
+    """Return whether the server returns to its state ``before`` within a minute.
+
+    Memory may exceed its earlier value by 3 % of the plan.
+    """
     until = time.monotonic() + SETTLE_SECONDS
     most, state = before.bytes + SLACK * server.planned, None
     while time.monotonic() < until and server.alive:
@@ -176,7 +179,7 @@ async def run_attack(server: AttackedServer, case: Case) -> Answers:
 
 
 def with_exceeded_limits(found: CaseResult, server: AttackedServer) -> CaseResult:
-    """Return ``found`` with its exceeded limits."""
+    """Return a copy of the result ``found`` with the names of the limits that it exceeds."""
     seen, broken = found.seen, []
     if found.case.by_client:
         if seen["gap_s"] > GAP_SECONDS or not seen["went_on"]:

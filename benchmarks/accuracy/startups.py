@@ -58,7 +58,7 @@ class Start:
 
 
 def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
-    """Return (starts, left-out starts with the reason)."""
+    """Load the start-up logs and return (starts, left-out starts with the reason)."""
     assert inputs.startups is not None
     starts, left_out = [], []
     for row in read_jsonl(inputs.startups):
@@ -105,7 +105,7 @@ def planned(start: Start) -> Plan:
 
 
 def row(start: Start) -> FitRow:
-    """Return a start as a row for the fit of the coefficients."""
+    """Return a start as a row for the fit of the GPU coefficients."""
     size = Sizer(start.found).size(start.flags)
     part, chosen = size.parts[size.place], size.chosen
     return FitRow(

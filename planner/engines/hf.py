@@ -91,7 +91,7 @@ class HF(Engine):
         return blocks
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule of this engine's reservations: prompt and answer in full.
+        """Return the rule for the blocks that a request reserves: its prompt and answer in full.
 
         A sliding group reserves at most the blocks that it can ever hold (cache/admission/reservation.py).
         Guaranteed mode

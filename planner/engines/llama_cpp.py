@@ -171,7 +171,7 @@ class LlamaCpp(Engine):
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule of llama.cpp's slots.
+        """Return the rule for the cells that a request takes.
 
         Each sequence has a slot as long as the context. A unified cache takes one cell per token instead.
         """

@@ -22,7 +22,7 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
     line = ["tonnage", "serve", plan.model.id, "--backend", flags.engine, *common_flags(plan)]
     if flags.device != "cpu":
         line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
-        if flags.gpu is not None:  # an engine's memory beside weights and pool depends on the GPU
+        if flags.gpu is not None:  # an engine's memory besides weights and pool depends on the GPU
             line += ["--gpu", flags.gpu]
     line += [*prefix_flags(flags), *changed(flags, (*RANKS, *SHARED))]
     line += [*changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]

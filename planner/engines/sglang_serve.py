@@ -75,7 +75,7 @@ def _cache(plan: Plan) -> list[str]:
 
 
 def notes(flags: Deployment, states: bool) -> tuple[str, ...]:
-    """Return the settings of ``flags`` that the command cannot express.
+    """Return notes on the settings of ``flags`` that SGLang's serve command cannot express.
 
     ``states`` is whether the model has slots of recurrent states.
     """

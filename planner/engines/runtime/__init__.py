@@ -1,4 +1,4 @@
-"""Memory beside weights and KV pool: framework, activations of one step, CUDA graphs.
+"""Memory besides weights and KV pool: framework, activations of one step, CUDA graphs.
 
 Each term is an ``Estimate``: a value, its expected interval, its formula and its source.
 ``Engine.runtime_terms``

@@ -18,7 +18,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The memory of one rank beside weights and pool.
+    """The memory of one rank besides weights and pool.
 
     Attributes:
         framework: Memory outside PyTorch's allocator.

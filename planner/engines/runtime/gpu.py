@@ -63,7 +63,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
 
 
 def reach(shares: tuple[float, float], memory: int) -> tuple[int, int]:
-    """Return the bytes below and above a sum, from shares of a device of ``memory`` bytes.
+    """Return the interval below and above a sum in bytes, from shares of a device of ``memory`` bytes.
 
     Each is at least 1/3 GiB, because libraries and kernels take as much on a small device.
     """

@@ -1,4 +1,4 @@
-"""Memory of the hf engine beside weights and KV pool: its processes, and the activations of one step."""
+"""Memory of the hf engine besides weights and KV pool: its processes, and the activations of one step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def host_memory(hosted: HostInputs) -> HostMemory:
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
-    """Estimate the peak beside the weights during one step of ``max_num_batched_tokens`` tokens.
+    """Estimate the peak besides the weights during one step of ``max_num_batched_tokens`` tokens.
 
     The peak is the widest moment of a layer (attention or MLP), the residual stream, and the logits of
     ``max_num_seqs`` sequences. Layer and logits are added, because allocators seldom return the first in time.

@@ -25,7 +25,7 @@ _CUDA, _CUDA_LOW, _CUDA_HIGH = GiB // 2, GiB // 10, 2 * GiB
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """The inputs of the host memory estimate.
+    """The inputs for estimating a GPU engine's host memory.
 
     Attributes:
         architecture: The whole model.

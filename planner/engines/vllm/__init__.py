@@ -1,4 +1,4 @@
-"""The vLLM engine: flags (``engine``), versions, block pool, tensors, and memory beside weights and pool."""
+"""The vLLM engine: flags (``engine``), versions, block pool, tensors, and memory besides weights and pool."""
 
 from tonnage.planner.engines.vllm.engine import ENGINE
 

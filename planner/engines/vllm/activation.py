@@ -1,4 +1,4 @@
-"""Peak of PyTorch's allocations during vLLM's profile run (``profile_run``) on a GPU, beside the weights.
+"""Peak of PyTorch's allocations during vLLM's profile run (``profile_run``) on a GPU, besides the weights.
 
 The peak is the largest of three moments:
 

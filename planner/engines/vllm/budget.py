@@ -1,4 +1,4 @@
-"""Memory that vLLM subtracts from the KV pool's budget on a GPU, beside the weights, with intervals."""
+"""Memory that vLLM subtracts from the KV pool's budget on a GPU, besides the weights, with intervals."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
-    """Return the memory terms of one rank; ``architecture`` is its share of one pipeline stage.
+    """Estimate the memory terms besides weights and pool on one rank of a GPU deployment.
 
-    ``fitted`` replaces the shipped coefficients.
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` replaces the shipped coefficients.
     """
     fitted = fitted or coefficients()
     below, above = reach(spread(architecture, chosen, fitted), chosen.device_memory)

@@ -1,4 +1,4 @@
-"""vLLM on a CPU: memory beside weights and pool, one framework term per process.
+"""vLLM on a CPU: memory besides weights and pool, one framework term per process.
 
 RssAnon in MiB after a full batch and a grammar-constrained answer (benchmarks/memory_terms.py, 2026-11-22):
 vLLM

@@ -102,7 +102,7 @@ class Encoding:
 
 
 def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -> Encoding | None:
-    """Return the memory of the profile run for images, or None if the tower is not known.
+    """Return the GPU memory that images take in vLLM's profile run, or None if the tower is not known.
 
     ``first`` is whether this is the first pipeline stage; the second model runner encodes only there.
     """

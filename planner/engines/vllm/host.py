@@ -93,7 +93,7 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
 
 
 def _pinned(hosted: HostInputs) -> list[HostPart]:
-    """Return the buffers of token ids and positions of each worker, for all running sequences.
+    """Return the host memory of token ids and positions in each worker, for all running sequences.
 
     The second model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
     M-RoPE it also
@@ -153,7 +153,7 @@ def _queues(hosted: HostInputs) -> list[HostPart]:
 
 
 def _pictures(hosted: HostInputs) -> list[HostPart]:
-    """Return the cache of processed images.
+    """Return the host memory of the cache of processed images.
 
     The engine core keeps the items, or the API processes if there are several servers or replicas. The other
     side keeps

@@ -6,7 +6,7 @@ gpu/model_runner.py, cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_pl
 and
 config/vllm.py. Some figures are corrected:
 
-- ``activation_bytes`` is the peak of the profile run beside the weights, up to 0.26. In lines with "consumed
+- ``activation_bytes`` is the peak of the profile run besides the weights, up to 0.26. In lines with "consumed
   memory",
   "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
 - ``peak_torch_memory`` of 0.6.3 to 0.6.5 includes the weights, which are subtracted here.

@@ -125,7 +125,10 @@ def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolS
 
 
 def capacity(pool: PoolSpec, num_blocks: int, max_model_len: int, version: Version) -> PoolCapacity:
-    """Return the figures of the start-up lines; vLLM counts the null block (block 0) among the blocks."""
+    """Return the pool's capacity as vLLM's start-up lines print it.
+
+    vLLM counts the null block (block 0) among the blocks.
+    """
     per_sequence = pool.sequence_blocks(max_model_len)
     concurrency = num_blocks / per_sequence
     if rules(version).token_line == "concurrency":
@@ -163,7 +166,10 @@ def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int,
 
 
 def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) -> int:
-    """Return the bytes per token of one attention layer, to which states are aligned; 0 without attention."""
+    """Return the bytes per token of the first attention layer, or 0 without one.
+
+    The block size is aligned with it and the recurrent states.
+    """
     for layer in architecture.cache_layers:
         if layer.kind in ("full", "sliding", "mla"):
             return _entry_bytes(layer, flags)

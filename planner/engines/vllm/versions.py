@@ -15,7 +15,7 @@ from tonnage.planner.model.architecture import Architecture
 
 @dataclass(frozen=True, slots=True)
 class VersionRules:
-    """The rules that differ between versions; the defaults are the rules of 0.7."""
+    """The memory and default rules that differ between vLLM versions; the defaults are the rules of 0.7."""
 
     # devices with larger batch defaults: H100 and H200 by name, or all devices of 70 GiB and more
     large_batches: Literal["", "hopper", "memory"] = ""
