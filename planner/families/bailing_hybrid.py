@@ -32,7 +32,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Ling 3.0 model from its checked config."""
     for name, known in _ONE_FORM.items():
         if name in fields.config and fields.raw(name) != known:
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not {known}", field=name)
+            raise UnsupportedArchitecture(
+                f"{shown(fields.raw(name))} is not supported; transformers builds {shown(known)} only",
+                field=name,
+            )
     d = mla.read_latent(fields, defaults=True)
     # transformers' class overwrites head_dim with the rotary size and keeps the stated value as linear_head_dim
     heads = fields.integer("linear_num_heads", d.heads, limit="heads")

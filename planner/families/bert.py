@@ -17,7 +17,7 @@ from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
 # Fields of published files about training, the tokenizer or other heads; none changes a shape
@@ -79,7 +79,10 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
     inner = fields.integer("intermediate_size", limit="width")
     positions = fields.integer("max_position_embeddings", limit="positions")
     if fields.raw("position_embedding_type") not in (None, "absolute"):
-        raise UnsupportedArchitecture("only absolute positions are planned", field="position_embedding_type")
+        raise UnsupportedArchitecture(
+            f"{shown(fields.raw('position_embedding_type'))} is not supported; only absolute positions are",
+            field="position_embedding_type",
+        )
     t = Tensors()
     headed = not class_name.endswith("Model")
     at = f"{variant.body}." if headed else ""
@@ -121,7 +124,9 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
     """
     for field in ("is_decoder", "add_cross_attention"):
         if fields.boolean(field, False):
-            raise UnsupportedArchitecture(f"a {name} that decodes is not planned", field=field)
+            raise UnsupportedArchitecture(
+                f"true is not supported: {name} is planned as an encoder only", field=field
+            )
     known: dict[str, Kind] = {
         f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
     }
@@ -147,7 +152,7 @@ def text_length(fields: Fields, positions: int) -> int:
     """
     if positions < 1:
         raise UnsupportedArchitecture(
-            "leaves no position behind the padding token's", field="max_position_embeddings"
+            "the table has no position behind the padding token's", field="max_position_embeddings"
         )
     return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)
 

@@ -232,14 +232,18 @@ def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ..
 def never_tied(fields: Fields) -> bool:
     """Return False; refuse a tied head where transformers' class cannot tie it."""
     if fields.boolean("tie_word_embeddings", False):
-        raise UnsupportedArchitecture("this model's class ties nothing", field="tie_word_embeddings")
+        raise UnsupportedArchitecture(
+            "true is not supported: transformers' class cannot tie the head", field="tie_word_embeddings"
+        )
     return False
 
 
 def every_layer_routes(fields: Fields) -> None:
     """Refuse a ``moe_layer_freq`` that leaves some layers without experts."""
     if fields.raw("moe_layer_freq") not in (None, 1):
-        raise UnsupportedArchitecture("is not 1", field="moe_layer_freq")
+        raise UnsupportedArchitecture(
+            f"{shown(fields.raw('moe_layer_freq'))} is not supported; only 1 is", field="moe_layer_freq"
+        )
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:

@@ -33,7 +33,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     heads = fields.integer("num_attention_heads", limit="heads")
     size = fields.integer("head_dim", 512, limit="width")
     if fields.integer("num_key_value_heads", 1, limit="heads") != 1:
-        raise ConfigError("is not 1: K and V are one shared head", field="num_key_value_heads")
+        raise ConfigError("must be 1: K and V are one shared head", field="num_key_value_heads")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     q_rank = fields.integer("q_lora_rank", limit="width")
@@ -126,10 +126,12 @@ def _hashed(fields: Fields) -> int:
     if kinds is None:
         return 3
     if not isinstance(kinds, list) or not all(kind in ("hash_moe", "moe") for kind in kinds):
-        raise ConfigError(f"{shown(kinds)} is not made of hash_moe and moe", field="mlp_layer_types")
+        raise ConfigError(f"{shown(kinds)} is not a list of hash_moe and moe", field="mlp_layer_types")
     count = kinds.count("hash_moe")
     if "moe" in kinds[:count]:
-        raise UnsupportedArchitecture("hash_moe after moe is not known here", field="mlp_layer_types")
+        raise UnsupportedArchitecture(
+            "a hash_moe layer behind a moe layer is not supported", field="mlp_layer_types"
+        )
     return count
 
 
@@ -143,14 +145,18 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
     for kind, rate in (fields.mapping("compress_rates") or {}).items():
         if _RATES.get(kind) != rate:
             raise UnsupportedArchitecture(
-                f"{shown(rate)} for {shown(kind)} is not known here", field="compress_rates"
+                f"{shown(rate)} for {shown(kind)} is not supported", field="compress_rates"
             )
     if value is None and isinstance(kinds, list):
         value = [_RATES.get(kind) if isinstance(kind, str) else None for kind in kinds]
     if not isinstance(value, list) or len(value) < layers or not all(type(v) is int for v in value):
-        raise ConfigError(f"{shown(value)} does not give {layers} ratios", field="compress_ratios")
+        raise ConfigError(
+            f"{shown(value)} is not a list of at least {layers} integers", field="compress_ratios"
+        )
     if not set(value) <= {0, _SPARSE, _HEAVY}:
-        raise ConfigError(f"{shown(value)} is not made of 0, {_SPARSE} and {_HEAVY}", field="compress_ratios")
+        raise ConfigError(
+            f"{shown(value)} has ratios other than 0, {_SPARSE} and {_HEAVY}", field="compress_ratios"
+        )
     return tuple(value[:layers])
 
 

@@ -155,9 +155,13 @@ def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architectu
     """Return the architecture of a dense decoder; ``variant`` says how its family differs from Llama."""
     dims = common.heads_of(fields)
     if variant.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
-        raise ConfigError(f"{dims.heads} heads of it are not hidden_size = {dims.hidden}", field="head_dim")
+        raise ConfigError(
+            f"{dims.head_size} x {dims.heads} heads is not hidden_size = {dims.hidden}", field="head_dim"
+        )
     if fields.boolean("is_moe", False):
-        raise UnsupportedArchitecture("Doge's product-key experts are not planned", field="is_moe")
+        raise UnsupportedArchitecture(
+            "true is not supported: Doge's product-key experts have no adapter", field="is_moe"
+        )
     fields.ignore(*variant.ignored)
     vocab, inner = (
         fields.integer("vocab_size", limit="vocab"),
@@ -255,7 +259,7 @@ def _qk_norms(
     """Return the norms of q and k in the attention of a dense decoder, (None, None) when there are none."""
     switch, widths = variant.switched_norms, (dims.heads, dims.kv_heads)
     if (switch is None or switch.field != "qk_layernorm") and fields.boolean("qk_layernorm", False):
-        raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
+        raise UnsupportedArchitecture(f"true is not supported for {model_type}", field="qk_layernorm")
     if switch is not None and fields.boolean(switch.field, switch.default):
         q_norm, k_norm = (
             Norm(name, dims.head_size, switch.kind, count, switch.each, switch.own)
@@ -310,7 +314,10 @@ def _pattern(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]
     elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
         slides = [(i + 1) % stated != 0 for i in range(layers)]
     else:
-        raise ConfigError(f"{shown(stated)} is not a pattern", field="sliding_window_pattern")
+        raise ConfigError(
+            f"{shown(stated)} is neither a positive integer nor a string of L and G",
+            field="sliding_window_pattern",
+        )
     return tuple("sliding_attention" if slide and window is not None else "full_attention" for slide in slides)
 
 

@@ -86,7 +86,7 @@ def _widths(fields: Fields, layers: int) -> list[int]:
     if not isinstance(value, list):
         return [fields.integer("intermediate_size", 16_384, limit="width")] * layers
     if len(value) != layers:
-        raise ConfigError(f"{len(value)} widths for {layers} layers", field="intermediate_size")
+        raise ConfigError(f"has {len(value)} widths; the model has {layers} layers", field="intermediate_size")
     one = Fields({str(i): width for i, width in enumerate(value)})
     return [one.integer(str(i), limit="width") for i in range(layers)]
 

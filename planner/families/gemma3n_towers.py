@@ -29,11 +29,13 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     name = config.get("architecture", "mobilenetv5_300m_enc")
     if name != "mobilenetv5_300m_enc":
         raise UnsupportedArchitecture(
-            f"{shown(name)}: of timm's towers only mobilenetv5_300m_enc is known",
+            f"{shown(name)} is not supported; of timm's towers only mobilenetv5_300m_enc is",
             field="vision_config.architecture",
         )
     if config.get("model_args"):
-        raise UnsupportedArchitecture("arguments of timm's are not known", field="vision_config.model_args")
+        raise UnsupportedArchitecture(
+            "arguments of timm's towers are not supported", field="vision_config.model_args"
+        )
     at = f"{at}.timm_model"
     conv(t, f"{at}.conv_stem.conv", (64, 3, 3, 3), True)
     t.norm(f"{at}.conv_stem.bn", 64)
@@ -110,7 +112,8 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     )
     if sizes != ([128, 32], [[3, 3], [3, 3]], [[2, 2], [2, 2]]):
         raise UnsupportedArchitecture(
-            "other convolutions than the published ones", field="audio_config.sscp_conv"
+            "convolutions that differ from the published models' are not supported",
+            field="audio_config.sscp_conv",
         )
     first = f"{at}.subsample_conv_projection"
     for i, channels in enumerate(sizes[0]):

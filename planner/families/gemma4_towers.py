@@ -22,7 +22,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     channels = config.get("subsampling_conv_channels") or _CHANNELS
     if channels != _CHANNELS:
         raise UnsupportedArchitecture(
-            f"{shown(channels)}: other convolutions than the published ones",
+            f"{shown(channels)} is not supported; published models have {shown(_CHANNELS)}",
             field="audio_config.subsampling_conv_channels",
         )
     clipped = f.boolean("use_clipped_linears", True)

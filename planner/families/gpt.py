@@ -91,7 +91,9 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("n_inner", 4 * h, limit="width")
     tied = fields.boolean("tie_word_embeddings", True)
     if fields.boolean("add_cross_attention", False):
-        raise UnsupportedArchitecture("cross attention is not planned here", field="add_cross_attention")
+        raise UnsupportedArchitecture(
+            "true is not supported: cross attention has no adapter", field="add_cross_attention"
+        )
     behind = common.number(fields, "resid_pdrop", 0.1)
     attention = Attention(
         "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True, narrow=True,
@@ -157,11 +159,13 @@ def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
                 raise TypeError
             out += list(kinds) * times
     except (TypeError, ValueError):
-        raise ConfigError(f"{shown(value)} is not a list of [kinds, times]", field="attention_types") from None
+        raise ConfigError(
+            f"{shown(value)} is not a list of [kinds, repetitions]", field="attention_types"
+        ) from None
     names = {"global": "full_attention", "local": "sliding_attention"}
     if len(out) != layers or not all(isinstance(kind, str) and kind in names for kind in out):
         raise ConfigError(
-            f"{shown(value)} does not name {layers} layers global or local", field="attention_types"
+            f"{shown(value)} does not state global or local for {layers} layers", field="attention_types"
         )
     return tuple(names[kind] for kind in out)
 
@@ -276,17 +280,19 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     h = dims.hidden
     # engines read this field, transformers does not
     if fields.integer("expansion_ratio", 4, limit="width") != 4:
-        raise UnsupportedArchitecture("is not 4, which is all transformers knows", field="expansion_ratio")
+        raise UnsupportedArchitecture(
+            "must be 4, the only value that transformers supports", field="expansion_ratio"
+        )
     tied = fields.boolean("tie_word_embeddings", True)
     if not fields.boolean("no_bias", True):
-        raise UnsupportedArchitecture("false is not known", field="no_bias")
+        raise UnsupportedArchitecture("false is not supported", field="no_bias")
     options = fields.mapping("attn_config") or {}
     kv_heads = options.get("kv_n_heads") or dims.heads
     if options.get("attn_type") == "multiquery_attention":
         kv_heads = 1
     if options.get("qk_ln") or kv_heads != dims.heads or options.get("alibi") is False:
         raise UnsupportedArchitecture(
-            "qk_ln, grouped heads and learned positions are not known", field="attn_config"
+            "qk_ln, grouped heads and learned positions are not supported", field="attn_config"
         )
     fields.ignore(
         "learned_pos_emb", "norm_type", "embedding_fraction", "emb_pdrop", "logit_scale", "ffn_config"

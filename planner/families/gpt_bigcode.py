@@ -29,7 +29,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
     fields.ignore("num_key_value_heads", "head_dim")
     tied = fields.boolean("tie_word_embeddings", True)
     if fields.boolean("add_cross_attention", False):
-        raise UnsupportedArchitecture("cross attention is not planned yet", field="add_cross_attention")
+        raise UnsupportedArchitecture(
+            "true is not supported: cross attention has no adapter", field="add_cross_attention"
+        )
     fields.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
         "summary_first_dropout", "inference_runner", "validate_runner_input", "pre_allocate_kv_cache",

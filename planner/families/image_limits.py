@@ -107,7 +107,7 @@ def square(
     v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
     side = v["image_size"] // v["patch_size"]
     if not side:
-        raise ConfigError(f"{v['image_size']} is less than a patch", field="vision_config.image_size")
+        raise ConfigError(f"{v['image_size']} is smaller than patch_size", field="vision_config.image_size")
     extra = 1 if tower == "clip" else 0  # the class token
     return Vision(
         tower, v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
@@ -259,7 +259,9 @@ def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
     """Return the limit on patches that field ``name`` of a processor's file states."""
     limit = told.get(name, default)
     if type(limit) is not int or limit < 4:
-        raise ConfigError(f"{shown(limit)} is not a number of patches", field=f"{FILES[0]}.{name}")
+        raise ConfigError(
+            f"{shown(limit)} is not a number of patches of at least 4", field=f"{FILES[0]}.{name}"
+        )
     return limit
 
 

@@ -74,7 +74,7 @@ def qwen(
     tied = fields.boolean("tie_word_embeddings", False)
     full = full_of(fields, layers, fields.integer("full_attention_interval", 4, limit="layers"))
     if fields.boolean("attn_output_gate", True) is False:
-        raise UnsupportedArchitecture("false is not known", field="attn_output_gate")
+        raise UnsupportedArchitecture("false is not supported", field="attn_output_gate")
     state_dtype = _state_dtype(fields)
     experts = _QwenExperts.read(fields, layers) if moe else None
     inner = fields.integer("intermediate_size", 5632 if moe else None, limit="width")
@@ -226,7 +226,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     for name in ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate"):
         if fields.raw(name):
             raise UnsupportedArchitecture(
-                f"{shown(fields.raw(name))} is not known: its code is not public", field=name
+                f"{shown(fields.raw(name))} is not supported: the code that reads it is not public", field=name
             )
     fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "head_dim")
     fields.ignore("linear_attn_config", "moe_router_activation_func", "use_grouped_topk", "mla_use_nope")
@@ -304,7 +304,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     full = inner.raw("full_attn_layers")
     if not isinstance(full, list) or not all(type(i) is int and 1 <= i <= layers for i in full):
         raise ConfigError(
-            f"{shown(full)} is not a list of layers from 1", field="linear_attn_config.full_attn_layers"
+            f"{shown(full)} is not a list of layers counted from 1", field="linear_attn_config.full_attn_layers"
         )
     attending = common.numbers_in(full)
     return (

@@ -56,7 +56,7 @@ def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
     """
     for name in ("clip_qkv", "use_sliding_window"):
         if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not known here", field=name)
+            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
     return _granite("LlamaForCausalLM").build(fields, model_type)
 
 

@@ -73,13 +73,16 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     if not rope:
         rope = [int((i + 1) % interval != 0) for i in range(layers)]
     if not isinstance(rope, list) or len(rope) != layers:
-        raise ConfigError(f"{shown(rope)} does not name {layers} layers", field="no_rope_layers")
+        raise ConfigError(f"{shown(rope)} is not a list of {layers} switches", field="no_rope_layers")
     listed = fields.raw("layer_types")
     if listed is None:
         listed = ["chunked_attention" if flag else "full_attention" for flag in rope]
     known = ("chunked_attention", "full_attention")
     if not isinstance(listed, list) or len(listed) != layers or not all(kind in known for kind in listed):
-        raise ConfigError(f"{shown(listed)} does not name {layers} layers chunked or full", field="layer_types")
+        raise ConfigError(
+            f"{shown(listed)} does not state chunked_attention or full_attention for {layers} layers",
+            field="layer_types",
+        )
     if chunk is None:
         listed = ["full_attention"] * layers
     return tuple(listed), chunk

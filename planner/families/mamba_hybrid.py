@@ -26,7 +26,9 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
     heads = fields.integer("mamba_n_heads", 128, limit="heads")
     head_size = auto(fields, "mamba_d_head", inner // heads)
     if heads * head_size != inner:
-        raise ConfigError(f"{heads} x {head_size} is not {inner}", field="mamba_n_heads")
+        raise ConfigError(
+            f"{heads} x mamba_d_head {head_size} is not the mixer's width {inner}", field="mamba_n_heads"
+        )
     fields.ignore("mamba_norm_before_gate")
     return Mamba2(
         hidden, heads, head_size, fields.integer("mamba_n_groups", 1, limit="heads"),
@@ -276,10 +278,10 @@ def _nemotron_kinds(fields: Fields) -> str:
         listed = fields.raw("layers_block_type")
         known = isinstance(listed, list) and all(isinstance(kind, str) and kind in letters for kind in listed)
         if not known or not listed:
-            raise ConfigError(f"{shown(listed)} does not name the layers", field="layers_block_type")
+            raise ConfigError(f"{shown(listed)} is not a list of known layer kinds", field="layers_block_type")
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
-        raise ConfigError(f"{shown(pattern)} is not made of M, *, - and E", field="hybrid_override_pattern")
+        raise ConfigError(f"{shown(pattern)} is not a string of M, *, - and E", field="hybrid_override_pattern")
     stated = fields.optional_integer("num_hidden_layers", limit="layers")
     if len(pattern) > LIMITS["layers"]:
         raise ConfigError(

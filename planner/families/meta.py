@@ -156,7 +156,7 @@ def _field(config: Any, name: str) -> int:
     """Return a positive integer attribute of a transformers config."""
     value = getattr(config, name, None)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedArchitecture(f"{shown(value)} is not a size", field=name)
+        raise UnsupportedArchitecture(f"{shown(value)} is not a positive integer", field=name)
     return value
 
 
@@ -251,7 +251,7 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
             len(shape) != 4 or shape[0] != 1 or shape[2] not in (_TOKENS, kept) for shape in shapes
         ):
             raise UnsupportedArchitecture(
-                f"layer {index} caches {type(layer).__name__} {shapes}: no keys and values per token",
+                f"layer {index} caches {type(layer).__name__} {shapes}, not keys and values per token",
                 field="model_type",
             )
         out.append(
@@ -261,7 +261,7 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
             )
         )  # fmt: skip
     if not out:
-        raise UnsupportedArchitecture("its forward pass fills no cache", field="model_type")
+        raise UnsupportedArchitecture("transformers' forward pass fills no cache", field="model_type")
     return tuple(out)
 
 

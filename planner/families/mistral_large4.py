@@ -26,7 +26,9 @@ def text(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the Mistral Large 4 text model from its checked config."""
     d = mla.read_latent(fields, defaults=True)
     if d.q_rank is not None:
-        raise UnsupportedArchitecture(f"{d.q_rank}: this class does not compress Q", field="q_lora_rank")
+        raise UnsupportedArchitecture(
+            f"{d.q_rank} is not supported: transformers' class does not compress Q", field="q_lora_rank"
+        )
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     count = fields.integer("n_routed_experts", limit="width")
@@ -110,7 +112,9 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     if listed is None:
         return tuple((i + 1) % every != 0 for i in range(layers))
     if not isinstance(listed, list) or len(listed) < layers or any(v not in (0, 1) for v in listed):
-        raise ConfigError(f"{shown(listed)} is not 0 or 1 for {layers} layers", field="no_rope_layers")
+        raise ConfigError(
+            f"{shown(listed)} is not a list of 0 or 1 for at least {layers} layers", field="no_rope_layers"
+        )
     return tuple(bool(v) for v in listed[:layers])
 
 
@@ -125,7 +129,8 @@ def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
     known = isinstance(listed, list) and len(listed) == layers
     if not known or not all(type(s) is int and 0 <= s <= i and listed[s] == s for i, s in enumerate(listed)):
         raise ConfigError(
-            f"{shown(listed)} does not name, for each of {layers} layers, it or an earlier one with its own",
+            f"{shown(listed)} does not name, for each of {layers} layers, the layer itself or an earlier layer "
+            "with its own latent",
             field="kv_source_layers",
         )
     return tuple(listed)
@@ -138,7 +143,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
         raise ConfigError("missing", field="text_config")
     tied = fields.boolean("tie_word_embeddings", False)
     if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", False) is True:
-        raise ConfigError("contradicts the model around it", field="text_config.tie_word_embeddings")
+        raise ConfigError(
+            "true contradicts the multimodal model, whose head is not tied by default",
+            field="text_config.tie_word_embeddings",
+        )
     inside = build_text({**config, "tie_word_embeddings": tied}, "mistral_large4_text")
     t = Tensors()
     t.role = "vision"

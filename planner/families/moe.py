@@ -181,7 +181,7 @@ def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
     layers = fields.integer("num_hidden_layers", limit="layers")
     if fields.raw("attn_type_list") not in (None, [1] * layers):
-        raise UnsupportedArchitecture("linear layers are not known here", field="attn_type_list")
+        raise UnsupportedArchitecture("linear attention layers are not supported", field="attn_type_list")
     vocab = fields.integer("vocab_size", limit="vocab")
     count = _experts(fields, v)
     chosen = fields.optional_integer(v.per_token_field, limit="width") or 1
@@ -192,7 +192,9 @@ def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
     fields.ignore(*v.ignored)
     qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
     if v.experts_bias and fields.boolean(v.experts_bias, False):
-        raise UnsupportedArchitecture("experts with biases are not planned", field=v.experts_bias)
+        raise UnsupportedArchitecture(
+            "true is not supported: experts with biases have no adapter", field=v.experts_bias
+        )
     tied = fields.boolean("tie_word_embeddings", v.tied)
     qk_norm = v.qk_norm
     if v.qk_norm_field and fields.boolean(v.qk_norm_field, False):
@@ -276,7 +278,9 @@ def _experts(fields: Fields, v: MoeVariant) -> int:
     """Return the number of experts; a number per layer is refused."""
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
-        raise UnsupportedArchitecture("one number per layer is not planned", field=v.experts_field)
+        raise UnsupportedArchitecture(
+            "a list with one number per layer is not supported", field=v.experts_field
+        )
     return fields.integer(v.experts_field, limit="width")
 
 

@@ -90,7 +90,9 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     sparse = common.sparse_layers(fields, layers, 1)
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
-        raise UnsupportedArchitecture(f"{shown(gates)} is not per-head", field="gating")
+        raise UnsupportedArchitecture(
+            f"{shown(gates)} is not supported; only true and per-head are", field="gating"
+        )
     fields.ignore(
         "gating_types", "moe_apply_router_weight_on_input", "use_bidirectional_attention",
         "decoder_sparse_step",
@@ -159,7 +161,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     sink_full = fields.boolean("add_full_attention_sink_bias", False)
     sink_sliding = fields.boolean("add_swa_attention_sink_bias", True)
     if fields.raw("n_shared_experts"):
-        raise UnsupportedArchitecture("shared experts are not known here", field="n_shared_experts")
+        raise UnsupportedArchitecture("shared experts are not supported", field="n_shared_experts")
     fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
     share = _kind_shares(fields, ("full_attention", "sliding_attention"), 0.334)["full_attention"]
     t = Tensors()
@@ -218,7 +220,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
     local = Heads(dims.hidden, wide, dims.kv_heads, dims.head_size)
     for name in ("attention_bias", "mlp_bias", "per_layer_config"):
         if fields.raw(name):
-            raise UnsupportedArchitecture("is not known here", field=name)
+            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
     fields.ignore("mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers")
     fields.ignore("swiglu_limits", "swiglu_limits_shared", "moe_router_scaling_factor", "query_pre_attn_scalar")
     t = Tensors()
@@ -268,7 +270,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     index_heads, index_size, indexed = _minimax_indexer(fields, layers, dims)
     if fields.boolean("attention_output_gate", False):
-        raise UnsupportedArchitecture("is not known here", field="attention_output_gate")
+        raise UnsupportedArchitecture("true is not supported", field="attention_output_gate")
     fields.ignore(
         "use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules",
         "num_nextn_predict_layers", "rotary_dim", "first_k_dense_replace",

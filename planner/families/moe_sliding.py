@@ -125,7 +125,7 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
         elif isinstance(parameters, dict) and kind in parameters:
             own = parameters[kind]
         else:
-            raise ConfigError(f"{shown(parameters)} has no {kind}", field="rope_parameters")
+            raise ConfigError(f"{shown(parameters)} has no parameters of {kind}", field="rope_parameters")
         if own is None and kind in unrotated:
             continue
         where = f"rope_parameters.{kind}"
@@ -134,7 +134,7 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
             out.append(f"{kind}_")
             continue
         if own is None or common.rope_kind(own, where)[1] != 1:
-            raise UnsupportedArchitecture(f"{shown(own)} is not known here", field=where)
+            raise UnsupportedArchitecture(f"{shown(own)} is not supported", field=where)
         out.append(f"{kind}_")
     return tuple(out)
 

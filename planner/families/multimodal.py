@@ -62,7 +62,7 @@ def text_of(
         tied = tied or config.get("tie_word_embeddings") is True
     elif "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
         raise ConfigError(
-            f"{not tied} contradicts the model around it, whose own field is missing and then {tied}",
+            f"{not tied} contradicts the multimodal model, whose own field is missing and defaults to {tied}",
             field="text_config.tie_word_embeddings",
         )
     return build_text({**config, "tie_word_embeddings": tied}, text_type)
@@ -190,9 +190,12 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
     if config is None:
         tower = fields.raw("mm_vision_tower")
         if tower != "openai/clip-vit-large-patch14-336":
-            raise UnsupportedArchitecture(f"{shown(tower)} is not known", field="mm_vision_tower")
+            raise UnsupportedArchitecture(f"{shown(tower)} is not supported", field="mm_vision_tower")
         if fields.raw("mm_projector_type") != "mlp2x_gelu":
-            raise UnsupportedArchitecture("only mlp2x_gelu is known", field="mm_projector_type")
+            raise UnsupportedArchitecture(
+                f"{shown(fields.raw('mm_projector_type'))} is not supported; only mlp2x_gelu is",
+                field="mm_projector_type",
+            )
         config = {
             k: v for k, v in fields.config.items() if not k.startswith(("mm_", "tune_", "freeze_", "use_mm"))
         }
@@ -202,7 +205,10 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
         return text_of(fields, "llama", config, either=True)
     kind = config.get("model_type", variant.texts[0])
     if kind not in variant.texts:
-        raise UnsupportedArchitecture(f"{shown(kind)} is not known below llava", field="text_config.model_type")
+        raise UnsupportedArchitecture(
+            f"{shown(kind)} is not supported; language models of this type are {', '.join(variant.texts)}",
+            field="text_config.model_type",
+        )
     return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, either=variant.either)
 
 
@@ -217,7 +223,7 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     vision = _vision(fields)
     kind = vision.get("model_type", variant.towers[0])
     if kind not in variant.towers:
-        raise UnsupportedArchitecture(f"{shown(kind)} is not known", field="vision_config.model_type")
+        raise UnsupportedArchitecture(f"{shown(kind)} is not supported", field="vision_config.model_type")
     # without vision_config the tower is CLIP large; a stated one has CLIPVisionConfig's defaults
     defaults = towers.CLIP if vision else towers.LLAVA_CLIP
     seen: Vision | None
@@ -262,14 +268,18 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     kind = "mistral" if config is None else config.get("model_type", "mistral")
     if kind not in ("mistral", "ministral3"):
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not known below mistral3", field="text_config.model_type"
+            f"{shown(kind)} is not supported; language models of this type are mistral and ministral3",
+            field="text_config.model_type",
         )
     if kind == "ministral3":  # Mistral's tensors, and a window only if the file states one
         config = {**_MINISTRAL3, **(config or {})}
     # published files store a head without stating tie_word_embeddings (Mistral-Small-3.1: 24.0 B parameters)
     text = text_of(fields, "mistral", config)
     if fields.raw("vision_feature_layer") not in (None, -1):
-        raise UnsupportedArchitecture("only the last layer is known", field="vision_feature_layer")
+        raise UnsupportedArchitecture(
+            f"{shown(fields.raw('vision_feature_layer'))} is not supported; only -1, the last layer, is",
+            field="vision_feature_layer",
+        )
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -296,7 +306,10 @@ def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     vision = _vision(fields)
     hidden = towers.moonvit_2d(t, "vision_tower", vision)
     if vision.get("merge_kernel_size", [2, 2]) != [2, 2]:
-        raise UnsupportedArchitecture("only [2, 2] is known", field="vision_config.merge_kernel_size")
+        raise UnsupportedArchitecture(
+            f"{shown(vision['merge_kernel_size'])} is not supported; only [2, 2] is",
+            field="vision_config.merge_kernel_size",
+        )
     t.role = "projector"
     t.norm("multi_modal_projector.pre_norm", hidden, "layer")
     t.linear("multi_modal_projector.linear_1", 4 * hidden, 4 * hidden, bias=True)
@@ -425,7 +438,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     ):
         raise ConfigError(f"{shown(kernel)} is not two small integers", field="vision_config.merge_kernel_size")
     if fields.integer("projection_hidden_size", hidden, limit="width") != hidden:
-        raise ConfigError(f"is not the tower's {hidden}", field="projection_hidden_size")
+        raise ConfigError(f"must be the tower's hidden size {hidden}", field="projection_hidden_size")
     merged = hidden * kernel[0] * kernel[1]
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
@@ -464,8 +477,8 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     names = fields.raw("architectures")
     if names != ["DeepseekOCR2ForCausalLM"]:
         raise UnsupportedArchitecture(
-            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is planned; DeepSeek-VL2's tower "
-            "is timm's, whose shapes are not in config.json",
+            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is supported; DeepSeek-VL2's "
+            "tower is timm's, whose shapes are not in config.json",
             field="architectures",
         )
     config = fields.mapping("language_config")

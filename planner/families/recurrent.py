@@ -26,7 +26,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     pattern = fields.raw("block_types") or ["recurrent", "recurrent", "attention"]
     if not isinstance(pattern, list) or not all(kind in ("recurrent", "attention") for kind in pattern):
-        raise ConfigError(f"{shown(pattern)} is not made of recurrent and attention", field="block_types")
+        raise ConfigError(f"{shown(pattern)} is not a list of recurrent and attention", field="block_types")
     fields.ignore("logits_soft_cap", "w_init_variance_scale", "final_w_init_variance_scale", "_block_types")
     blocks = dims.heads
     common.divisible(width, blocks, "lru_width", "num_attention_heads")
@@ -124,7 +124,9 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     multiple = fields.integer("ffn_round_up_to_multiple_of", 64, limit="width")
     inner = multiple * -(-fields.share("ffn_proj_factor", 2.667, hidden) // multiple)
     if fields.raw("weight_mode") not in (None, "single"):
-        raise UnsupportedArchitecture("only single is planned", field="weight_mode")
+        raise UnsupportedArchitecture(
+            f"{shown(fields.raw('weight_mode'))} is not supported; only single is", field="weight_mode"
+        )
     for size in (qk, value):
         common.divisible(size, heads, "hidden_size x qk_dim_factor", "num_heads")
     dtype = fields.raw("inference_state_dtype") or "float32"

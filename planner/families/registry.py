@@ -133,7 +133,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
     family = family_of(model_type)
     if config.get("is_encoder_decoder") and family.build is not None and not family.reads_class:
-        raise UnsupportedArchitecture("true is not known for this family", field="is_encoder_decoder")
+        raise UnsupportedArchitecture("true is not supported for this family", field="is_encoder_decoder")
     fields = Fields(config, family.aliases, family.absent)
     architecture = _read(fields, model_type, family)
     fields.ignore("is_encoder_decoder")
@@ -185,6 +185,6 @@ def _check_class(
         return replace(architecture, class_name=body, tensors=tensors)
     raise UnsupportedArchitecture(
         f"{shown(names)} is not {architecture.class_name}: only the causal language model of "
-        f"{model_type} is planned",
+        f"{model_type} is supported",
         field="architectures",
     )

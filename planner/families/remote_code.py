@@ -29,7 +29,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     bias = not fields.boolean("no_bias", True)
     if bias:
-        raise UnsupportedArchitecture("false is not known", field="no_bias")
+        raise UnsupportedArchitecture("false is not supported", field="no_bias")
     fields.ignore(
         "padded_vocab_size", "rotary_emb_base", "use_dynamic_ntk", "use_flash_attn", "use_logn_attn",
         "emb_dropout_prob",
@@ -66,7 +66,7 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     last = fields.boolean("post_layer_norm", True)
     if fields.raw("pre_seq_len"):
-        raise UnsupportedArchitecture("a prefix encoder is not planned", field="pre_seq_len")
+        raise UnsupportedArchitecture("a prefix encoder is not supported", field="pre_seq_len")
     fields.ignore(
         "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "bias_dropout_fusion",
         "fp32_residual_connection", "original_rope", "rope_ratio", "hidden_dropout", "num_hidden_layers",
@@ -171,7 +171,7 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
     block = fields.mapping("architecture") or {}
     if block.get("block_cls", "parallel") != "parallel":
         raise UnsupportedArchitecture(
-            f"{shown(block['block_cls'])} is not parallel", field="architecture.block_cls"
+            f"{shown(block['block_cls'])} is not supported; only parallel is", field="architecture.block_cls"
         )
     fields.ignore("flash_rotary", "fused_dense", "tie_word_embeddings", "phyagi_version")
     t = Tensors()
@@ -203,7 +203,9 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("ff_intermediate_size", limit="width")
     if fields.raw("ff_dim_multiplier") is not None:
-        raise UnsupportedArchitecture("is not planned", field="ff_dim_multiplier")
+        raise UnsupportedArchitecture(
+            f"{shown(fields.raw('ff_dim_multiplier'))} is not supported", field="ff_dim_multiplier"
+        )
     if fields.boolean("gegelu_pad_to_256", True):
         inner = 256 * -(-inner // 256)
     tied = fields.boolean("tie_word_embeddings", True)
@@ -248,7 +250,7 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     blocks = fields.raw("block_configs")
     if not isinstance(blocks, list) or len(blocks) != layers or not all(isinstance(b, dict) for b in blocks):
-        raise ConfigError(f"{shown(blocks)} does not describe {layers} layers", field="block_configs")
+        raise ConfigError(f"{shown(blocks)} is not a list of {layers} objects", field="block_configs")
     fields.ignore("num_key_value_heads", "intermediate_size", "max_window_layers")
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
@@ -263,7 +265,7 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
                 raise ConfigError(f"{shown(part)} is not an object", field=f"{where}.{name}")
             if part.get("replace_with_linear") or part.get("sparsify") or part.get("window_length"):
                 raise UnsupportedArchitecture(
-                    "linear, sparse or windowed blocks are not planned", field=f"{where}.{name}"
+                    "linear, sparse or windowed blocks are not supported", field=f"{where}.{name}"
                 )
         if not attention.get("no_op"):
             per_group = Fields(attention).integer("n_heads_in_group", limit="heads")

@@ -50,7 +50,7 @@ def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, K
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in known:
         return names[0], known[names[0]]
     raise UnsupportedArchitecture(
-        f"{shown(names)} is not planned", field="architectures", hint="known: " + ", ".join(known)
+        f"{shown(names)} is not supported", field="architectures", hint="supported: " + ", ".join(known)
     )
 
 
@@ -344,7 +344,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
     if encoder != decoder:  # transformers' classes would give both sides the encoder's size
         raise UnsupportedArchitecture(
-            f"keys of {encoder} in the encoder and of {decoder} in the decoder are not planned",
+            f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
             field="decoder_num_key_value_heads",
         )
     t = Tensors()

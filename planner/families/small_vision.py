@@ -46,11 +46,13 @@ def _text(
         raise ConfigError("missing", field="text_config")
     kind = config.get("model_type", text_type)
     if kind not in (text_type, alias):
-        raise UnsupportedArchitecture(f"{shown(kind)} is not {text_type}", field="text_config.model_type")
+        raise UnsupportedArchitecture(
+            f"{shown(kind)} is not supported; the language model is {text_type}", field="text_config.model_type"
+        )
     own = fields.boolean("tie_word_embeddings", tied)
     if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", own) != own:
         raise ConfigError(
-            f"{not own} contradicts the model around it, whose own field is missing and then {own}",
+            f"{not own} contradicts the multimodal model, whose own field is missing and defaults to {own}",
             field="text_config.tie_word_embeddings",
         )
     default = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
@@ -106,7 +108,9 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
             f"{shown(taken)} is not a list of layers", field="adapter_config.vision_feature_layer"
         )
     if width != hidden:
-        raise ConfigError(f"{width} is not the tower's {hidden}", field="adapter_config.hidden_size")
+        raise ConfigError(
+            f"{width} is not the tower's hidden size {hidden}", field="adapter_config.hidden_size"
+        )
     out = a.integer("text_hidden_size", 3584, limit="width")
     if out != text.hidden_size:
         raise ConfigError(
@@ -145,7 +149,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     if norm not in (None, "qwen3", "olmo"):
         raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
     if fields.boolean("use_qk_norm", True) is False:  # a switch of the remote code
-        raise UnsupportedArchitecture("false is not known", field="use_qk_norm")
+        raise UnsupportedArchitecture("false is not supported", field="use_qk_norm")
     common.never_tied(fields)
     fields.ignore("rope_scaling_layers", "norm_after")
     t = Tensors()
@@ -298,7 +302,8 @@ def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
     rounds = fields.integer("merger_times", 1, limit="layers")
     if fields.raw("merge_kernel_size") not in (None, [2, 2]):
         raise UnsupportedArchitecture(
-            "is not [2, 2], which the mergers' widths are of", field="merge_kernel_size"
+            f"{shown(fields.raw('merge_kernel_size'))} is not supported; only [2, 2] is",
+            field="merge_kernel_size",
         )
     for i in range(rounds):
         here, merged = f"model.merger.mlp.{i}", 4 * hidden

@@ -59,9 +59,7 @@ class Tensors:
     ) -> None:
         """Add one tensor; ``kv``: (rows of the KV heads, number of KV heads) along the sharded dimension."""
         if len(self.specs) >= MAX_TENSORS:
-            raise UnsupportedArchitecture(
-                f"the sizes give a model of more than {MAX_TENSORS:,} tensors", field=name
-            )
+            raise UnsupportedArchitecture(f"the config gives more than {MAX_TENSORS:,} tensors", field=name)
         if self.role is not None and role != "buffer":
             role = self.role
         self.specs.append(
@@ -100,7 +98,7 @@ class Tensors:
         ``shard`` says what tensor parallelism divides: ``column`` the outputs, ``row`` the inputs.
         """
         if out < 1 or into < 1:  # a quotient of two sizes was rounded down to 0
-            raise ConfigError(f"the sizes give it the shape [{out}, {into}]", field=f"{module}.weight")
+            raise ConfigError(f"the config gives it the shape [{out}, {into}]", field=f"{module}.weight")
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
         shape, across = (out, into), dim

@@ -202,7 +202,10 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
     code fixes all sizes.
     """
     if config.get("model_name") != "deepencoderv2":
-        raise UnsupportedArchitecture("only deepencoderv2 is known", field="vision_config.model_name")
+        raise UnsupportedArchitecture(
+            f"{shown(config.get('model_name'))} is not supported; only deepencoderv2 is",
+            field="vision_config.model_name",
+        )
     at, hidden, layers, size = "model.sam_model", 768, 12, 64
     conv(t, f"{at}.patch_embed.proj", (hidden, 3, 16, 16), True)
     t.add(f"{at}.pos_embed", (1, 64, 64, hidden), "vision", "ImageEncoderViT")

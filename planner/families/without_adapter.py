@@ -23,9 +23,9 @@ _PAGED: dict[Paged, str] = {
     "own attention": "cpmant gpt_neox_japanese openai-gpt reformer xglm",
     "page sizes": "gemma4_unified_text",
 }
-_TOWERS = "its towers and connectors are not written down here"
+_TOWERS = "its towers and connectors have no adapter"
 _NO_TEXT = "it generates no text"
-_ENCODER = "its encoder's layers and heads are not written down here"
+_ENCODER = "its encoder has no adapter"
 # Types that came with transformers 5.23 (models/<family>/), and why no adapter plans them. With that version
 # installed, types that generate text are planned from its modules, as above.
 _REFUSED = {
@@ -38,11 +38,11 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         ("muse_spark", "muse_spark_text"),
-        "experts of another width than the model, gates on residuals and two towers are not written down here",
+        "experts of another width than the model, gates on residuals and two towers have no adapter",
     ),
     **dict.fromkeys(
         ("unlimited_ocr", "unlimited_ocr_text"),
-        "its cache keeps picture and prompt whole and a window behind them (reference_sliding_attention)",
+        "its cache keeps image and prompt in full and a window of later tokens (reference_sliding_attention)",
     ),
     **dict.fromkeys(("nemo_speechlm", "moss_transcribe_diarize"), _TOWERS),
     **dict.fromkeys(

@@ -100,7 +100,9 @@ def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     names = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "hybrid"}
     known = isinstance(listed, list) and all(isinstance(kind, str) and kind in names for kind in listed)
     if not known or len(listed) != layers:
-        raise ConfigError(f"{shown(listed)} does not name {layers} layers", field="layers_block_type")
+        raise ConfigError(
+            f"{shown(listed)} is not a list of mamba or hybrid for {layers} layers", field="layers_block_type"
+        )
     return tuple(names[kind] for kind in listed)
 
 
@@ -143,7 +145,8 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     if fields.boolean("use_shared_attention_adapter", False):
         raise UnsupportedArchitecture(
-            "adapters on shared attention are not planned", field="use_shared_attention_adapter"
+            "true is not supported: adapters on shared attention are unknown to the planner",
+            field="use_shared_attention_adapter",
         )
     kinds = _zamba_kinds(fields, layers)
     fields.ignore("mamba_headdim", "kv_channels", "num_query_groups", "hybrid_layer_ids", "use_long_context")
