@@ -477,7 +477,7 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     names = fields.raw("architectures")
     if names != ["DeepseekOCR2ForCausalLM"]:
         raise UnsupportedArchitecture(
-            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is supported; DeepSeek-VL2's "
+            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is planned; DeepSeek-VL2's "
             "tower is timm's, whose shapes are not in config.json",
             field="architectures",
         )
