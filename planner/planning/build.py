@@ -122,7 +122,7 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     if architecture.via == "adapter":
         return ()
     return (
-        f"no adapter for {architecture.model_type}: tensors and cache are those of transformers' own modules, "
+        f"no adapter for {architecture.model_type}: tensors and cache come from transformers' own modules, "
         "built on the meta device (via: meta)",
     )
 

@@ -1,7 +1,6 @@
 """EAGLE and EAGLE-3 draft models: one or a few decoder layers that read the target model's hidden states.
 
-The modules are those that vLLM 0.32.0 builds (model_executor/models/llama_eagle.py, llama_eagle3.py,
-qwen3_eagle3.py).
+vLLM 0.32.0 builds the same modules (model_executor/models/llama_eagle.py, llama_eagle3.py, qwen3_eagle3.py).
 
 * EAGLE: the matrix `fc` joins the embedding and the hidden state.
 * EAGLE-3: `fc` joins the hidden states of several target layers. The first draft layer attends to embedding and

@@ -9,7 +9,7 @@ whose draft layers have heads of their own, and the embedding under pipeline par
 stage.
 
 Sources: hf_config_override in config/speculative.py and model_executor/models/*_mtp.py. Tests compare the
-tensors with those modules (tests/planner/test_drafts.py).
+tensors with vLLM's modules (tests/planner/test_drafts.py).
 """
 
 from __future__ import annotations

@@ -132,14 +132,29 @@ class _Cut(NamedTuple):
         return whole - split + ceil_div(split, self.tp)
 
 
-@lru_cache(maxsize=65536)
-def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, int, int, int, int, int]:
-    """Return sums over the layers of a stage, in bytes.
+class _LayerSums(NamedTuple):
+    """Sums over the layers of a stage, in bytes.
 
-    Returns:
-        All layers' kept tensors, the largest layer's, attention scores, casts of trained weights, casts of
-            frozen weights, and the allocator's rounding.
+    Attributes:
+        kept: kept tensors of all layers.
+        largest: kept tensors of the largest layer.
+        scores: attention scores.
+        casts: casts of trained weights.
+        frozen: casts of frozen weights.
+        rounding: the allocator's rounding.
     """
+
+    kept: int
+    largest: int
+    scores: int
+    casts: int
+    frozen: int
+    rounding: int
+
+
+@lru_cache(maxsize=65536)
+def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> _LayerSums:
+    """Return the sums over the layers of a stage."""
     total = scores = casts = frozen = largest = rounding = 0
     for _, count, kept in acts.layers:
         here = ceil_div(count * stage.layers, stage.of_layers)
@@ -150,7 +165,7 @@ def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, i
         casts += here * kept.casts // cut.tp
         frozen += here * kept.frozen_casts // cut.tp
         rounding += here * sum(_rounded(piece.at(cut.batch, cut.length)) for piece in kept.pieces)
-    return total, largest, scores, casts, frozen, rounding
+    return _LayerSums(total, largest, scores, casts, frozen, rounding)
 
 
 class _Waiting(NamedTuple):
@@ -200,9 +215,9 @@ def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageSha
 
 
 class _Moment(NamedTuple):
-    """Bytes at one moment of a step; `place` is its index in MOMENTS."""
+    """Bytes at one moment of a step; `name` is one of MOMENTS."""
 
-    place: int
+    name: str
     activations: int
     logits: int
     casts: int
@@ -247,10 +262,11 @@ def peak_of(
         cpu, ends = cpu + ends, 0
     base = saved + ends
     matrix = ceil_div(acts.vocab, tp) * acts.hidden * acts.logit_width
-    own = matrix if head_trained else 0
-    both = tied and head_trained and stage.embedding and stage.head
-    there = gradients.full if gradients.held else 0
-    waiting = own if both and not gradients.held else 0  # the head's part, until the embedding's is added
+    head_gradient = matrix if head_trained else 0
+    tied_here = tied and head_trained and stage.embedding and stage.head
+    persistent = gradients.full if gradients.held else 0
+    # the head's part, until the embedding's is added
+    unsummed = head_gradient if tied_here and not gradients.held else 0
     head_cast = head_kept = alive = 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width
@@ -263,35 +279,55 @@ def peak_of(
         rounding += sum(_rounded(piece) for piece in loss.pieces)
         head_kept = cut.kept(acts.head)
         if offloads_ends:
-            head_kept, cpu = own and tokens * acts.hidden * acts.logit_width, cpu + head_kept
+            head_kept, cpu = head_gradient and tokens * acts.hidden * acts.logit_width, cpu + head_kept
         head_cast = (acts.head.casts + acts.head.frozen_casts) // tp
         moments = [
-            _Moment(0, base + head_kept, loss.forward, late_casts + head_cast, 0, there),
-            _Moment(1, base + head_kept, loss.backward, live_casts + head_cast, 0, there),
-            _Moment(3, base + head_kept, loss.head, live_casts + head_cast, loss.matrices * own, there),
+            _Moment("loss forward", base + head_kept, loss.forward, late_casts + head_cast, 0, persistent),
+            _Moment("loss backward", base + head_kept, loss.backward, live_casts + head_cast, 0, persistent),
+            _Moment(
+                "head gradient",
+                base + head_kept,
+                loss.head,
+                live_casts + head_cast,
+                loss.matrices * head_gradient,
+                persistent,
+            ),
         ]
     else:
-        moments = [_Moment(0, base, 0, late_casts, 0, there), _Moment(1, base, 0, live_casts, 0, there)]
-    after_head = there if gradients.held or gradients.dropped or both else gradients.head
-    moments.append(_Moment(2, base, alive, live_casts, recompute + in_layer + waiting, after_head))
-    if both:
+        moments = [
+            _Moment("loss forward", base, 0, late_casts, 0, persistent),
+            _Moment("loss backward", base, 0, live_casts, 0, persistent),
+        ]
+    after_head = persistent if gradients.held or gradients.dropped or tied_here else gradients.head
+    moments.append(
+        _Moment("layer backward", base, alive, live_casts, recompute + in_layer + unsummed, after_head)
+    )
+    if tied_here:
         last = 0 if gradients.dropped else gradients.full - (0 if gradients.held else gradients.head)
-        moments.append(_Moment(4, 0, alive, 0, 2 * matrix, last))
+        moments.append(_Moment("embedding gradient", 0, alive, 0, 2 * matrix, last))
     if gradients.dropped:
-        moments.append(_Moment(5, 0, 0, 0, step.bytes + max(gradients.head, gradients.embedding), 0))
+        moments.append(
+            _Moment("optimizer step", 0, 0, 0, step.bytes + max(gradients.head, gradients.embedding), 0)
+        )
     else:
-        moments.append(_Moment(5, 0, 0, 0, step.bytes, gradients.full))
+        moments.append(_Moment("optimizer step", 0, 0, 0, step.bytes, gradients.full))
         if not gradients.held:
-            rest = gradients.full - (gradients.head if both else gradients.embedding)
-            work = recompute + in_layer + waiting
-            moments.append(_Moment(6, first + ends, alive, live_casts // max(1, stage.layers), work, rest))
-    worst = max(sorted(moments), key=lambda found: found.bytes)
-    place = worst.place
-    more = own if setup.loss == "chunked" and place == 3 else 0  # a third gradient of the head may be alive
-    if place <= 1 and stage.head:
+            rest = gradients.full - (gradients.head if tied_here else gradients.embedding)
+            work = recompute + in_layer + unsummed
+            moments.append(
+                _Moment(
+                    "first layer backward", first + ends, alive, live_casts // max(1, stage.layers), work, rest
+                )
+            )
+    worst = max(sorted(moments, key=lambda moment: MOMENTS.index(moment.name)), key=lambda moment: moment.bytes)
+    name = worst.name
+    # a third gradient of the head may be alive
+    more = head_gradient if setup.loss == "chunked" and name == "head gradient" else 0
+    if name in ("loss forward", "loss backward") and stage.head:
         more = max(0, loss.most - max(loss.forward, loss.backward))
     return Peak(
-        MOMENTS[place], worst.activations, worst.logits, worst.casts, worst.temporary,
-        rounding if place < 4 else 0, cpu, worst.gradients, more,
-        in_layer if place in (2, 6) else worst.temporary, step.copies if place == 5 else "",
+        name, worst.activations, worst.logits, worst.casts, worst.temporary,
+        rounding if name in MOMENTS[:4] else 0, cpu, worst.gradients, more,
+        in_layer if name.endswith("layer backward") else worst.temporary,
+        step.copies if name == "optimizer step" else "",
     )  # fmt: skip

@@ -202,10 +202,12 @@ def states_on_rank(
     if setup.method == "muon":
         counters = 0
     return States(
-        weights, frozen, master, gradients, optimizer + shared_bytes(setup.optimizer), counters, casts,
-        persistent, parameters, trainable, per_layer, largest,
-        full_gradients, full_frozen, projected, packed, per_layer_trained, outer_trained,
-        layer_gathered, outer_gathered, end_gathered,
+        weights=weights, frozen=frozen, master=master, gradients=gradients,
+        optimizer=optimizer + shared_bytes(setup.optimizer), counters=counters, casts=casts,
+        persistent=persistent, parameters=parameters, trainable=trainable, layer=per_layer, largest=largest,
+        full_gradients=full_gradients, full_frozen=full_frozen, projected=projected, packed=packed,
+        layer_trained=per_layer_trained, outer_trained=outer_trained, layer_gathered=layer_gathered,
+        outer_gathered=outer_gathered, end_gathered=end_gathered,
     )  # fmt: skip
 
 
