@@ -212,7 +212,7 @@ def parts_of(
     source: ModelSource, architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """Return what one rank of each pipeline stage holds.
+    """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
 
     The tensors of a GGUF file keep their own types where the engine keeps them. `stored_copies` are the tied
     tensors that `check_checkpoint` found in the files.

@@ -22,7 +22,7 @@ Part = tuple[Architecture, HeldWeights]
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Bytes that flags add to a rank.
+    """Bytes that LoRA slots and a draft model add to a rank.
 
     Attributes:
         lora: LoRA slots, on every rank.
@@ -140,7 +140,7 @@ def held_parts(
     architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """Return the share of the model and its weights on one rank of each pipeline stage.
+    """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
 
     `stored_copies` has the meaning of `sum_weights`.
 

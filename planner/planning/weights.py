@@ -95,7 +95,7 @@ def hold_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> HeldWeights:
-    """Return what one rank holds on its device; the arguments have the meaning of `sum_weights`."""
+    """Return the weights that one rank holds on its device; the arguments have the meaning of `sum_weights`."""
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)

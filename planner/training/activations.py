@@ -318,7 +318,7 @@ def _taped(
 
 
 def _kept(t: Tape) -> Kept:
-    """Return what a tape has recorded."""
+    """Return the bytes that a tape has recorded."""
     scores = SymbolicSize(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,

@@ -66,7 +66,7 @@ def plan_page(
 
 
 def _tricks(rows: tuple[Trick, ...]) -> str:
-    """Return the table of tricks."""
+    """Return an HTML table of memory-saving tricks."""
     cells = []
     for t in rows:
         fits = {True: "yes", False: "no", None: ""}[t.fits]

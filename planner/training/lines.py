@@ -50,7 +50,7 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
-    """Return a line whose bytes are exact."""
+    """Return a plan line without an interval: both bounds equal its bytes."""
     return Line(name, place, size, size, size, formula, source)
 
 

@@ -60,7 +60,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
     lines: list[Line] = []
 
     def line(name: str, place: str, size: int, formula: str, source: str) -> None:
-        """Add a line whose bytes are exact."""
+        """Add a plan line without an interval: both bounds equal its bytes."""
         lines.append(Line(name, place, size, size, size, formula, source))  # type: ignore[arg-type]
 
     if optimizer_off:

@@ -65,7 +65,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | None) -> Quantization:
-    """Return the quantization of two groups, one of which covers routed experts.
+    """Return the quantization of a config with two groups, one of which covers routed experts.
 
     Published files have no other mix of groups.
     """
