@@ -76,7 +76,7 @@ class FilledPool:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model under complete flags in numbers.
+    """The sizing of a model under complete flags: stages, pool and verdict.
 
     Attributes:
         parts: a rank's share of the model on each pipeline stage.

@@ -72,19 +72,19 @@ class LinearFormat:
     code: str = "nf4"
 
     def parts(self, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each storage of a matrix [out, into] after load."""
+        """Return the bytes of each stored tensor of a matrix [out, into] after load."""
         return self.kind.parts(self, out, into, where)
 
     def loaded_by(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each storage once an engine with `kernel` has loaded the matrix."""
+        """Return the bytes of each stored tensor once an engine with `kernel` has loaded the matrix."""
         return self.kind.loaded.get(kernel or "", self.kind.parts)(self, out, into, where)
 
     def after_warmup(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each storage after `kernel` has run once; without a kernel they stay the same."""
+        """Return the bytes of each stored tensor after `kernel` has run once; without a kernel they stay the same."""
         changed = self.kind.warmed.get(kernel or "")
         return changed(self, out, into, where) if changed else self.loaded_by(kernel, out, into, where)
 
     @property
     def extra_in_file(self) -> int:
-        """Return the bytes per matrix that the file has and the loaded model has not."""
+        """Return the bytes per matrix that the file has and the loaded model lacks."""
         return self.kind.extra_in_file(self) if self.kind.extra_in_file else 0

@@ -108,7 +108,7 @@ class Quantization:
         return self._bytes(tensor, found)
 
     def loaded_parts(self, tensor: TensorSpec, kernels: Mapping[str, str]) -> dict[str, int]:
-        """Return name -> bytes of the storages of one converted weight after an engine has loaded it.
+        """Return name -> bytes of the tensors that store one converted weight after an engine has loaded it.
 
         `kernels` maps the name of a format to the kernel that repacks it.
         """
@@ -138,7 +138,7 @@ class Quantization:
         return count * sum(found.after_warmup(kernel, out, into, tensor.module).values())
 
     def parts(self, tensor: TensorSpec) -> dict[str, int]:
-        """Return name -> bytes of the storages of one converted weight [out, in]."""
+        """Return name -> bytes of the tensors that store one converted weight [out, in]."""
         found = self.format_of(tensor) or self.linear
         if found is None:
             raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
@@ -155,7 +155,7 @@ class Quantization:
         return size
 
     def _parts(self, tensor: TensorSpec, found: LinearFormat) -> dict[str, int]:
-        """Return name -> bytes of the storages of one weight in the format `found`."""
+        """Return name -> bytes of the tensors that store one weight in the format `found`."""
         count, out, into = matrices(tensor)
         parts = found.parts(out, into, tensor.module)
         return parts if count == 1 else {name: count * size for name, size in parts.items()}

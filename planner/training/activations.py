@@ -174,7 +174,7 @@ def bare_recipe(architecture: Architecture) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class ActivationSetup:
-    """What decides which tensors the layers of a model keep, besides the layers.
+    """The settings that decide which tensors a model's layers keep for the backward pass.
 
     Attributes:
         attention: `flash`, `sdpa` or `eager`.

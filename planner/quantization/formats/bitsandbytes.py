@@ -27,12 +27,12 @@ _JSON_DIGITS = (17, 22)
 
 
 def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of LLM.int8: one byte per value and an fp32 absmax per row."""
+    """Return the stored tensors of LLM.int8: one byte per value and an fp32 absmax per row."""
     return {"weight": out * into, "SCB": _INT8_ROW_BYTES * out}
 
 
 def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of NF4 and FP4: packed values, the code book, and plain or nested absmax values."""
+    """Return the stored tensors of NF4 and FP4: packed values, the code book, and plain or nested absmax values."""
     blocks = ceil_div(out * into, _BLOCK)
     packed = {"weight": ceil_div(out * into, 2), "code": _CODE_BYTES}
     if not f.double:
@@ -47,7 +47,7 @@ def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _after_avx512(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages after the AVX-512 kernel's first run (bitsandbytes 0.50.2, backends/cpu).
+    """Return the stored tensors after the AVX-512 kernel's first run (bitsandbytes 0.50.2, backends/cpu).
 
     The kernel converts absmax to bf16, unpacks nested absmax values and frees their code book.
     """

@@ -18,7 +18,7 @@ from tonnage.planner.units import ceil_div
 
 
 def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of `pack-quantized` weights (0.12, quantized_compressors/pack_quantized.py).
+    """Return the stored tensors of `pack-quantized` weights (0.12, quantized_compressors/pack_quantized.py).
 
     They are int32 words along the inputs, one scale per group in the model's dtype, and the shape as two int64.
     """

@@ -16,7 +16,7 @@ from tonnage.planner.units import ceil_div
 
 
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of a matrix [out, into] of one byte per value; a 0 in `block` is a whole side."""
+    """Return the stored tensors of a matrix [out, into] of one byte per value; a 0 in `block` is a whole side."""
     if f.block is None:
         scales = 1
     else:

@@ -20,7 +20,7 @@ def _groups(f: LinearFormat, into: int) -> int:
 
 
 def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
-    """Return the storages that GPTQ and AWQ share: packed values, packed zero points, 16-bit scales.
+    """Return the stored tensors that GPTQ and AWQ share: packed values, packed zero points, 16-bit scales.
 
     `packed` maps each packed side to its length. Raises UnsupportedArchitecture if one does not fill 32-bit
     words.
@@ -40,13 +40,13 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
 
 
 def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return GPTQ's storages: packed along the inputs, with a group index per input, even without act-order."""
+    """Return GPTQ's stored tensors: packed along the inputs, with a group index per input, even without act-order."""
     parts = _words(f, out, into, where, {"in_features": into, "out_features": out})
     return {**parts, "g_idx": into * 4}
 
 
 def _awq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return AWQ's storages: packed along the outputs, without group indices."""
+    """Return AWQ's stored tensors: packed along the outputs, without group indices."""
     return _words(f, out, into, where, {"out_features": out})
 
 
@@ -56,7 +56,7 @@ def _shifts(f: LinearFormat) -> int:
 
 
 def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of GPTQModel's kernels, which keep the unpacking shifts in each module.
+    """Return the stored tensors of GPTQModel's kernels, which keep the unpacking shifts in each module.
 
     Source: gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero.
     """
@@ -64,7 +64,7 @@ def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages after the first run of GPTQModel's AVX-512 kernel.
+    """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel.
 
     Scales become fp32, zero points are unpacked to bytes, and the order of the inputs is kept beside their
     groups. Source: gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
@@ -75,7 +75,7 @@ def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storage
 
 
 def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages after the first run of GPTQModel's AVX-512 kernel for AWQ: unpacked scales and zeros.
+    """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel for AWQ: unpacked scales and zeros.
 
     Source: torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py.
     """
@@ -89,7 +89,7 @@ def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
 
 
 def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of vLLM's 4-bit CPU kernel: without zero points, which are equal, and group indices.
+    """Return the stored tensors of vLLM's 4-bit CPU kernel: without zero points, which are equal, and group indices.
 
     Sources: vLLM 0.32.0, auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by
     tests/server/test_both_engines.py.

@@ -13,7 +13,7 @@ from tonnage.planner.units import ceil_div
 
 
 def _parts(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of one matrix: packed values, scales and zero points."""
+    """Return the stored tensors of one matrix: packed values, scales and zero points."""
     groups = ceil_div(out * into, f.group_size)
     return {"W_q": ceil_div(out * into * f.bits, 8), "scale": 2 * groups, "zero": 2 * groups}
 

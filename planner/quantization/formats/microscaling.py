@@ -15,12 +15,12 @@ _BLOCK = 32
 
 
 def _mxfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of MXFP4: two values per byte and one exponent per 32 values."""
+    """Return the stored tensors of MXFP4: two values per byte and one exponent per 32 values."""
     return {"blocks": ceil_div(out * into, 2), "scales": out * ceil_div(into, _BLOCK)}
 
 
 def _mxfp8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of MXFP8: one value per byte and one exponent per 32 values."""
+    """Return the stored tensors of MXFP8: one value per byte and one exponent per 32 values."""
     return {"weight": out * into, "weight_scale": out * ceil_div(into, _BLOCK)}
 
 

@@ -19,7 +19,7 @@ _BLOCK = 16  # values per fp8 scale (torch/quantization/qtensor/nvfp4_tensor.py)
 
 
 def _nvfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of NVFP4: two values per byte, an fp8 scale per 16 values, a global scale."""
+    """Return the stored tensors of NVFP4: two values per byte, an fp8 scale per 16 values, a global scale."""
     scales = {"weight": out * ceil_div(into, 2), "weight_scale": out * ceil_div(into, _BLOCK)}
     return {**scales, "weight_scale_2": 4, **({"input_scale": 4} if f.input_scale else {})}
 

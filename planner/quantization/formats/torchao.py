@@ -14,12 +14,12 @@ from tonnage.planner.units import ceil_div
 
 
 def _int4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of int4_wo: packed values, and a bf16 scale and zero point per group."""
+    """Return the stored tensors of int4_wo: packed values, and a bf16 scale and zero point per group."""
     return {"packed_weight": out * into // 2, "scale_and_zero": 4 * out * ceil_div(into, f.group_size)}
 
 
 def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the storages of int8_wo: one byte per value and a scale per row."""
+    """Return the stored tensors of int8_wo: one byte per value and a scale per row."""
     return {"int_data": out * into, "scale": f.scale_bytes * out}
 
 
