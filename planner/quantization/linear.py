@@ -1,4 +1,4 @@
-"""Storage of one linear weight [out, in]: a `LinearFormat`, the parameters of one `Kind` of storage."""
+"""How one linear weight [out, in] is stored: a `LinearFormat`, the parameters of one `Kind` of format."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Storages = dict[str, int]
-"""Name of a storage -> its bytes."""
+"""Name of a stored tensor -> its bytes."""
 Parts = Callable[[Any, int, int, str], Storages]
-"""(format, out, in, module name) -> storages of one matrix. Raises UnsupportedArchitecture."""
+"""(format, out, in, module name) -> stored tensors of one matrix. Raises UnsupportedArchitecture."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,7 +17,7 @@ class Kind:
     """A way of storing linear weights, and the modules that the tool behind it replaces.
 
     Attributes:
-        parts: bytes of each storage of one matrix after load.
+        parts: bytes of each stored tensor of one matrix after load.
         loaded: the same by kernel name (`Engine.kernels`), for kernels that repack on load.
         warmed: the same by kernel name, for kernels that repack in the first forward pass.
         extra_in_file: bytes in the file that are not loaded; negative if the file has fewer.
@@ -80,7 +80,10 @@ class LinearFormat:
         return self.kind.loaded.get(kernel or "", self.kind.parts)(self, out, into, where)
 
     def after_warmup(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each stored tensor after `kernel` has run once; without a kernel they stay the same."""
+        """Return the bytes of each stored tensor after `kernel` has run once.
+
+        Without a kernel they are the bytes after load.
+        """
         changed = self.kind.warmed.get(kernel or "")
         return changed(self, out, into, where) if changed else self.loaded_by(kernel, out, into, where)
 

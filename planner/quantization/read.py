@@ -1,6 +1,6 @@
 """Reading of the quantization of a model, from the checkpoint's `quantization_config` or from --quantization.
 
-Each file in formats/ is one tool: the storages (`Kind`), the values of the flag (`FLAGS`), and a reader for
+Each file in formats/ is one tool: the stored tensors (`Kind`), the values of the flag (`FLAGS`), and a reader for
 each quant_method (`READERS`).
 """
 

@@ -145,7 +145,7 @@ class Quantization:
         return self._parts(tensor, found)
 
     def _bytes(self, tensor: TensorSpec, found: LinearFormat) -> int:
-        """Return the sum of the storages, cached because the layers of a model share a few shapes."""
+        """Return the bytes of all tensors that store one weight, cached because layers share a few shapes."""
         key = (found, matrices(tensor))
         size = _SIZES.get(key)
         if size is None:

@@ -32,7 +32,7 @@ def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of NF4 and FP4: packed values, the code book, and plain or nested absmax values."""
+    """Return the stored tensors of NF4 and FP4: packed values, code book, and plain or nested absmax values."""
     blocks = ceil_div(out * into, _BLOCK)
     packed = {"weight": ceil_div(out * into, 2), "code": _CODE_BYTES}
     if not f.double:

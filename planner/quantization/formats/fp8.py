@@ -16,7 +16,10 @@ from tonnage.planner.units import ceil_div
 
 
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of a matrix [out, into] of one byte per value; a 0 in `block` is a whole side."""
+    """Return the stored tensors of a matrix [out, into] of one byte per value.
+
+    A 0 in the format's `block` means the whole side shares a scale.
+    """
     if f.block is None:
         scales = 1
     else:

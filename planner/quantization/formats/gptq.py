@@ -40,7 +40,10 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
 
 
 def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return GPTQ's stored tensors: packed along the inputs, with a group index per input, even without act-order."""
+    """Return GPTQ's stored tensors: packed along the inputs, with a group index per input.
+
+    The index is stored even without act-order.
+    """
     parts = _words(f, out, into, where, {"in_features": into, "out_features": out})
     return {**parts, "g_idx": into * 4}
 
@@ -75,9 +78,10 @@ def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storage
 
 
 def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel for AWQ: unpacked scales and zeros.
+    """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel for AWQ.
 
-    Source: torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py.
+    Scales and zero points are unpacked. Source: torch_cpu_avx512_awq.py; measured by
+    tests/gptq/test_gptq_served.py.
     """
     return {**_awq(f, out, into, where), **_unpacked(f, out, into)}
 
@@ -89,7 +93,7 @@ def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
 
 
 def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of vLLM's 4-bit CPU kernel: without zero points, which are equal, and group indices.
+    """Return the stored tensors of vLLM's 4-bit CPU kernel: no zero points, which are equal, or group indices.
 
     Sources: vLLM 0.32.0, auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by
     tests/server/test_both_engines.py.
