@@ -1,7 +1,7 @@
 """Reading of the quantization of a model, from the checkpoint's `quantization_config` or from --quantization.
 
-Each file in formats/ is one tool: the stored tensors (`Kind`), the values of the flag (`FLAGS`), and a reader for
-each quant_method (`READERS`).
+Each file in formats/ is one tool: the stored tensors (`Kind`), the values of the flag (`FLAGS`), and a reader
+for each quant_method (`READERS`).
 """
 
 from __future__ import annotations
