@@ -146,6 +146,6 @@ def check_quantization(architecture: Architecture, quantization: Quantization, e
     for tensor in converted:
         if tensor.tied_to is not None:
             raise UnsupportedArchitecture(
-                f"{tensor.name} is tied to {tensor.tied_to} and is not among the unquantized modules",
+                f"{tensor.name} is tied to {tensor.tied_to} and not among the modules left alone",
                 field=f"{quantization.origin}.llm_int8_skip_modules",
             )
