@@ -141,7 +141,7 @@ def _check_host(deployment: Deployment) -> None:
         raise DeploymentError(
             f"{deployment.device_memory} bytes are more than this machine, or its container, has ({here})",
             field="device_memory",
-            hint="leave it out: the limit of the container is read",
+            hint="leave it out to use the container's limit",
         )
 
 
@@ -156,12 +156,14 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         AdmissionMode(settings.admission_mode), watermark=settings.watermark, target_itl=settings.target_itl
     )
     if settings.lora_modules and not asked.enable_lora:
-        raise DeploymentError("there are no slots for them", field="lora_modules", hint="add --enable-lora")
+        raise DeploymentError(
+            "LoRA adapters need slots in the plan", field="lora_modules", hint="add --enable-lora"
+        )
     if settings.backend != "vllm" and asked.enable_lora:
         raise DeploymentError(
-            f"the {settings.backend} backend has no LoRA adapters",
+            f"the {settings.backend} backend does not support LoRA adapters",
             field="enable_lora",
-            hint="take --backend vllm",
+            hint="use --backend vllm",
         )
     if asked.runner == "generate" and not plan.kv_cache.layout.groups:
         raise DeploymentError(
@@ -171,15 +173,15 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     embeds = asked.runner == "pooling" or (asked.runner == "auto" and _is_embedding_model(plan))
     if settings.backend != "vllm" and embeds:
         raise DeploymentError(
-            f"the {settings.backend} backend gives no embeddings",
+            f"the {settings.backend} backend does not support embeddings",
             field="runner",
-            hint="take --backend vllm, or --runner generate for text",
+            hint="use --backend vllm, or --runner generate for text",
         )
     for field in ("kv_events_config", "shared_system_prompt"):
         if not getattr(settings, field):
             continue
         if settings.backend == "fake":
-            raise DeploymentError("the fake backend does not have it", field=field, hint="take --backend hf")
+            raise DeploymentError("the fake backend does not support it", field=field, hint="use --backend hf")
         if not plan.kv_cache.layout.groups:
             raise DeploymentError(
                 f"{plan.model.architecture} is an encoder: it keeps no KV blocks", field=field

@@ -73,5 +73,5 @@ def seconds(text: str, field: str) -> float:
     except ValueError:
         value = -1.0
     if not _LEAST <= value <= _MOST:
-        raise DeploymentError(f"{text[:40]!r} is not from {_LEAST} to {_MOST:,.0f} seconds", field=field)
+        raise DeploymentError(f"{text[:40]!r} is not between {_LEAST} and {_MOST:,.0f} seconds", field=field)
     return value

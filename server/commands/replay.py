@@ -44,11 +44,13 @@ def run(argv: list[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     if arguments.wait_target is not None and not arguments.search_gpus:
-        raise DeploymentError("means nothing without --search-gpus", field="--wait-target")
+        raise DeploymentError("needs --search-gpus", field="--wait-target")
     asked = arguments.wait_target or WAIT_TARGET
     target = parse_seconds(asked, "--wait-target")
     if not 0 < arguments.scale < float("inf"):
-        raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
+        raise DeploymentError(
+            f"{arguments.scale} is not a positive finite factor", field="--scale", hint="for example 10"
+        )
     # Imported here because --help does not need them.
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.page import page
@@ -158,7 +160,11 @@ def positive(text: str | None, field: str) -> int | None:
 
 def _speed(value: float | None, unit: float, field: str) -> float | None:
     if value is not None and not 0 < value < float("inf"):
-        raise DeploymentError(f"{value} is not a speed", field=field, hint="leave it out for the GPU's own")
+        raise DeploymentError(
+            f"{value} is not a positive finite number",
+            field=field,
+            hint="leave it out to use the GPU's own value",
+        )
     return None if value is None else value * unit
 
 

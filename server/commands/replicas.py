@@ -31,17 +31,18 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     for name in ("trace", "rate"):
         if getattr(arguments, name) is None:
-            raise DeploymentError("is needed by --replicas", field=f"--{name}")
+            raise DeploymentError("--replicas needs it", field=f"--{name}")
     for name in _OTHERS:
         if getattr(arguments, name):
             raise DeploymentError(
-                "is not for --replicas, which prints a number of servers", field="--" + name.replace("_", "-"),
-                hint="leave one out",
+                "cannot be combined with --replicas", field="--" + name.replace("_", "-"), hint="leave one out"
             )  # fmt: skip
     if arguments.replicas != "auto":
-        raise DeploymentError(f"{arguments.replicas!r} is not auto", field="--replicas")
+        raise DeploymentError(f"{arguments.replicas!r} is not supported", field="--replicas", hint="use auto")
     if not 0 < arguments.rate < float("inf"):
-        raise DeploymentError(f"{arguments.rate} is not a rate", field="--rate", hint="requests a second")
+        raise DeploymentError(
+            f"{arguments.rate} is not a positive finite number", field="--rate", hint="give requests per second"
+        )
     # imported here because --help does not need them
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.search import search_engines
@@ -58,7 +59,8 @@ def run(argv: list[str]) -> int:
     span = trace.requests[-1].arrival - trace.requests[0].arrival if trace.requests else 0.0
     if len(trace.requests) < 2 or span <= 0:
         raise DeploymentError(
-            f"{trace.name} has {len(trace.requests)} requests within {span:g} s: no rate", field="--trace"
+            f"{trace.name} has {len(trace.requests)} requests within {span:g} s, too few for a rate",
+            field="--trace",
         )
     own_rate = (len(trace.requests) - 1) / span
     arguments.scale = arguments.rate / own_rate

@@ -101,9 +101,7 @@ def run(argv: list[str]) -> int:
 def _check_tls(settings: Settings) -> None:
     """Raise DeploymentError for a certificate or key file that cannot be read."""
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
-        raise DeploymentError(
-            "means nothing without its certificate", field="ssl_keyfile", hint="--ssl-certfile"
-        )
+        raise DeploymentError("needs a certificate", field="ssl_keyfile", hint="add --ssl-certfile")
     for field in ("ssl_certfile", "ssl_keyfile"):
         path = getattr(settings, field)
         if path is None:
@@ -126,7 +124,7 @@ def _load(config: uvicorn.Config) -> None:
         why = (error.reason or "no PEM").lower().replace("_", " ")
         raise DeploymentError(
             f"{config.ssl_certfile} and its key cannot be used: {why}", field="ssl_certfile",
-            hint="a certificate chain and the key of its first certificate, in PEM",
+            hint="give a certificate chain and the key of its first certificate, in PEM",
         ) from None  # fmt: skip
 
 
@@ -172,7 +170,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise DeploymentError(
-                f"{port} on {host} is in use", field="port", hint="stop the other server or take --port 0"
+                f"{port} on {host} is in use", field="port", hint="stop the other server or use --port 0"
             ) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise DeploymentError(
@@ -213,7 +211,7 @@ class _Stop:
             assert self.state is not None
             if not self._draining.done():
                 self._draining.cancel()  # otherwise it would log that all requests have ended
-                log.warning("stopped again: %d requests are cut off", self.state.accounts.in_flight)
+                log.warning("second stop signal: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()
             return
         self.signal = number

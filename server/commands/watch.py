@@ -22,15 +22,13 @@ def run(argv: list[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     if arguments.once and arguments.interval is not None:
-        raise DeploymentError(
-            "is between two looks, --once ends after one", field="--interval", hint="leave one out"
-        )
+        raise DeploymentError("cannot be combined with --once", field="--interval", hint="leave one out")
     interval = None if arguments.once else seconds(arguments.interval or _BETWEEN, "--interval")
     if arguments.host is not None and arguments.port is None:
-        raise DeploymentError("means nothing without --port", field="--host")
+        raise DeploymentError("needs --port", field="--host")
     port = None if arguments.port is None else parse_port(arguments.port)
     if port is not None and arguments.once:
-        raise DeploymentError("ends after one look, --port goes on", field="--once", hint="leave one out")
+        raise DeploymentError("cannot be combined with --port", field="--once", hint="leave one out")
     # Imported here because --help does not need them.
     from tonnage.server.watch.export import Exporter
     from tonnage.server.watch.screens import Lines, Screen, draws

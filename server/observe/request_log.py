@@ -87,7 +87,7 @@ class RequestLog:
             self._failing = True
             return
         if self._failing:
-            log.warning("the request log is written again; lines lost so far: %d", self.lost)
+            log.warning("the request log can be written again; lines lost so far: %d", self.lost)
         self._failing = False
 
     def block_ids(self, prompt: Sequence[int], salt: bytes) -> tuple[int, ...]:

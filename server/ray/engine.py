@@ -104,7 +104,7 @@ class RayEngine(Engine):
                 remaining -= answer.finish_reason is not None
                 yield answer
             if remaining:
-                raise EngineDead("the replica ended before the answer did")
+                raise EngineDead("the replica ended before the response was complete")
         except (RayError, RayServeException) as error:
             raise EngineDead(
                 f"the replica died ({type(error).__name__})", hint="send the request again"

@@ -64,7 +64,7 @@ class Client:
         self._headers = {"Accept": "text/plain, application/json", "Connection": "close"}
         if api_key is not None:
             if not api_key.isascii() or not api_key.isprintable():
-                raise DeploymentError("a key is printable ASCII", field="--api-key")
+                raise DeploymentError("an API key must be printable ASCII", field="--api-key")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Answer:
@@ -76,8 +76,8 @@ class Client:
         answer = self._get(path)
         if answer.status in (401, 403):
             raise WatchError(
-                f"{self.url}{path} wants an API key, or another one (status {answer.status})",
-                hint="--api-key KEY, or TONNAGE_API_KEY in the environment",
+                f"{self.url}{path} needs an API key, or rejects this one (status {answer.status})",
+                hint="use --api-key KEY, or TONNAGE_API_KEY in the environment",
             )
         if answer.status == 503:
             raise WatchError(f"{self.url}{path} is not ready: {_said(answer)}", hint="it may still be loading")
@@ -115,18 +115,18 @@ class Client:
             raise self._too_late(path)
         if len(data) > MAX_PAGE_BYTES:
             raise WatchError(
-                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes: no page of an inference server"
+                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes, so not from an inference server"
             )
         if 300 <= response.status < 400:
             to = response.headers.get("Location", "elsewhere")
-            raise WatchError(f"{self.url}{path} is redirected to {to[:200]}", hint="give that URL")
+            raise WatchError(f"{self.url}{path} is redirected to {to[:200]}", hint="use that URL")
         return Answer(
             response.status, data.decode("utf-8", "replace"), response.headers.get("Process-Start-Time-Unix")
         )
 
     def _too_late(self, path: str) -> WatchError:
         return WatchError(
-            f"{self.url}{path}: no whole answer within {self._timeout:g} s",
+            f"{self.url}{path}: no complete response within {self._timeout:g} s",
             hint="is the server busy or stopped? --timeout SECONDS waits longer",
         )
 
@@ -134,14 +134,14 @@ class Client:
         if isinstance(error, ssl.SSLCertVerificationError):
             return WatchError(
                 f"{self.url}: its certificate is not trusted: {error.verify_message}",
-                hint="SSL_CERT_FILE=ca.pem names the authority",
+                hint="set SSL_CERT_FILE to the certificate of its authority",
             )
         if isinstance(error, ssl.SSLError):
-            return WatchError(f"{self.url} does not speak TLS", hint="http:// instead of https://?")
+            return WatchError(f"{self.url} does not use TLS", hint="try http:// instead of https://")
         if isinstance(error, socket.gaierror):
-            return WatchError(f"{self.url}: there is no host of that name")
+            return WatchError(f"{self.url}: the host name is unknown")
         if isinstance(error, ConnectionRefusedError):
-            return WatchError(f"no server at {self.url}", hint=f"is it started, is this its port? {_PORTS}")
+            return WatchError(f"no server at {self.url}", hint=f"is it running on this port? {_PORTS}")
         if isinstance(error, OSError) and error.strerror:
             return WatchError(
                 f"{self.url}{path}: {error.strerror}", hint=f"is this the server's port? {_PORTS}"
@@ -160,9 +160,11 @@ def _plain(url: str) -> str:
     except ValueError:  # the port is not a number
         good = False
     if not good or not text.isprintable() or not text.isascii() or " " in text:
-        raise DeploymentError(f"{url[:200]!r} is no URL", field="URL", hint="for example http://localhost:8000")
+        raise DeploymentError(
+            f"{url[:200]!r} is not a URL", field="URL", hint="for example http://localhost:8000"
+        )
     if parts.username is not None:
-        raise DeploymentError("no user and password in it, please", field="URL", hint="--api-key KEY")
+        raise DeploymentError("user and password are not supported", field="URL", hint="use --api-key KEY")
     path = parts.path.rstrip("/")
     for endpoint in _ENDPOINTS:
         path = path.removesuffix(endpoint)

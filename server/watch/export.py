@@ -58,7 +58,7 @@ class Exporter:
         except OSError as error:
             raise DeploymentError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}", field="--port",
-                hint="give another one; 0 takes a free one",
+                hint="give another port; 0 takes a free one",
             ) from None  # fmt: skip
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

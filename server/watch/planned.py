@@ -41,13 +41,13 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
     flags, notes = _merged(told, given)
     if missing := [name for name in told.assumed if name not in given]:
         options = ", ".join(flags_of(Deployment)[name].option for name in missing)
-        notes.append(f"{told.title} does not tell {options}: planned with its defaults unless given")
+        notes.append(f"{told.title} does not report {options}: planned with its defaults unless given")
     source = _source(told, model)
     known = "gpu" in flags or "device_memory" in flags or flags.get("device") == "cpu"
     if not known:
         notes.append(
-            "the device is not known: planned is what weights, and a pool that the flags size, take on a GPU; "
-            "--gpu NAME, or --gpu cpu, gives the rest"
+            "the device is not known: the plan has only the weights, and a pool whose size a flag sets; "
+            "--gpu NAME, or --gpu cpu, adds the rest"
         )
         flags |= _ANY_DEVICE
     try:
@@ -71,7 +71,7 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
         components |= {"kv_pool": blocks * layout.bytes_per_block}
         hidden.add("free")
     if not plan.fits:
-        notes += [f"by the plan it does not fit: {reason}" for reason in plan.reasons]
+        notes += [f"the plan does not fit: {reason}" for reason in plan.reasons]
     return Planned(
         plan_id=plan.plan_id,
         model=plan.model.id,
@@ -98,7 +98,7 @@ def _merged(told: Told, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         try:
             flag.check(value)
         except DeploymentError as error:
-            notes.append(f"not understood, and left out: {error}")
+            notes.append(f"reported setting ignored: {error}")
             continue
         if value is not None:
             flags[name] = value
@@ -119,16 +119,16 @@ def _merged(told: Told, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 def _source(told: Told, model: str | None) -> ModelSource:
     if model is None and told.model is None:
-        raise ModelNotFound("the server does not tell its model", field="--model", hint="give it")
+        raise ModelNotFound("the server does not report its model", field="--model", hint="give it")
     try:
         return resolve_model(model or cast(str, told.model))
     except ModelNotFound as error:
         if model is not None:
             raise
         raise ModelNotFound(
-            f"the server's model is not found from here: {error.message}",
+            f"the server's model is not found on this machine: {error.message}",
             field="--model",
-            hint="give it as a folder with its config.json, a .gguf file or a hub id",
+            hint="give a folder with its config.json, a .gguf file or a hub id",
         ) from None
 
 

@@ -49,8 +49,8 @@ def look(client: Client) -> Seen:
         return Seen(client.url, report, status_of(report))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise WatchError(
-            f"{client.url}/memory is not as this release writes it: {type(error).__name__} {error}",
-            hint="use the tonnage of the server",
+            f"{client.url}/memory has another format than this release's: {type(error).__name__} {error}",
+            hint="use the server's release of tonnage",
         ) from None
 
 

@@ -125,7 +125,7 @@ class Watcher:
             self._refuse_flags(told)
             return _Run(server, told, own, told.notes)
         if self._kv_unified is not None and told.title != "llama.cpp":
-            raise DeploymentError(f"is about llama.cpp, not {told.title}", field="--kv-unified")
+            raise DeploymentError(f"is for llama.cpp, and this is {told.title}", field="--kv-unified")
         planned, notes = plan_of(told, self._given, self._model)
         return _Run(server, told, planned, notes)
 
@@ -149,7 +149,7 @@ class Watcher:
             given.append("--kv-unified")
         if given:
             where = told.title if told.title == "Tonnage" else f"{told.title} with Tonnage in it"
-            raise DeploymentError(f"{where} tells its own plan", field=given[0], hint="leave it out")
+            raise DeploymentError(f"{where} reports its own plan", field=given[0], hint="leave it out")
 
     def _watched(self, run: _Run, reading: Reading) -> Watched:
         now = time.monotonic()

@@ -148,7 +148,7 @@ async def test_who_stops_it_again_reads_that_requests_are_cut_off_and_not_that_t
         await server.until(lambda: server.state.accounts.idle.is_set())
         await asyncio.sleep(0)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ["draining: 2 requests in flight", "stopped again: 2 requests are cut off"]
+    assert lines == ["draining: 2 requests in flight", "second stop signal: 2 requests are cut off"]
 
 
 async def test_refused_requests_are_told_and_never_quoted(
@@ -406,7 +406,7 @@ def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) ->
         for url, said in (
             (nobody, "is it started"),
             (other.url, f"tonnage watch {other.url} shows vLLM"),
-            (old.url, "use the tonnage of the server"),
+            (old.url, "use the server's release of tonnage"),
         ):
             assert run([url]) == 1
             told = capsys.readouterr()

@@ -91,7 +91,7 @@ def test_no_server() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(WatchError, match=r"no server at .*is it started"):
+    with pytest.raises(WatchError, match=r"no server at .*is it running"):
         Client(url).get("/metrics")
 
 
@@ -183,7 +183,7 @@ def dripping(first: bytes, drop: bytes) -> Iterator[str]:
     ids=["body", "headers", "nothing"],
 )
 def test_an_answer_by_drops_ends(first: bytes, drop: bytes) -> None:
-    with dripping(first, drop) as url, pytest.raises(WatchError, match=r"no whole answer within 0\.5 s"):
+    with dripping(first, drop) as url, pytest.raises(WatchError, match=r"no complete response within 0\.5 s"):
         Client(url, timeout=0.5).get("/metrics")
 
 

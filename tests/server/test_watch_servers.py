@@ -115,7 +115,7 @@ def test_replicas_of_vllm_add_up() -> None:
 def test_metrics_of_vllm_off(tmp_path: Path) -> None:
     with vllm() as server:
         server.paths["/metrics"] = Stored("# nothing of vLLM\n")
-        with pytest.raises(WatchError, match=r"is vLLM, and shows no metrics \(start it without --disable-log"):
+        with pytest.raises(WatchError, match=r"is vLLM, but its metrics are off \(start it without --disable-log"):
             look(server)
 
 
@@ -137,7 +137,7 @@ tonnage_headroom_prompt_tokens{model="demo"} 200
     with vllm() as server:
         server.paths["/metrics"] = Stored(recorded(VLLM, "metrics_full.txt") + ours)
         found = look(server)
-        with pytest.raises(TonnageError, match=r"^--gpu: vLLM with Tonnage in it tells its own plan"):
+        with pytest.raises(TonnageError, match=r"^--gpu: vLLM with Tonnage in it reports its own plan"):
             look(server, gpu="h100-80g")
     assert found.planned is not None
     assert (found.planned.plan_id, found.planned.device, found.planned.num_blocks) == ("abc", "cuda:1", 22)
@@ -194,7 +194,7 @@ def test_llama_cpp_without_metrics_or_slots(gguf: str) -> None:
         assert found.reading.sum_of("running") == 0
         assert found.reading.blocks("used") is None
         server.paths["/metrics"] = Stored(recorded(LLAMA, "metrics_off.json"), 501)
-        with pytest.raises(WatchError, match=r"llama\.cpp, and shows no metrics \(start it with --metrics\)"):
+        with pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"):
             look(server, gguf)
 
 
@@ -251,7 +251,7 @@ def test_metrics_of_sglang_off(qwen: str) -> None:
     with sglang() as server:
         del server.paths["/metrics"]
         with pytest.raises(
-            WatchError, match=r"SGLang, and shows no metrics \(start it with --enable-metrics\)"
+            WatchError, match=r"SGLang, but its metrics are off \(start it with --enable-metrics\)"
         ):
             look(server, qwen)
 
@@ -290,7 +290,7 @@ async def test_a_tonnage_server_needs_no_flags_but_its_key(
             await asyncio.to_thread(Watcher(Client(running.url), {}, None).look)
         known = Client(running.url, api_key="watch-secret")
         for given, model in (({}, "demo"), ({"gpu": "h100-80g"}, None)):
-            with pytest.raises(TonnageError, match=r"Tonnage tells its own plan \(leave it out\)"):
+            with pytest.raises(TonnageError, match=r"Tonnage reports its own plan \(leave it out\)"):
                 await asyncio.to_thread(Watcher(known, given, model).look)
         found = await asyncio.to_thread(Watcher(known, {}, None).look)
     assert found.told.title == "Tonnage"

@@ -128,6 +128,6 @@ def test_a_restart_is_seen(model: Path, tmp_path: Path) -> None:
 def test_without_metrics(model: Path, tmp_path: Path) -> None:
     with (
         llama_server(model, tmp_path / "log", "-np", "1") as url,
-        pytest.raises(WatchError, match=r"llama\.cpp, and shows no metrics \(start it with --metrics\)"),
+        pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"),
     ):
         Watcher(Client(url), {}, None).look()

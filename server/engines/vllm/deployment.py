@@ -142,4 +142,4 @@ def _refuse_unknown(config: Any) -> None:
 
 
 def _refuse(name: str, value: str) -> NoReturn:
-    raise DeploymentError(f"{value[:120]!r} of vLLM is not planned", field=name)
+    raise DeploymentError(f"the planner does not support vLLM's {value[:120]!r}", field=name)

@@ -195,7 +195,7 @@ class VLLMEngine(Engine):
                 await self._llm.add_lora(self._loras[name])
             except Exception as error:
                 raise DeploymentError(
-                    f"vLLM does not take the adapter {name}: {_last_line(error)}", field="lora_modules"
+                    f"vLLM rejects the adapter {name}: {_last_line(error)}", field="lora_modules"
                 ) from error
 
     def _load(self, arguments: dict[str, Any]) -> Any:
@@ -279,7 +279,7 @@ class VLLMEngine(Engine):
             assert self._dead is not None
             raise self._dead from None
         except (VLLMClientError, ValueError) as error:  # vLLM's input processor raises plain ValueErrors too
-            raise Refused(f"vLLM refuses this request: {_first_line(error)}") from None
+            raise Refused(f"vLLM rejects this request: {_first_line(error)}") from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
         finally:
@@ -314,8 +314,8 @@ class VLLMEngine(Engine):
         cores, seconds = await processes.hang(lambda: self._cores.messages, self._still_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
         error = EngineDead(
-            f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hang, "
-            "and were killed",
+            f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hung, "
+            "and have been killed",
             hint="see their output and the kernel's log",
         )
         log.error("%s", error)

@@ -68,7 +68,7 @@ def install(manager: Any) -> LearnedQueue | None:
         queue = LearnedQueue(manager)
     except Exception as error:
         why = error if isinstance(error, NotUnderstood) else repr(error)
-        logger.warning("Tonnage leaves eviction to vLLM (least recently used): %s", why)
+        logger.warning("Tonnage's learned eviction is off, vLLM evicts least recently used blocks: %s", why)
         return None
     manager.block_pool.free_block_queue = queue
     _wrap(manager, queue)
@@ -160,9 +160,9 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
     pool = manager.block_pool
     methods = {name for name in vars(type(pool.free_block_queue)) if not name.startswith("_")}
     if methods != QUEUE:
-        raise NotUnderstood(f"its free queue has other methods: {', '.join(sorted(methods ^ QUEUE))}")
+        raise NotUnderstood(f"unknown methods of the free queue: {', '.join(sorted(methods ^ QUEUE))}")
     if list(inspect.signature(manager.allocate_slots).parameters)[: len(ALLOCATE)] != ALLOCATE:
-        raise NotUnderstood("its allocate_slots takes other arguments")
+        raise NotUnderstood("unknown arguments of allocate_slots")
     if not manager.enable_caching:
         raise NotUnderstood("prefix caching is off")
     groups = []
@@ -196,7 +196,7 @@ class LearnedQueue:
         pool = manager.block_pool
         free = pool.free_block_queue.get_all_free_blocks()
         if len(free) != len(pool.blocks) - 1 or pool.null_block.block_id != 0:
-            raise NotUnderstood("blocks of its pool are in use already")
+            raise NotUnderstood("blocks of the pool are already in use")
         size = self._anchor.block_size
         _warm(size)
         smallest = min(group.block_size for group in (self._anchor, *self._others))

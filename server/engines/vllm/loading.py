@@ -41,7 +41,7 @@ def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) ->
             hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
         ) from None
     if not wanted():
-        raise DeploymentError("was told to stop while vLLM was imported", field="backend")
+        raise DeploymentError("the server was stopped while vLLM was imported", field="backend")
 
     class Listener(StatLoggerBase):
         """A vLLM stat logger that passes the statistics of each step to `cores`.

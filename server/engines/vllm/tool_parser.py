@@ -38,7 +38,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise DeploymentError(
-            f"tool parsers are vLLM's, which cannot be imported: {error}",
+            f"tool parsers need vLLM, which cannot be imported: {error}",
             field="tool_call_parser",
             hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
         ) from None
@@ -58,7 +58,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
         )
     except Exception as error:  # parsers raise many types for a tokenizer that lacks their tokens
         raise DeploymentError(
-            f"{name} does not suit this model: {str(error)[:300]}", field="tool_call_parser"
+            f"{name} does not work with this model: {str(error)[:300]}", field="tool_call_parser"
         ) from None
     return VLLMToolParser(parser, tokenizer)
 
@@ -86,7 +86,7 @@ class VLLMToolParser:
             adjusted = self._parser(self._tokenizer, request.tools).adjust_request(request)
         except (ValueError, TypeError, RuntimeError) as error:  # pydantic and xgrammar raise these
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ToolsRefused(f"the tool parser does not take them: {lines[0][:200]}", field="tools") from None
+            raise ToolsRefused(f"the tool parser rejects them: {lines[0][:200]}", field="tools") from None
         outputs = adjusted.structured_outputs
         tag = None if outputs is None else outputs.structural_tag
         return ToolUse(

@@ -167,7 +167,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         except Exception:
             self._errors += 1
             if self._errors == 1:
-                logger.exception("Tonnage failed %s; vLLM goes on, this is logged once", when)
+                logger.exception("Tonnage failed %s; vLLM continues, and this is logged only once", when)
 
 
 class Engine:
@@ -226,7 +226,9 @@ def _plan(config: Any) -> Plan | None:
         asked = asked_of(config)
         return make_plan(asked.model, asked.deployment)
     except TonnageError as error:
-        logger.warning("Tonnage: no plan for %s, metrics are shown without one: %s", served_name(config), error)
+        logger.warning(
+            "Tonnage: no plan for %s, metrics are shown without a plan: %s", served_name(config), error
+        )
         return None
 
 

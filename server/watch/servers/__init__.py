@@ -54,9 +54,9 @@ def recognise(client: Client, samples: Samples, known: tuple[Server, ...]) -> Se
             return server
     for server in known:
         if (todo := server.silent(client)) is not None:
-            raise WatchError(f"{client.url} is {server.title}, and shows no metrics", hint=todo)
+            raise WatchError(f"{client.url} is {server.title}, but its metrics are off", hint=todo)
     titles = ", ".join(server.title for server in known)
     raise WatchError(
-        f"{client.url} is none of {titles}: its /metrics has no family of theirs",
-        hint="give the URL of the server itself, not of a gateway before it",
+        f"{client.url} is none of {titles}: its /metrics has none of their metrics",
+        hint="give the URL of the server itself, not of a gateway in front of it",
     )

@@ -48,8 +48,8 @@ class LlamaCppServer:
         notes = []
         if unified is None:
             notes.append(
-                f"llama.cpp does not tell whether its {slots} slots share one KV cache: --kv-unified where it "
-                "was started without -np or with -kvu, else --no-kv-unified"
+                f"llama.cpp does not report whether its {slots} slots share one KV cache: give --kv-unified if "
+                "it was started without -np or with -kvu, else --no-kv-unified"
             )
         return Told(
             title=self.title,

@@ -63,7 +63,7 @@ class SGLangServer:
         memory = mapping(state.get("memory_usage"))
         notes = []
         if arguments.get("speculative_algorithm"):
-            notes.append("it drafts: what the draft holds is not planned")
+            notes.append("speculative decoding is on: the draft model's memory is not planned")
         return Told(
             title=self.title,
             version=text(info.get("version")),

@@ -41,8 +41,8 @@ class TonnageServer:
             return _planned(mapping(_memory(client)["plan"]))
         except (KeyError, TypeError, IndexError) as error:
             raise WatchError(
-                f"the plan in {client.url}/memory is not as this release writes it: {error}",
-                hint="use the tonnage of the server",
+                f"the plan in {client.url}/memory has another format than this release's: {error}",
+                hint="use the server's release of tonnage",
             ) from None
 
     def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
@@ -94,7 +94,7 @@ def _planned(plan: Mapping[str, Any]) -> Planned:
 def _memory(client: Client) -> Mapping[str, Any]:
     found = mapping(client.get("/memory").json())
     if "plan" not in found or "pool" not in found:
-        raise WatchError(f"{client.url}/memory is not that of a Tonnage server")
+        raise WatchError(f"{client.url}/memory is not from a Tonnage server")
     return found
 
 

@@ -81,7 +81,7 @@ class VLLMServer:
         notes = []
         told = "tonnage_memory_planned_bytes" in samples  # our plug-in has the plan, so nothing is assumed
         if not told and config.get("speculative_config"):
-            notes.append("it drafts: --speculative-model says what, which is not planned otherwise")
+            notes.append("speculative decoding is on: the draft is planned only with --speculative-model")
         return Told(
             title=self.title,
             version=version if isinstance(version, str) else None,

@@ -23,7 +23,7 @@ def config_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 def warn() -> None:
     """Log a warning that vLLM schedules and evicts on its own."""
     logger.warning(
-        "Tonnage knows vLLM %s, this is %s: vLLM schedules and evicts on its own, there is no admission",
+        "Tonnage supports vLLM %s, this is %s: vLLM schedules and evicts on its own, without admission",
         ", ".join(KNOWN_VERSIONS),
         vllm.__version__,
     )
