@@ -120,8 +120,8 @@ def _output_flags(p: _Group) -> None:
 def _trace_flags(p: _Group) -> None:
     """Add the options that read request traces.
 
-    commands.lengths and commands.replicas of the server implement them. The command `tonnage` calls these
-    modules where --trace or --replicas is given.
+    commands.trace_concurrency and commands.replicas of the server implement them. The command `tonnage` calls
+    these modules where --trace or --replicas is given.
     """
     p.add_argument("--trace", metavar="FILE", help="how many requests with the lengths in FILE run at once")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)

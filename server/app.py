@@ -28,9 +28,9 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.vllm.tool_parser import load_tool_parser
 from tonnage.server.http.pacing import RequestPacing
+from tonnage.server.observe.failed_requests import FailedRequestLog
 from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
-from tonnage.server.observe.refused import RefusalLog
 from tonnage.server.observe.request_log import RequestLog
 from tonnage.server.observe.tracing import TraceContext, Tracing
 from tonnage.server.security.keys import KeyRing, load_keys
@@ -112,7 +112,7 @@ def create_app(
             "eos_token_id %s of %s is outside the vocabulary of %d tokens: no generation ends with it",
             outside, files.name, state.plan.model.vocab_size,
         )  # fmt: skip
-    refusals = RefusalLog()
+    refusals = FailedRequestLog()
     errors.install(app, refusals.refused)
     generator = Generator(state)
     if not operations_only:
@@ -146,7 +146,7 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
     return None if name is None else partial(load_tool_parser, name, folder)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: RefusalLog) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: FailedRequestLog) -> None:
     """Add the ASGI middleware, innermost first.
 
     Authentication comes before CORS and the request id, so that a response without a valid key also has both

@@ -179,7 +179,7 @@ def _dispatch(arguments: list[str]) -> int:
         )
         require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
-        module = "tonnage.server.commands.lengths"  # it reads traces, which belong to the cache package
+        module = "tonnage.server.commands.trace_concurrency"  # traces belong to the cache package
     if name in EXTRAS:
         require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)
     run: Callable[[list[str]], int] = import_module(module).run

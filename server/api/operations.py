@@ -12,10 +12,10 @@ from starlette.responses import HTMLResponse, Response
 
 from tonnage.server.api.generation import Generator
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.memory_report import memory_report
 from tonnage.server.observe.metrics import Metrics
 from tonnage.server.observe.page import HEADERS as PAGE_HEADERS
 from tonnage.server.observe.page import status_page
-from tonnage.server.observe.report import memory_report
 from tonnage.server.observe.status import status_of
 from tonnage.server.state import ServerState
 
@@ -32,7 +32,7 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
     @router.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         """Show the server's status as a page for a browser."""
-        status = status_of(memory_report(state, metrics.room(), _sees_all(request)))
+        status = status_of(memory_report(state, metrics.capacity_forecast(), _sees_all(request)))
         return HTMLResponse(status_page(status), headers=PAGE_HEADERS)
 
     @router.get("/version")
@@ -86,7 +86,7 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         It also shows the pool by state, the tokens left to reserve, running and waiting requests, the time
         since the server is ready, and how long it would take to drain.
         """
-        return memory_report(state, metrics.room(), _sees_all(request))
+        return memory_report(state, metrics.capacity_forecast(), _sees_all(request))
 
     @router.get("/metrics", response_class=Response)
     async def prometheus() -> Response:

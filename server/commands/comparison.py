@@ -14,7 +14,7 @@ PROCESS_BOUND = 0.10
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """A row of planned and measured bytes; `bound` is the largest accepted relative difference."""
 
     name: str
@@ -37,7 +37,7 @@ class Row:
         return asdict(self) | {"difference": self.difference, "within": self.within}
 
 
-def process_row(engine: str, device: str, used: int, measured: int | None) -> Row:
+def process_row(engine: str, device: str, used: int, measured: int | None) -> ComparisonRow:
     """Return the row of all processes under a load without grammars and large request bodies.
 
     A plan for a CPU keeps memory free for grammars and bodies, which this load does not use.
@@ -49,10 +49,10 @@ def process_row(engine: str, device: str, used: int, measured: int | None) -> Ro
         measured: peak bytes of all processes.
     """
     kept_free = LIMIT_BYTES if engine in ("hf", "vllm") and device == "cpu" else 0
-    return Row("process", used - kept_free, measured, PROCESS_BOUND)
+    return ComparisonRow("process", used - kept_free, measured, PROCESS_BOUND)
 
 
-def print_table(rows: Iterable[Row], file: TextIO | None = None) -> None:
+def print_table(rows: Iterable[ComparisonRow], file: TextIO | None = None) -> None:
     """Print the rows in aligned columns: bytes in full and in MiB (2^20), differences with sign."""
     out = sys.stdout if file is None else file
     table = [("", "planned", "measured", "difference", "")]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.commands.comparison import Row, print_table, process_row
+from tonnage.server.commands.comparison import ComparisonRow, print_table, process_row
 from tonnage.server.commands.stopping import stoppable
 from tonnage.server.parsers import DEMO_POOL
 from tonnage.server.parsers import demo as parser
@@ -167,14 +167,14 @@ async def _ask(url: str) -> list[str]:
             raise DemoFailed(f"a completion failed: {error}") from error
 
 
-def _rows(report: dict[str, Any]) -> list[Row]:
+def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
     """Return the rows of revision 0 of the plan and the measurements in /memory."""
     rank = report["plan"]["ranks"][report["plan"]["worst_rank"]]
     measured = report["measured"]
     used = rank["total_bytes"] - rank["free_bytes"]
     return [
-        Row("weights", rank["weights_bytes"], measured["weights_bytes"]),
-        Row("KV pool", rank["kv_pool_bytes"], measured["kv_pool_bytes"]),
+        ComparisonRow("weights", rank["weights_bytes"], measured["weights_bytes"]),
+        ComparisonRow("KV pool", rank["kv_pool_bytes"], measured["kv_pool_bytes"]),
         process_row("hf", "cpu", used, measured["process_peak_bytes"]),
     ]
 

@@ -56,7 +56,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     return settings
 
 
-def resolved(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
+def select_backend(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
     """Return the settings with the backend that `auto` selects, and the source of the model.
 
     The selected backend is printed to `file`.
@@ -80,7 +80,7 @@ def resolved(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
     return settings.model_copy(update={"backend": backend}), source
 
 
-def planned(settings: Settings, source: ModelSource, file: TextIO) -> Plan:
+def plan_for_loading(settings: Settings, source: ModelSource, file: TextIO) -> Plan:
     """Return the plan of the model to load, after printing it to `file`.
 
     A missing demo model is created.
@@ -233,7 +233,7 @@ def _sharing(settings: Settings, plan: Plan) -> Sharing:
     return Sharing(settings.kv_events_config, prefixes)
 
 
-class Waiting:
+class ProgressDisplay:
     """A progress display on stderr: a spinner on a terminal, else lines after 2, 10, 30, ... s."""
 
     def __init__(self, what: str) -> None:

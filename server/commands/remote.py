@@ -13,7 +13,7 @@ from tonnage.server.commands.stopping import stoppable
 
 if TYPE_CHECKING:
     from tonnage.server.watch.client import Client
-    from tonnage.server.watch.loop import Look, Shows
+    from tonnage.server.watch.loop import AnyObservation, Output
     from tonnage.server.watch.screens import Lines, Screen
 
 OK, FAILED = 0, 1
@@ -36,13 +36,15 @@ def client_of(arguments: argparse.Namespace) -> Client:
 
 
 def follow(
-    look: Callable[[], Look], screen: Lines[Look] | Screen[Look], interval: float | None,
-    beside: Shows[Look] | None = None,
-) -> int:  # fmt: skip
+    observe: Callable[[], AnyObservation],
+    screen: Lines[AnyObservation] | Screen[AnyObservation],
+    interval: float | None,
+    beside: Output[AnyObservation] | None = None,
+) -> int:
     """Show observations until Ctrl-C or SIGTERM; return 0, or 1 when the server cannot be read.
 
     Args:
-        look: returns an observation.
+        observe: returns an observation.
         screen: the main output.
         interval: seconds between two observations, None for a single one.
         beside: a second output. With it the loop also waits for a server that does not answer yet.
@@ -50,10 +52,10 @@ def follow(
     from tonnage.server.watch.client import WatchError  # --help does not need it
     from tonnage.server.watch.loop import watch
 
-    places = [screen] if beside is None else [screen, beside]
+    outputs = [screen] if beside is None else [screen, beside]
     try:
         with stoppable(), screen:
-            watch(look, places, interval, patient=beside is not None)
+            watch(observe, outputs, interval, patient=beside is not None)
         return OK
     except WatchError as error:
         print(f"tonnage: {error}", file=sys.stderr)

@@ -18,10 +18,10 @@ import uvloop
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.app import create_app
 from tonnage.server.commands.launch import (
-    Waiting,
+    ProgressDisplay,
     make_engine,
-    planned,
-    resolved,
+    plan_for_loading,
+    select_backend,
     settings_from,
 )
 from tonnage.server.commands.stopping import stoppable
@@ -67,8 +67,8 @@ def run(argv: list[str]) -> int:
     _check_tls(settings)
     configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:
-        settings, source = resolved(settings, sys.stdout)
-        plan = planned(settings, source, sys.stdout)
+        settings, source = select_backend(settings, sys.stdout)
+        plan = plan_for_loading(settings, source, sys.stdout)
         stop = _Stop(settings.drain_seconds)
         engine = SupervisedEngine(
             lambda: make_engine(settings, plan),
@@ -240,7 +240,7 @@ async def _serve(stop: _Stop, sock: socket.socket, state: ServerState, address: 
 
 
 async def _announce(state: ServerState, address: str) -> None:
-    with Waiting("loading the model") as tick:
+    with ProgressDisplay("loading the model") as tick:
         while not state.started and state.startup_error is None:
             tick()
             await asyncio.sleep(0.1)

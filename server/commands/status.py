@@ -19,10 +19,10 @@ def run(argv: list[str]) -> int:
     interval = seconds(arguments.interval or _BETWEEN, "--interval") if again else None
     # Imported here because --help does not need them.
     from tonnage.server.watch.screens import Lines, Screen, draws
-    from tonnage.server.watch.status import drawn, look, plain, to_dict
+    from tonnage.server.watch.status import drawn, observe, plain, to_dict
 
     client = client_of(arguments)
     if draws() and not arguments.json:
-        return follow(lambda: look(client), Screen(drawn, again=again), interval)
+        return follow(lambda: observe(client), Screen(drawn, again=again), interval)
     screen = Lines(plain, to_dict if arguments.json else None, between="\n")
-    return follow(lambda: look(client), screen, interval)
+    return follow(lambda: observe(client), screen, interval)

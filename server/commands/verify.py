@@ -10,12 +10,12 @@ import sys
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
-from tonnage.server.commands.comparison import Row, print_table, process_row
+from tonnage.server.commands.comparison import ComparisonRow, print_table, process_row
 from tonnage.server.commands.launch import (
-    Waiting,
+    ProgressDisplay,
     make_engine,
-    planned,
-    resolved,
+    plan_for_loading,
+    select_backend,
     settings_from,
 )
 from tonnage.server.commands.stopping import stoppable
@@ -37,8 +37,8 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     settings = settings_from(arguments)
     with stoppable():
-        settings, source = resolved(settings, sys.stderr if arguments.json else sys.stdout)
-        plan = planned(settings, source, sys.stderr if arguments.json else sys.stdout)
+        settings, source = select_backend(settings, sys.stderr if arguments.json else sys.stdout)
+        plan = plan_for_loading(settings, source, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
         # The app is created but not served, because plan and measurement include the API process.
         api = create_app(settings, engine)
@@ -63,15 +63,15 @@ def run(argv: list[str]) -> int:
     return WITHIN if within else OUTSIDE
 
 
-async def _measure(engine: Engine, settings: Settings) -> list[Row]:
+async def _measure(engine: Engine, settings: Settings) -> list[ComparisonRow]:
     start = asyncio.create_task(engine.start())
     try:
-        with Waiting(f"loading {settings.model}") as tick:
+        with ProgressDisplay(f"loading {settings.model}") as tick:
             while not start.done():
                 tick()
                 await asyncio.wait([start], timeout=0.2)
             await start
-        with Waiting("running a full batch") as tick:
+        with ProgressDisplay("running a full batch") as tick:
             batch = asyncio.create_task(_full_batch(engine))
             while not batch.done():
                 tick()
@@ -114,19 +114,19 @@ async def _full_batch(engine: Engine) -> None:
 _NEW_TOKENS = 4
 
 
-def rows(engine: Engine) -> list[Row]:
+def rows(engine: Engine) -> list[ComparisonRow]:
     """Return the planned bytes (revision 0, before the load) and the measured bytes."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [
-        Row("weights", plan.rank.weights_bytes, memory.weights),
-        Row("KV pool", plan.rank.kv_pool_bytes, memory.kv_pool),
+        ComparisonRow("weights", plan.rank.weights_bytes, memory.weights),
+        ComparisonRow("KV pool", plan.rank.kv_pool_bytes, memory.kv_pool),
         process_row(plan.deployment.engine, plan.deployment.device, plan.rank.used_bytes, memory.process_peak),
     ]
     # Bytes of a token slot in the allocated pool, independent of the plan.
     slots = capacity.num_blocks * capacity.block_size
     per_slot = None if memory.kv_pool is None else memory.kv_pool // slots
-    found.append(Row(_token_name(plan), layout.bytes_per_block // layout.block_size, per_slot))
+    found.append(ComparisonRow(_token_name(plan), layout.bytes_per_block // layout.block_size, per_slot))
     return found
 
 

@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     if exporter is not None:
         print(f"metrics at {exporter.address}", file=sys.stderr, flush=True)
     try:
-        return follow(watcher.look, screen, interval, exporter)
+        return follow(watcher.observe, screen, interval, exporter)
     finally:
         if exporter is not None:
             exporter.close()

@@ -30,7 +30,7 @@ class WatchError(TonnageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """An HTTP response; `start` is the start time of the server's process, if its headers have it."""
 
     status: int
@@ -67,7 +67,7 @@ class Client:
                 raise DeploymentError("an API key must be printable ASCII", field="--api-key")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str) -> Response:
         """Return the response, unless it is a redirect or has status 401, 403 or 503.
 
         Raises:
@@ -83,7 +83,7 @@ class Client:
             raise WatchError(f"{self.url}{path} is not ready: {_said(answer)}", hint="it may still be loading")
         return answer
 
-    def _get(self, path: str) -> Answer:
+    def _get(self, path: str) -> Response:
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
         held: list[socket.socket] = []
@@ -120,7 +120,7 @@ class Client:
         if 300 <= response.status < 400:
             to = response.headers.get("Location", "elsewhere")
             raise WatchError(f"{self.url}{path} is redirected to {to[:200]}", hint="use that URL")
-        return Answer(
+        return Response(
             response.status, data.decode("utf-8", "replace"), response.headers.get("Process-Start-Time-Unix")
         )
 
@@ -171,7 +171,7 @@ def _plain(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: Response) -> str:
     """Return the message of an error response, or the beginning of its text."""
     try:
         body = json.loads(answer.text)

@@ -22,7 +22,7 @@ def aligned(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-class Tabled:
+class MemoryTable:
     """A table for rich that fits the terminal's width without truncating a number.
 
     In a narrow terminal only GiB are shown instead of bytes, and in a still narrower one lines are folded.

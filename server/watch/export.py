@@ -13,7 +13,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.watch.client import WatchError
-from tonnage.server.watch.watcher import Watched
+from tonnage.server.watch.watcher import Observation
 
 _CLIENT_SECONDS = 10.0  # a scraper that is idle for longer is disconnected (Prometheus' own timeout)
 
@@ -29,7 +29,7 @@ class Exporter:
         self._url = url
         self._model = ""
         self._page = Page(model="")
-        self._look: Watched | None = None
+        self._look: Observation | None = None
         self._failures = 0
         self._text = b""
         self._write()
@@ -69,9 +69,9 @@ class Exporter:
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 
-    def show(self, look: Watched) -> None:
+    def show(self, observation: Observation) -> None:
         """Replace the page by a new observation."""
-        self._look = look
+        self._look = observation
         self._write()
 
     def lost(self, error: WatchError) -> None:
@@ -86,32 +86,34 @@ class Exporter:
         self._server.server_close()
 
     def _write(self) -> None:
-        look = self._look
-        model = look.told.served or "" if look is not None else self._model
+        observation = self._look
+        model = observation.facts.served or "" if observation is not None else self._model
         if model != self._model:
             self._model, self._page = model, Page(model=model)
         page = self._page
-        if look is not None:
-            families(page, look)
+        if observation is not None:
+            families(page, observation)
         page.gauge(
-            "tonnage_watch_up", "1 when the watched server answered the last request.", int(look is not None)
+            "tonnage_watch_up",
+            "1 when the watched server answered the last request.",
+            int(observation is not None),
         )
         page.counter("tonnage_watch_failures", "Observations that failed.", self._failures)
         self._text = page.take().encode()
 
 
-def families(page: Page, look: Watched) -> None:
+def families(page: Page, observation: Observation) -> None:
     """Write an observation. Counters are the watched server's own, so they restart with it."""
-    told, reading, planned = look.told, look.reading, look.planned
+    facts, reading, planned = observation.facts, observation.reading, observation.planned
     page.info(
         "tonnage_watch_info",
         "The server that is watched; always 1.",
         ("server", "version", "url"),
-        [(told.title, told.version or "", look.url)],
+        [(facts.title, facts.version or "", observation.url)],
     )
-    page.gauge("tonnage_watch_timestamp_seconds", "Time of the last observation.", look.at)
-    page.counter("tonnage_watch_restarts", "Times the watched server was started again.", look.restarts)
-    _memory(page, look)
+    page.gauge("tonnage_watch_timestamp_seconds", "Time of the last observation.", observation.at)
+    page.counter("tonnage_watch_restarts", "Times the watched server was started again.", observation.restarts)
+    _memory(page, observation)
     if planned is not None:
         page.info(
             "tonnage_plan_info",
@@ -127,7 +129,7 @@ def families(page: Page, look: Watched) -> None:
                 )
             ],
         )
-    _pool(page, look)
+    _pool(page, observation)
     states = {(name,): reading.sum_of(name) for name in ("running", "waiting")}
     page.gauges(
         "tonnage_engine_requests",
@@ -135,7 +137,7 @@ def families(page: Page, look: Watched) -> None:
         ("state",),
         {key: count for key, count in states.items() if count is not None},
     )
-    _headroom(page, look)
+    _headroom(page, observation)
     auto_families(page, reading.auto)
     counters = reading.counters
     for name, text, value in (
@@ -159,8 +161,8 @@ def families(page: Page, look: Watched) -> None:
         )
 
 
-def _memory(page: Page, look: Watched) -> None:
-    planned = look.planned
+def _memory(page: Page, observation: Observation) -> None:
+    planned = observation.planned
     if planned is None:
         return
     page.gauges(
@@ -173,7 +175,7 @@ def _memory(page: Page, look: Watched) -> None:
         "tonnage_memory_measured_bytes",
         "Bytes that the server holds, by component; absent where not measured.",
         ("device", "component"),
-        {(planned.device, name): size for name, size in look.measured.items()},
+        {(planned.device, name): size for name, size in observation.measured.items()},
     )
     page.gauges(
         "tonnage_memory_measured_to_planned_ratio",
@@ -181,14 +183,14 @@ def _memory(page: Page, look: Watched) -> None:
         ("device", "component"),
         {
             (planned.device, name): size / expected
-            for name, size in look.measured.items()
+            for name, size in observation.measured.items()
             if name != "free" and (expected := planned.components.get(name))
         },
     )
 
 
-def _pool(page: Page, look: Watched) -> None:
-    reading, planned = look.reading, look.planned
+def _pool(page: Page, observation: Observation) -> None:
+    reading, planned = observation.reading, observation.planned
     total, usable = reading.blocks("num_blocks"), reading.blocks("usable")
     used, cached = reading.blocks("used"), reading.blocks("cached")
     if total is None or usable is None:
@@ -216,8 +218,8 @@ def _pool(page: Page, look: Watched) -> None:
         page.gauge("tonnage_pool_usage_ratio", "Used blocks over usable blocks.", used / usable)
 
 
-def _headroom(page: Page, look: Watched) -> None:
-    room, planned = look.headroom, look.planned
+def _headroom(page: Page, observation: Observation) -> None:
+    room, planned = observation.headroom, observation.planned
     if room is None:
         return
     page.gauge("tonnage_headroom_blocks", "KV blocks that no running request holds.", room.blocks)
@@ -235,9 +237,9 @@ def _headroom(page: Page, look: Watched) -> None:
     page.gauge(
         "tonnage_headroom_prompt_tokens", "Largest prompt that could start now; 0: none.", room.prompt_tokens
     )
-    if look.full_in is not None:
+    if observation.full_in is not None:
         page.gauge(
             "tonnage_time_to_full_seconds",
             "Seconds until no block is free, at the growth of the last two minutes; 86400: not within a day.",
-            look.full_in,
+            observation.full_in,
         )

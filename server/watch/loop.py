@@ -8,14 +8,14 @@ from typing import Protocol, TypeVar
 
 from tonnage.server.watch.client import WatchError
 
-Look = TypeVar("Look")
+AnyObservation = TypeVar("AnyObservation")
 _Shown = TypeVar("_Shown", contravariant=True)
 
 
-class Shows(Protocol[_Shown]):
+class Output(Protocol[_Shown]):
     """An output for observations."""
 
-    def show(self, look: _Shown) -> None:
+    def show(self, observe: _Shown) -> None:
         """Show an observation."""
 
     def lost(self, error: WatchError) -> None:
@@ -23,13 +23,17 @@ class Shows(Protocol[_Shown]):
 
 
 def watch(
-    look: Callable[[], Look], places: Sequence[Shows[Look]], interval: float | None, *, patient: bool = False
+    observe: Callable[[], AnyObservation],
+    outputs: Sequence[Output[AnyObservation]],
+    interval: float | None,
+    *,
+    patient: bool = False,
 ) -> None:
     """Observe and show every `interval` seconds until the process is stopped, or once when it is None.
 
     Args:
-        look: returns an observation or raises WatchError.
-        places: the outputs.
+        observe: returns an observation or raises WatchError.
+        outputs: the outputs.
         interval: seconds between the starts of two observations.
         patient: also wait for a server that has never answered.
 
@@ -39,16 +43,16 @@ def watch(
     while True:
         begun = time.monotonic()
         try:
-            found = look()
+            found = observe()
         except WatchError as error:
             if interval is None or not patient:
                 raise
-            for place in places:
-                place.lost(error)
+            for output in outputs:
+                output.lost(error)
         else:
             patient = True
-            for place in places:
-                place.show(found)
+            for output in outputs:
+                output.show(found)
         if interval is None:
             return
         time.sleep(max(0.0, begun + interval - time.monotonic()))

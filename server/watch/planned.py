@@ -14,9 +14,9 @@ from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.server.engines.capacity import limits_of
+from tonnage.server.observe.memory_report import planned_components
 from tonnage.server.observe.metrics.memory import device_name
-from tonnage.server.observe.report import planned_components
-from tonnage.server.watch.records import Planned, Told
+from tonnage.server.watch.records import PlanSummary, ServerFacts
 
 ENGINES: dict[str, EngineName] = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "llama.cpp"}
 
@@ -26,11 +26,13 @@ _ANY_DEVICE = {"device": "cuda", "device_memory": 1 << 50}
 _DECIDE_THE_POOL = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 
 
-def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Planned | None, tuple[str, ...]]:
+def plan_of(
+    facts: ServerFacts, given: Mapping[str, Any], model: str | None
+) -> tuple[PlanSummary | None, tuple[str, ...]]:
     """Return the plan for a server, or None for a model that the planner rejects, and notes for the reader.
 
     Args:
-        told: facts about the server.
+        facts: facts about the server.
         given: fields of the Deployment from the command line.
         model: the server's model as a path or hub id on this machine, None to use the server's own.
 
@@ -38,11 +40,11 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
         DeploymentError: a flag contradicts the server.
         ModelNotFound: --model is needed.
     """
-    flags, notes = _merged(told, given)
-    if missing := [name for name in told.assumed if name not in given]:
+    flags, notes = _merged(facts, given)
+    if missing := [name for name in facts.assumed if name not in given]:
         options = ", ".join(flags_of(Deployment)[name].option for name in missing)
-        notes.append(f"{told.title} does not report {options}: planned with its defaults unless given")
-    source = _source(told, model)
+        notes.append(f"{facts.title} does not report {options}: planned with its defaults unless given")
+    source = _source(facts, model)
     known = "gpu" in flags or "device_memory" in flags or flags.get("device") == "cpu"
     if not known:
         notes.append(
@@ -56,8 +58,8 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
         return None, (*notes, f"without a plan: {error}")
     deployment = plan.deployment
     components = planned_components(plan)
-    sized = known or told.title == "llama.cpp" or any(name in flags for name in _DECIDE_THE_POOL)
-    hidden = set(told.hidden)
+    sized = known or facts.title == "llama.cpp" or any(name in flags for name in _DECIDE_THE_POOL)
+    hidden = set(facts.hidden)
     if not known:
         hidden |= components.keys() - {"weights", "kv_pool"}
     if not sized:
@@ -66,13 +68,13 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
         hidden.add("free")
     layout, cache = plan.kv_cache.layout, plan.kv_cache
     blocks, tokens = cache.num_blocks, cache.tokens
-    if told.most_tokens is not None and told.most_tokens < tokens:
-        blocks, tokens = told.most_tokens // layout.block_size, told.most_tokens
+    if facts.most_tokens is not None and facts.most_tokens < tokens:
+        blocks, tokens = facts.most_tokens // layout.block_size, facts.most_tokens
         components |= {"kv_pool": blocks * layout.bytes_per_block}
         hidden.add("free")
     if not plan.fits:
         notes += [f"the plan does not fit: {reason}" for reason in plan.reasons]
-    return Planned(
+    return PlanSummary(
         plan_id=plan.plan_id,
         model=plan.model.id,
         architecture=plan.model.architecture,
@@ -90,10 +92,10 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
     ), (*notes, *plan.notes)
 
 
-def _merged(told: Told, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    flags: dict[str, Any] = {"engine": ENGINES[told.title]}
-    notes = list(told.notes)
-    for name, value in told.flags.items():
+def _merged(facts: ServerFacts, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    flags: dict[str, Any] = {"engine": ENGINES[facts.title]}
+    notes = list(facts.notes)
+    for name, value in facts.flags.items():
         flag = flags_of(Deployment)[name]
         try:
             flag.check(value)
@@ -105,23 +107,23 @@ def _merged(told: Told, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     for name, value in given.items():
         if flags.get(name, value) != value:
             raise DeploymentError(
-                f"{told.title} runs with {flags[name]}, not with {value}",
+                f"{facts.title} runs with {flags[name]}, not with {value}",
                 field=flags_of(Deployment)[name].option,
                 hint="leave it out",
             )
         flags[name] = value
     if "gpu" in given and flags.get("device") == "cuda":  # the GPU's name implies the device
         del flags["device"]
-    if told.version is not None and "engine_version" not in given and told.title == "vLLM":
-        flags["engine_version"] = told.version
+    if facts.version is not None and "engine_version" not in given and facts.title == "vLLM":
+        flags["engine_version"] = facts.version
     return flags, notes
 
 
-def _source(told: Told, model: str | None) -> ModelSource:
-    if model is None and told.model is None:
+def _source(facts: ServerFacts, model: str | None) -> ModelSource:
+    if model is None and facts.model is None:
         raise ModelNotFound("the server does not report its model", field="--model", hint="give it")
     try:
-        return resolve_model(model or cast(str, told.model))
+        return resolve_model(model or cast(str, facts.model))
     except ModelNotFound as error:
         if model is not None:
             raise

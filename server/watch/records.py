@@ -12,7 +12,7 @@ from tonnage.server.observe.metrics.headroom import Headroom
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ServerFacts:
     """Facts about a server that stay the same until it restarts.
 
     Attributes:
@@ -132,7 +132,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanSummary:
     """The plan of the worst rank.
 
     Attributes:

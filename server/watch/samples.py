@@ -36,7 +36,7 @@ class Samples:
     def __contains__(self, name: str) -> bool:
         return name in self._found
 
-    def speaks(self, prefix: str) -> bool:
+    def has_prefix(self, prefix: str) -> bool:
         """Return whether the name of any sample begins with `prefix`."""
         return any(name.startswith(prefix) for name in self._found)
 

@@ -12,14 +12,17 @@ from typing import Any, Generic, TypeVar
 from tonnage.planner.bars import redraws, shades
 from tonnage.server.watch.client import WatchError
 
-Look = TypeVar("Look")
+AnyObservation = TypeVar("AnyObservation")
 
 
-class Lines(Generic[Look]):
+class Lines(Generic[AnyObservation]):
     """An output of plain lines, or of one JSON object per line."""
 
     def __init__(
-        self, plain: Callable[[Look], str], to_dict: Callable[[Look], dict[str, Any]] | None, between: str = ""
+        self,
+        plain: Callable[[AnyObservation], str],
+        to_dict: Callable[[AnyObservation], dict[str, Any]] | None,
+        between: str = "",
     ) -> None:
         """Create the output.
 
@@ -31,24 +34,24 @@ class Lines(Generic[Look]):
         self._plain, self._to_dict, self._between = plain, to_dict, between
         self._first = True
 
-    def __enter__(self) -> Lines[Look]:
+    def __enter__(self) -> Lines[AnyObservation]:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def show(self, look: Look) -> None:
+    def show(self, observation: AnyObservation) -> None:
         """Print an observation."""
         if self._to_dict is not None:
-            print(json.dumps(self._to_dict(look)), flush=True)
+            print(json.dumps(self._to_dict(observation)), flush=True)
             return
-        print("" if self._first else self._between, self._plain(look), sep="", flush=True)
+        print("" if self._first else self._between, self._plain(observation), sep="", flush=True)
         self._first = False
 
     def lost(self, error: WatchError) -> None:
         """Print the error of a failed observation."""
         if self._to_dict is not None:
-            told = {"code": error.code, "message": error.message, "hint": error.hint}
-            known = {name: value for name, value in told.items() if value is not None}
+            values = {"code": error.code, "message": error.message, "hint": error.hint}
+            known = {name: value for name, value in values.items() if value is not None}
             print(json.dumps({"time": round(time.time(), 3), "error": known}), flush=True)
         else:
             print(f"{time.strftime('%H:%M:%S')} {error}", flush=True)
@@ -59,7 +62,7 @@ def draws() -> bool:
     return redraws(sys.stdout) and find_spec("rich") is not None
 
 
-class Screen(Generic[Look]):
+class Screen(Generic[AnyObservation]):
     """A terminal screen that each observation redraws.
 
     Args:
@@ -67,24 +70,24 @@ class Screen(Generic[Look]):
         again: redraw the screen; False prints once.
     """
 
-    def __init__(self, draw: Callable[[Look, str, str | None], Any], *, again: bool = True) -> None:
+    def __init__(self, draw: Callable[[AnyObservation, str, str | None], Any], *, again: bool = True) -> None:
         from rich.console import Console  # only on a terminal
         from rich.live import Live
 
         self._draw, self._shades, self._again = draw, shades(sys.stdout), again
         self._live = Live(console=Console(highlight=False), auto_refresh=False)
-        self._last: Look | None = None
+        self._last: AnyObservation | None = None
 
-    def __enter__(self) -> Screen[Look]:
+    def __enter__(self) -> Screen[AnyObservation]:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._live.stop()
 
-    def show(self, look: Look) -> None:
+    def show(self, observation: AnyObservation) -> None:
         """Draw an observation."""
-        self._last = look
-        self._update(self._draw(look, self._shades, None))
+        self._last = observation
+        self._update(self._draw(observation, self._shades, None))
 
     def lost(self, error: WatchError) -> None:
         """Draw the last observation with the error of the failed one."""

@@ -9,7 +9,7 @@ from typing import Any
 from tonnage.planner.bars import cells
 from tonnage.server.observe.status import POOL_STATES, Status, status_of
 from tonnage.server.watch.client import Client, WatchError
-from tonnage.server.watch.drawing import Tabled, aligned
+from tonnage.server.watch.drawing import MemoryTable, aligned
 
 _BAR = 48  # characters; with the names of the facts it fits a terminal of 60 columns
 # Colours of the pool's states. Without colours, the characters of the bar distinguish them.
@@ -24,7 +24,7 @@ _STATE_COLOURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StatusObservation:
     """One observation; `report` is the JSON object of /memory."""
 
     url: str
@@ -32,7 +32,7 @@ class Seen:
     status: Status
 
 
-def look(client: Client) -> Seen:
+def observe(client: Client) -> StatusObservation:
     """Return an observation of the server.
 
     Raises:
@@ -46,7 +46,7 @@ def look(client: Client) -> Seen:
             hint=f"tonnage watch {client.url} shows vLLM, SGLang and llama.cpp",
         )
     try:
-        return Seen(client.url, report, status_of(report))
+        return StatusObservation(client.url, report, status_of(report))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise WatchError(
             f"{client.url}/memory has another format than this release's: {type(error).__name__} {error}",
@@ -54,28 +54,28 @@ def look(client: Client) -> Seen:
         ) from None
 
 
-def to_dict(seen: Seen) -> dict[str, Any]:
+def to_dict(observation: StatusObservation) -> dict[str, Any]:
     """Return the JSON object of an observation."""
-    return {"url": seen.url, **seen.report}
+    return {"url": observation.url, **observation.report}
 
 
-def plain(seen: Seen) -> str:
+def plain(observation: StatusObservation) -> str:
     """Return an observation as plain text."""
-    status = seen.status
+    status = observation.status
     width = max(len(name) for name, _ in status.facts)
     facts = [f"{name:<{width}}  {text}" for name, text in status.facts]
-    lines = [*_head(seen), "", *facts, "", *aligned(status.memory)]
+    lines = [*_head(observation), "", *facts, "", *aligned(status.memory)]
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
 
-def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
+def drawn(observation: StatusObservation, shades: str, trouble: str | None = None) -> Any:
     """Return an observation as a rich renderable, with the error of a newer one."""
     from rich.console import Group  # only on a terminal
     from rich.markup import escape
     from rich.table import Table
 
-    status = seen.status
-    first, *rest = _head(seen)
+    status = observation.status
+    first, *rest = _head(observation)
     colour = _STATE_COLOURS.get(status.state, "bold")
     first = escape(first).replace(status.state, f"[{colour}]{status.state}[/]", 1)
     facts = Table(box=None, pad_edge=False, show_header=False)
@@ -96,16 +96,16 @@ def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
         "",
         facts,
         "",
-        Tabled(status.memory),
+        MemoryTable(status.memory),
     ]
     if trouble:
         parts += ["", f"[red]{escape(trouble)}[/]"]
     return Group(*parts)
 
 
-def _head(seen: Seen) -> list[str]:
-    status = seen.status
-    return [f"{status.state} {status.since}: {status.model} at {seen.url}", status.plan]
+def _head(observation: StatusObservation) -> list[str]:
+    status = observation.status
+    return [f"{status.state} {status.since}: {status.model} at {observation.url}", status.plan]
 
 
 def pool_bar(status: Status, shades: str) -> str:

@@ -10,53 +10,57 @@ from typing import Any
 from tonnage.planner.bars import cells
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
 from tonnage.server.observe.status import Row, auto_text, memory_rows
-from tonnage.server.watch.drawing import Tabled, aligned
+from tonnage.server.watch.drawing import MemoryTable, aligned
 from tonnage.server.watch.records import Counters
-from tonnage.server.watch.watcher import Watched
+from tonnage.server.watch.watcher import Observation
 
 _BAR, _NEARLY_FULL = 40, 0.9
 
 
-def headline(look: Watched) -> list[str]:
+def headline(observation: Observation) -> list[str]:
     """Return the lines that name the server and its plan."""
-    told, planned = look.told, look.planned
-    version = f" {told.version}" if told.version else ""
-    lines = [f"{told.title}{version} at {look.url}" + (f", serving {told.served}" if told.served else "")]
+    facts, planned = observation.facts, observation.planned
+    version = f" {facts.version}" if facts.version else ""
+    lines = [
+        f"{facts.title}{version} at {observation.url}" + (f", serving {facts.served}" if facts.served else "")
+    ]
     if planned is not None:
         length = f", max_model_len {planned.max_model_len:,}" if planned.max_model_len else ""
         lines.append(f"planned as {planned.model} ({planned.architecture}) on {planned.engine}{length}")
     return lines
 
 
-def _rows(look: Watched) -> list[Row]:
-    return memory_rows({} if look.planned is None else look.planned.components, look.measured)
+def _rows(observation: Observation) -> list[Row]:
+    return memory_rows(
+        {} if observation.planned is None else observation.planned.components, observation.measured
+    )
 
 
-def line(look: Watched) -> str:
+def line(observation: Observation) -> str:
     """Return an observation as one line."""
-    return f"{time.strftime('%H:%M:%S', time.localtime(look.at))} " + "; ".join(_parts(look))
+    return f"{time.strftime('%H:%M:%S', time.localtime(observation.at))} " + "; ".join(_parts(observation))
 
 
-def _parts(look: Watched) -> Iterable[str]:
-    reading = look.reading
+def _parts(observation: Observation) -> Iterable[str]:
+    reading = observation.reading
     running, waiting = reading.sum_of("running"), reading.sum_of("waiting")
     if running is not None:
         yield f"{running} running" + ("" if waiting is None else f", {waiting} waiting")
-    if pool := pool_line(look):
+    if pool := pool_line(observation):
         yield pool
-    if look.headroom is not None:
-        yield headroom_line(look)
-    if rates := rates_line(look):
+    if observation.headroom is not None:
+        yield headroom_line(observation)
+    if rates := rates_line(observation):
         yield rates
-    if look.reading.auto is not None:
-        yield f"admission {auto_text(look.reading.auto.to_dict())}"
-    if look.restarts:
-        yield f"restarted {look.restarts} x"
+    if observation.reading.auto is not None:
+        yield f"admission {auto_text(observation.reading.auto.to_dict())}"
+    if observation.restarts:
+        yield f"restarted {observation.restarts} x"
 
 
-def pool_line(look: Watched) -> str | None:
+def pool_line(observation: Observation) -> str | None:
     """Return the use of the KV pool, or None when it is unknown."""
-    reading = look.reading
+    reading = observation.reading
     used, usable = reading.blocks("used"), reading.blocks("usable")
     if used is None or not usable:
         return None
@@ -68,26 +72,26 @@ def pool_line(look: Watched) -> str | None:
     return text if cached is None else f"{text}, {cached:,} cached"
 
 
-def headroom_line(look: Watched) -> str:
+def headroom_line(observation: Observation) -> str:
     """Return the headroom of an observation that has one."""
-    room = look.headroom
+    room = observation.headroom
     assert room is not None
     text = f"room for {room.requests:,} more, the largest prompt {room.prompt_tokens:,} tokens"
-    if look.full_in == 0:
+    if observation.full_in == 0:
         text += ", full"
-    elif look.full_in is not None and look.full_in < FOREVER_SECONDS:
-        text += f", full in {look.full_in:,.0f} s"
+    elif observation.full_in is not None and observation.full_in < FOREVER_SECONDS:
+        text += f", full in {observation.full_in:,.0f} s"
     return text
 
 
-def rates_line(look: Watched) -> str | None:
+def rates_line(observation: Observation) -> str | None:
     """Return the token rates, preemptions and prefix hits, or None when all are unknown."""
-    counters, change = look.reading.counters, look.change
+    counters, change = observation.reading.counters, observation.change
     parts = []
-    if change is not None and look.seconds > 0:
+    if change is not None and observation.seconds > 0:
         for count, name in ((change.generation_tokens, "generated"), (change.prompt_tokens, "prompt")):
             if count is not None:
-                parts.append(f"{count / look.seconds:,.0f} {name} tokens/s")
+                parts.append(f"{count / observation.seconds:,.0f} {name} tokens/s")
     if counters.preemptions is not None:
         more = "" if change is None or not change.preemptions else f" (+{change.preemptions:.0f})"
         parts.append(f"{counters.preemptions:.0f} preemptions{more}")
@@ -96,66 +100,66 @@ def rates_line(look: Watched) -> str | None:
     return ", ".join(parts) or None
 
 
-def _head(look: Watched) -> list[str]:
+def _head(observation: Observation) -> list[str]:
     """Return the lines about the server, its plan and its memory that precede the lines of observations."""
-    table = aligned(_rows(look))
-    lines = [*headline(look), *(["", *table, ""] if table else [])]
-    return lines + [f"Note: {note}" for note in look.notes]
+    table = aligned(_rows(observation))
+    lines = [*headline(observation), *(["", *table, ""] if table else [])]
+    return lines + [f"Note: {note}" for note in observation.notes]
 
 
-def lines() -> Callable[[Watched], str]:
+def lines() -> Callable[[Observation], str]:
     """Return a function that turns observations into text.
 
     The text begins with the lines about server and plan when these differ from the previous observation.
     """
     last: object = None
 
-    def text(look: Watched) -> str:
+    def text(observation: Observation) -> str:
         nonlocal last
-        head = (look.told, look.planned, look.notes)
+        head = (observation.facts, observation.planned, observation.notes)
         new, last = head != last, head
-        return "\n".join([*(_head(look) if new else ()), line(look)])
+        return "\n".join([*(_head(observation) if new else ()), line(observation)])
 
     return text
 
 
-def drawn(look: Watched, shades: str, trouble: str | None = None) -> Any:
+def drawn(observation: Observation, shades: str, trouble: str | None = None) -> Any:
     """Return an observation as a rich renderable.
 
     Args:
-        look: the observation.
+        observation: the observation.
         shades: characters of its bar, from full to empty.
         trouble: error of a newer observation, None if there is none.
     """
     from rich.console import Group  # only on a terminal
     from rich.markup import escape
 
-    first, *rest = headline(look)
-    parts: list[Any] = [f"[bold]{escape(first)}[/]", *map(escape, rest), "", *map(escape, _parts(look))]
-    used, usable = look.reading.blocks("used"), look.reading.blocks("usable")
+    first, *rest = headline(observation)
+    parts: list[Any] = [f"[bold]{escape(first)}[/]", *map(escape, rest), "", *map(escape, _parts(observation))]
+    used, usable = observation.reading.blocks("used"), observation.reading.blocks("usable")
     if used is not None and usable:
         full = cells(used, usable, _BAR)
         colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
         parts.append(f"[{colour}]{shades[0] * full}[/]{shades[-1] * (_BAR - full)}")
-    parts += ["", Tabled(_rows(look)), ""]  # at the end, because a low window cuts off the end
-    parts += [f"[dim]Note: {escape(note)}[/]" for note in look.notes]
-    clock = time.strftime("%H:%M:%S", time.localtime(look.at))
+    parts += ["", MemoryTable(_rows(observation)), ""]  # at the end, because a low window cuts off the end
+    parts += [f"[dim]Note: {escape(note)}[/]" for note in observation.notes]
+    clock = time.strftime("%H:%M:%S", time.localtime(observation.at))
     parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")
     return Group(*parts)
 
 
-def to_dict(look: Watched) -> dict[str, Any]:
+def to_dict(observation: Observation) -> dict[str, Any]:
     """Return the JSON object of an observation: bytes are integers, unknown values are left out."""
-    told, planned, reading = look.told, look.planned, look.reading
+    facts, planned, reading = observation.facts, observation.planned, observation.reading
     pool = {name: reading.blocks(name) for name in ("num_blocks", "usable", "used", "cached")}
     sizes = {one.pool.block_size for one in reading.replicas if one.pool is not None}
     return _known(
         {
-            "time": round(look.at, 3),
-            "url": look.url,
-            "server": told.title,
-            "version": told.version,
-            "model": told.served,
+            "time": round(observation.at, 3),
+            "url": observation.url,
+            "server": facts.title,
+            "version": facts.version,
+            "model": facts.served,
             "plan": None
             if planned is None
             else _known(
@@ -170,22 +174,24 @@ def to_dict(look: Watched) -> dict[str, Any]:
                     "bytes_per_block": planned.bytes_per_block,
                 }
             ),
-            "measured_bytes": dict(look.measured),
+            "measured_bytes": dict(observation.measured),
             "requests": {"running": reading.sum_of("running"), "waiting": reading.sum_of("waiting")},
             "pool": pool | {"block_size": next(iter(sizes), None)},
             "headroom": None
-            if look.headroom is None
-            else asdict(look.headroom) | {"full_in_seconds": look.full_in},
+            if observation.headroom is None
+            else asdict(observation.headroom) | {"full_in_seconds": observation.full_in},
             "admission": None if reading.auto is None else {"auto": reading.auto.to_dict()},
             "counters": {part.name: getattr(reading.counters, part.name) for part in fields(Counters)},
             "per_second": None
-            if look.change is None or look.seconds <= 0
+            if observation.change is None or observation.seconds <= 0
             else {
-                part.name: None if (count := getattr(look.change, part.name)) is None else count / look.seconds
+                part.name: None
+                if (count := getattr(observation.change, part.name)) is None
+                else count / observation.seconds
                 for part in fields(Counters)
             },
-            "restarts": look.restarts,
-            "notes": list(look.notes),
+            "restarts": observation.restarts,
+            "notes": list(observation.notes),
         }
     )
 

@@ -17,7 +17,7 @@ from tonnage.server.observe.metrics.headroom import Headroom, Trend, headroom
 from tonnage.server.observe.metrics.usage import RequestMix
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.planned import plan_of
-from tonnage.server.watch.records import Counters, Planned, Reading, Replica, Told
+from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica, ServerFacts
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
@@ -25,13 +25,13 @@ _WINDOW_SECONDS = 120.0  # for rates and the average request, equal to the windo
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Observation:
     """One observation.
 
     Attributes:
         url: the server's URL.
         at: seconds since the epoch.
-        told: facts about the server.
+        facts: facts about the server.
         planned: its plan, None without one.
         reading: its state.
         measured: bytes by component of one replica.
@@ -45,8 +45,8 @@ class Watched:
 
     url: str
     at: float
-    told: Told
-    planned: Planned | None
+    facts: ServerFacts
+    planned: PlanSummary | None
     reading: Reading
     measured: Mapping[str, int]
     headroom: Headroom | None = None
@@ -62,8 +62,8 @@ class _Run:
     """The current run of the server, between two of its restarts."""
 
     server: Server
-    told: Told
-    planned: Planned | None
+    facts: ServerFacts
+    planned: PlanSummary | None
     notes: tuple[str, ...]
     looks: deque[tuple[float, Reading]] = field(default_factory=deque)
     trend: Trend = field(default_factory=Trend)
@@ -89,7 +89,7 @@ class Watcher:
         self._restarts = 0
         self._lost = False  # the last observation failed, so the next answer may come from another server
 
-    def look(self) -> Watched:
+    def observe(self) -> Observation:
         """Return an observation.
 
         Raises:
@@ -97,37 +97,37 @@ class Watcher:
             TonnageError: the first observation could not be planned.
         """
         try:
-            return self._look()
+            return self._observe()
         except WatchError:
             self._lost = True
             raise
 
-    def _look(self) -> Watched:
+    def _observe(self) -> Observation:
         page = self._client.get("/metrics")
         samples = Samples(page.text if page.status == 200 else "")
         server = recognise(self._client, samples, self._servers)
         run = self._run
         if run is None:
             run = self._run = self._begin(server, samples)
-        elif server is not run.server or (self._lost and server.tell(self._client, samples) != run.told):
+        elif server is not run.server or (self._lost and server.facts(self._client, samples) != run.facts):
             run = self._again(server, samples)
-        reading = server.read(self._client, samples, page, run.told)
+        reading = server.read(self._client, samples, page, run.facts)
         if run.looks and _restarted(run.looks[-1][1], reading):
             run = self._again(server, samples)
-            reading = server.read(self._client, samples, page, run.told)
+            reading = server.read(self._client, samples, page, run.facts)
         self._lost = False
         return self._watched(run, reading)
 
     def _begin(self, server: Server, samples: Samples) -> _Run:
-        told = server.tell(self._client, samples)
+        facts = server.facts(self._client, samples)
         own = server.planned(self._client, samples)
         if own is not None:
-            self._refuse_flags(told)
-            return _Run(server, told, own, told.notes)
-        if self._kv_unified is not None and told.title != "llama.cpp":
-            raise DeploymentError(f"is for llama.cpp, and this is {told.title}", field="--kv-unified")
-        planned, notes = plan_of(told, self._given, self._model)
-        return _Run(server, told, planned, notes)
+            self._refuse_flags(facts)
+            return _Run(server, facts, own, facts.notes)
+        if self._kv_unified is not None and facts.title != "llama.cpp":
+            raise DeploymentError(f"is for llama.cpp, and this is {facts.title}", field="--kv-unified")
+        planned, notes = plan_of(facts, self._given, self._model)
+        return _Run(server, facts, planned, notes)
 
     def _again(self, server: Server, samples: Samples) -> _Run:
         """Start over with a restarted server. A plan that cannot be made does not end the observation."""
@@ -136,22 +136,22 @@ class Watcher:
         except WatchError:  # the server is down again; the next observation starts over
             raise
         except TonnageError as error:
-            told = server.tell(self._client, samples)
-            run = _Run(server, told, None, (f"without a plan: {error}",))
+            facts = server.facts(self._client, samples)
+            run = _Run(server, facts, None, (f"without a plan: {error}",))
         self._run = run
         self._restarts += 1
         return run
 
-    def _refuse_flags(self, told: Told) -> None:
+    def _refuse_flags(self, facts: ServerFacts) -> None:
         given = ["--model"] if self._model is not None else []
         given += [flags_of(Deployment)[name].option for name in self._given]
         if self._kv_unified is not None:
             given.append("--kv-unified")
         if given:
-            where = told.title if told.title == "Tonnage" else f"{told.title} with Tonnage in it"
+            where = facts.title if facts.title == "Tonnage" else f"{facts.title} with Tonnage in it"
             raise DeploymentError(f"{where} reports its own plan", field=given[0], hint="leave it out")
 
-    def _watched(self, run: _Run, reading: Reading) -> Watched:
+    def _watched(self, run: _Run, reading: Reading) -> Observation:
         now = time.monotonic()
         before = run.looks[-1] if run.looks else None
         run.looks.append((now, reading))
@@ -162,10 +162,10 @@ class Watcher:
         if room is not None and (usable := reading.blocks("usable")):
             run.trend.observe(now, usable - room.blocks)
             full_in = run.trend.seconds_to(room.blocks)
-        return Watched(
+        return Observation(
             url=self._client.url,
             at=time.time(),
-            told=run.told,
+            facts=run.facts,
             planned=run.planned,
             reading=reading,
             measured=_measured(run.planned, reading),
@@ -182,7 +182,7 @@ def _restarted(before: Reading, now: Reading) -> bool:
     return before.started != now.started or now.counters.since(before.counters) is None
 
 
-def _measured(planned: Planned | None, reading: Reading) -> Mapping[str, int]:
+def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int]:
     """Return the bytes by component of one replica, as measured or as its blocks times their bytes."""
     blocks = reading.blocks("num_blocks")
     if planned is None or blocks is None or "kv_pool" in reading.measured:
@@ -210,7 +210,7 @@ def _headroom(run: _Run, reading: Reading) -> Headroom | None:
     )
 
 
-def _room(planned: Planned, replica: Replica, typical: tuple[float, float] | None) -> Headroom | None:
+def _room(planned: PlanSummary, replica: Replica, typical: tuple[float, float] | None) -> Headroom | None:
     pool, limits = replica.pool, planned.limits
     if pool is None or pool.used is None or replica.running is None or limits is None:
         return None

@@ -30,7 +30,7 @@ from shown import PROGRAMS, ROOT, Shown, pages, shown, stray
 
 from tonnage.planner.errors import TonnageError
 from tonnage.server.cli import COMMANDS, main, parser_of
-from tonnage.server.commands.launch import planned, resolved, settings_from
+from tonnage.server.commands.launch import plan_for_loading, select_backend, settings_from
 
 NOT_RUN = {
     "git log --oneline": "the history of a checkout; an archive of the sources has none",
@@ -154,7 +154,7 @@ def _tonnage(words: list[str], whole: bool) -> None:
             ["demo", *(word for word in words[1:] if word not in (SMALL, "demo"))]
         )
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            plan = planned(*resolved(settings_from(arguments), io.StringIO()), io.StringIO())
+            plan = plan_for_loading(*select_backend(settings_from(arguments), io.StringIO()), io.StringIO())
         assert plan.fits, said.getvalue()
     elif name not in ASKS and (whole or target or set(words) & {*FILLED.values()}):
         _runs([{"log": "kept"}.get(word, word) if "--calibration" in words else word for word in words], target)
@@ -275,7 +275,7 @@ def _printf(words: list[str], variables: dict[str, str]) -> None:
             name, _, value = word.partition("=")
             environment.setenv(name, value)
         settings = settings_from(parser_of("serve").parse_args([]))
-        assert planned(*resolved(settings, io.StringIO()), io.StringIO()).fits
+        assert plan_for_loading(*select_backend(settings, io.StringIO()), io.StringIO()).fits
 
 
 def _systemctl(words: list[str], variables: dict[str, str]) -> None:

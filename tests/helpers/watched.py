@@ -8,7 +8,7 @@ from typing import Any
 from pages import Pages, Stored, pages, recorded
 
 from tonnage.server.watch.client import Client
-from tonnage.server.watch.watcher import Watched, Watcher
+from tonnage.server.watch.watcher import Observation, Watcher
 
 VLLM, LLAMA, SGLANG = "vllm-0.32.0", "llama.cpp-0.3.36", "sglang"
 QWEN = Path(__file__).resolve().parent.parent / "data" / "configs" / "Qwen__Qwen2.5-0.5B.json"
@@ -40,5 +40,7 @@ def sglang(release: str = "0.5", **more: str) -> Any:
     )
 
 
-def look(server: Pages, model: str | None = None, *, kv_unified: bool | None = None, **flags: Any) -> Watched:
-    return Watcher(Client(server.url), flags, model, kv_unified=kv_unified).look()
+def look(
+    server: Pages, model: str | None = None, *, kv_unified: bool | None = None, **flags: Any
+) -> Observation:
+    return Watcher(Client(server.url), flags, model, kv_unified=kv_unified).observe()

@@ -38,8 +38,8 @@ from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.hf.grammars import Compiler
 from tonnage.server.engines.hf.messages import Abort
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
-from tonnage.server.engines.vllm.passed import Passed
-from tonnage.server.engines.vllm.trying import Trying
+from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
+from tonnage.server.engines.vllm.grammar_checks import GrammarChecks
 from tonnage.server.text.grammar import MAX_BYTES, Grammar
 
 SETTINGS = Deployment(
@@ -287,51 +287,51 @@ def strict(schema: object) -> Grammar:
 
 async def test_no_grammar_comes_to_vllm_without_its_trial() -> None:
     """The API process's side, without vLLM."""
-    trying = Trying(ensure_demo())
-    assert await trying.passed(request("plain")) is None
-    passed = await trying.passed(request("digits", DIGITS, tenant="one"))
-    assert passed is not None
-    assert Passed.decode(passed.encode()) == passed
-    assert (passed.grammar.kind, passed.tenant) == ("regex", "one")
+    checks = GrammarChecks(ensure_demo())
+    assert await checks.check(request("plain")) is None
+    checked = await checks.check(request("digits", DIGITS, tenant="one"))
+    assert checked is not None
+    assert CheckedGrammar.decode(checked.encode()) == checked
+    assert (checked.grammar.kind, checked.tenant) == ("regex", "one")
     for grammar in (
         Grammar("regex", "((("),
         HOSTILE["properties"],
         strict(json.loads(HOSTILE["properties"].text)),
     ):
         with pytest.raises(GrammarError) as told:
-            await trying.passed(request("at fault", grammar))
+            await checks.check(request("at fault", grammar))
         assert told.value.field == grammar.kind
-    assert (await trying.passed(request("strict", tag("field")))) is not None
-    trying.close()
+    assert (await checks.check(request("strict", tag("field")))) is not None
+    checks.close()
 
 
 async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() -> None:
-    trying = Trying(ensure_demo())
-    trial = psutil.Process(trying.pid)
+    checks = GrammarChecks(ensure_demo())
+    trial = psutil.Process(checks.pid)
     trial.suspend()
-    task = asyncio.create_task(trying.passed(request("hangs up", Grammar("grammar", CHAIN.format("a")))))
+    task = asyncio.create_task(checks.check(request("hangs up", Grammar("grammar", CHAIN.format("a")))))
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     trial.resume()
-    assert await trying.passed(request("next", DIGITS)) is not None
+    assert await checks.check(request("next", DIGITS)) is not None
     trial.suspend()
-    lost = asyncio.create_task(trying.passed(request("lost", Grammar("regex", "[a-f]"))))
+    lost = asyncio.create_task(checks.check(request("lost", Grammar("regex", "[a-f]"))))
     await asyncio.sleep(0.1)
     trial.kill()
     with contextlib.suppress(EngineDead):  # it came to the one that was killed, or to the next
         await lost
-    assert await trying.passed(request("after", Grammar("regex", "[a-e]"))) is not None
-    trial = psutil.Process(trying.pid)
+    assert await checks.check(request("after", Grammar("regex", "[a-e]"))) is not None
+    trial = psutil.Process(checks.pid)
     trial.suspend()
-    waits = asyncio.create_task(trying.passed(request("waits", Grammar("regex", "[a-d]"))))
+    waits = asyncio.create_task(checks.check(request("waits", Grammar("regex", "[a-d]"))))
     await asyncio.sleep(0.1)
-    trying.close()  # the engine is stopped, or started again
+    checks.close()  # the engine is stopped, or started again
     with pytest.raises(EngineDead):
         await waits
     with pytest.raises(EngineDead):
-        await trying.passed(request("late", DIGITS))
+        await checks.check(request("late", DIGITS))
     await asyncio.to_thread(trial.wait, PATIENCE)  # no process is left, stopped as it is
 
 

@@ -1,5 +1,5 @@
 """Who waits for whom: a tenant over its quota holds up nobody. What a priority is worth in front of vLLM is in
-../server/vllm/test_line."""
+../server/vllm/test_queue_position."""
 
 from __future__ import annotations
 

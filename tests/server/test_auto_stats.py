@@ -22,7 +22,7 @@ from tonnage.server.observe.status import auto_text
 from tonnage.server.watch import status, text
 from tonnage.server.watch.client import Client
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.families import auto_told
+from tonnage.server.watch.servers.families import read_auto
 from tonnage.server.watch.watcher import Watcher
 
 AUTO = Policy(AdmissionMode.AUTO)
@@ -69,7 +69,7 @@ async def test_cold_auto_holds_nothing_back(
 async def test_other_modes_show_no_auto(server: Any) -> None:
     report = (await server.http.get("/memory")).json()
     assert report["admission"] == {"mode": "guaranteed", "auto": None}
-    found = await asyncio.to_thread(Watcher(Client(server.url), {}, None).look)
+    found = await asyncio.to_thread(Watcher(Client(server.url), {}, None).observe)
     assert found.reading.auto is None
     assert "admission" not in text.to_dict(found)
 
@@ -88,8 +88,8 @@ async def test_learned_costs_and_the_rule_are_the_same_everywhere(
         assert told is not None
         page = (await server.http.get("/metrics")).text
         report = (await server.http.get("/memory")).json()
-        found = await asyncio.to_thread(Watcher(Client(server.url), {}, None).look)
-        seen = await asyncio.to_thread(status.look, Client(server.url))
+        found = await asyncio.to_thread(Watcher(Client(server.url), {}, None).observe)
+        seen = await asyncio.to_thread(status.observe, Client(server.url))
     assert told == stats_of_auto(auto)
     assert told.cost is not None
     assert (told.cost.fixed + 16 * told.cost.sequence) == pytest.approx(0.017, rel=0.01)
@@ -160,9 +160,9 @@ def test_several_engines_are_one() -> None:
     assert both.gain == pytest.approx(1.07)
     assert total_auto([preempted, cold]) == AutoStats(None, 0.5, fresh=False, gain=1.05, fallbacks=2)
     assert total_auto([]) is None
-    assert auto_told(Samples(page_of(first, second, preempted, cold))) == both
-    assert auto_told(Samples(page_of(cold))) == cold
-    assert auto_told(Samples("")) is None
+    assert read_auto(Samples(page_of(first, second, preempted, cold))) == both
+    assert read_auto(Samples(page_of(cold))) == cold
+    assert read_auto(Samples("")) is None
 
 
 def test_after_a_rehearsal_without_a_gain_the_rule_is_vllms() -> None:
@@ -171,4 +171,4 @@ def test_after_a_rehearsal_without_a_gain_the_rule_is_vllms() -> None:
     told = stats_of_auto(auto)
     assert told is not None
     assert (told.share, told.gain) == (None, 1.0)
-    assert auto_told(Samples(page_of(told))) == told
+    assert read_auto(Samples(page_of(told))) == told

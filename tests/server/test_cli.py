@@ -29,9 +29,9 @@ from terminal import Terminal
 
 from tonnage.planner.devices import host
 from tonnage.server.cli import main
-from tonnage.server.commands.comparison import Row, print_table
+from tonnage.server.commands.comparison import ComparisonRow, print_table
 from tonnage.server.commands.doctor import devices
-from tonnage.server.commands.launch import Waiting
+from tonnage.server.commands.launch import ProgressDisplay
 from tonnage.server.demo.model import ensure_demo
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
@@ -210,7 +210,7 @@ def test_a_dumb_terminal_reads_that_something_takes_long(monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "dumb")
     now = iter((0.0, 1.0, 3.0, 12.0))
     monkeypatch.setattr("tonnage.server.commands.launch.time.monotonic", lambda: next(now))
-    with Waiting("loading the model") as tick:
+    with ProgressDisplay("loading the model") as tick:
         for _ in range(3):
             tick()
     assert terminal.shown() == "loading the model (3 s)\nloading the model (12 s)\n"
@@ -330,11 +330,11 @@ def test_an_engine_that_dies_while_loading_ends_the_server() -> None:
 
 def test_rows_outside_their_bounds_show(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        Row("exact", 100, 100),
-        Row("off by one", 100, 101),
-        Row("near", 1000, 1100, 0.1),
-        Row("far", 1000, 899, 0.1),
-        Row("unknown", 1000, None),
+        ComparisonRow("exact", 100, 100),
+        ComparisonRow("off by one", 100, 101),
+        ComparisonRow("near", 1000, 1100, 0.1),
+        ComparisonRow("far", 1000, 899, 0.1),
+        ComparisonRow("unknown", 1000, None),
     ]
     assert [row.within for row in rows] == [True, False, True, False, True]
     print_table(rows)

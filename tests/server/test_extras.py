@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tonnage.planner.errors import DeploymentError, ModelNotFound
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.cli import COMMANDS, EXTRAS, main
-from tonnage.server.commands.launch import planned, resolved, settings_from
+from tonnage.server.commands.launch import plan_for_loading, select_backend, settings_from
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines import choice
 from tonnage.server.extras import INCLUDES, MODULES, ExtraMissing, missing, require, require_serving
@@ -106,7 +106,7 @@ def test_what_is_missing_is_said_before_a_plan_is_printed(
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     if arguments[0] == "serve":
         with pytest.raises(ExtraMissing) as caught:
-            resolved(settings_from(parser().parse_args(arguments[1:])), sys.stdout)
+            select_backend(settings_from(parser().parse_args(arguments[1:])), sys.stdout)
         said = str(caught.value)
     else:
         assert main(arguments) == 2
@@ -147,7 +147,7 @@ def test_what_is_there_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(*arguments: str) -> tuple[Settings, ModelSource]:
-    return resolved(settings_from(parser().parse_args(arguments)), sys.stderr)
+    return select_backend(settings_from(parser().parse_args(arguments)), sys.stderr)
 
 
 @pytest.mark.parametrize("backend", ["hf", "auto"])
@@ -162,7 +162,7 @@ def test_a_model_of_the_hub_is_served_once_it_is_here(
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.files = {("org/model", "v1"): {"config.json": (demo / "config.json").read_bytes()}}
         with pytest.raises(ModelNotFound, match=r"hf download org/model --revision v1 brings it"):
-            planned(*model_of("org/model@v1", "--backend", backend, "--max-model-len", "512"), out)
+            plan_for_loading(*model_of("org/model@v1", "--backend", backend, "--max-model-len", "512"), out)
         asked = [path for path, _ in hub.asked]
         assert len(asked) == len(set(asked)), "the hub is asked for nothing twice"
     assert out.getvalue() == ""
@@ -170,7 +170,7 @@ def test_a_model_of_the_hub_is_served_once_it_is_here(
     here = tmp_path / "models--org--model" / "snapshots" / commit
     here.parent.mkdir(parents=True)
     here.symlink_to(demo)
-    plan = planned(*model_of(f"org/model@{commit}", "--backend", "hf", "--max-model-len", "512"), out)
+    plan = plan_for_loading(*model_of(f"org/model@{commit}", "--backend", "hf", "--max-model-len", "512"), out)
     assert Path(plan.model.path) == here
     assert "Fits." in out.getvalue()
 
@@ -178,5 +178,5 @@ def test_a_model_of_the_hub_is_served_once_it_is_here(
 def test_what_the_hf_engine_cannot_load_is_refused_before_a_plan_is_printed() -> None:
     out = io.StringIO()
     with pytest.raises(DeploymentError, match="gptq is made by a calibration"):
-        planned(*model_of("demo", "--backend", "hf", "--quantization", "gptq"), out)
+        plan_for_loading(*model_of("demo", "--backend", "hf", "--quantization", "gptq"), out)
     assert out.getvalue() == ""

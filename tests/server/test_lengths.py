@@ -12,7 +12,7 @@ from tonnage.cache.replay.trace import read_trace
 from tonnage.planner import plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.cli import main
-from tonnage.server.commands.lengths import run
+from tonnage.server.commands.trace_concurrency import run
 
 TRACE = next((Path(__file__).resolve().parents[1] / "data" / "traces").glob("azure*.csv"))
 FLAGS = ("demo", "--engine", "vllm", "--engine-version", "0.32.0", "--device-memory", "16GiB",

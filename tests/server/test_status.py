@@ -38,12 +38,12 @@ from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe import logs, refused
+from tonnage.server.observe import failed_requests, logs
 from tonnage.server.observe.status import POOL_STATES, Status, span, status_of
 from tonnage.server.settings import load_settings
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.screens import Screen
-from tonnage.server.watch.status import drawn, look, plain, pool_bar
+from tonnage.server.watch.status import drawn, observe, plain, pool_bar
 
 KEY = "a-key-of-the-status-tests"
 BROWSER = {"accept": "text/html,application/xhtml+xml"}
@@ -65,13 +65,13 @@ async def test_a_busy_server(run_server: Callable[..., Any], small_plan: Callabl
         await server.until(
             lambda: engine.stats().running == 2 and server.state.accounts.oldest()[0] is not None
         )
-        found = await asyncio.to_thread(look, Client(server.url))
+        found = await asyncio.to_thread(observe, Client(server.url))
         metrics = (await server.http.get("/metrics")).text
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.until(lambda: engine.stats().running == 0)
-        idle = (await asyncio.to_thread(look, Client(server.url))).report
+        idle = (await asyncio.to_thread(observe, Client(server.url))).report
     report, status = found.report, found.status
     assert (report["state"], report["restarts"]) == ("ready", 0)
     assert report["since"] <= report["time"]
@@ -195,17 +195,17 @@ async def test_many_refusals_are_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "tonnage.server")
-    monkeypatch.setattr(refused, "WINDOW_SECONDS", 0.05)
-    told = refused.RefusalLog()
+    monkeypatch.setattr(failed_requests, "WINDOW_SECONDS", 0.05)
+    told = failed_requests.FailedRequestLog()
     full = ApiError(ErrorCode.SERVER_OVERLOADED, "the queue is full")
     for _ in range(2):
-        for number in range(refused.AT_ONCE + 20):
+        for number in range(failed_requests.AT_ONCE + 20):
             told.refused(full, "/v1/completions", str(number))
         async with asyncio.timeout(PATIENCE):
             while "more" not in caplog.messages[-1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         *each, last = caplog.records
-        assert [vars(line)["request_id"] for line in each] == [*map(str, range(refused.AT_ONCE))]
+        assert [vars(line)["request_id"] for line in each] == [*map(str, range(failed_requests.AT_ONCE))]
         assert (last.getMessage(), vars(last)["server_overloaded"]) == (
             "20 more requests refused or failed",
             20,
@@ -418,7 +418,7 @@ def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) ->
 async def test_it_asks_for_a_key(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
         with pytest.raises(WatchError, match=r"--api-key KEY, or TONNAGE_API_KEY"):
-            await asyncio.to_thread(look, Client(server.url))
+            await asyncio.to_thread(observe, Client(server.url))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_a_screen_of_any_encoding(
     busy = json.loads(report)
     busy["pool"]["blocks"] |= {"used": 100, "free": 155}
     with pages(memory=json.dumps(busy)) as server, Screen(drawn) as screen:
-        screen.show(look(Client(server.url)))
+        screen.show(observe(Client(server.url)))
         screen.lost(WatchError("no server there", hint="start one"))
     shown = terminal.shown()
     assert full in shown
@@ -478,7 +478,7 @@ def test_a_dumb_terminal_is_not_left_without_a_look(
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("TERM", "dumb")
     with pages(memory=report) as server:
-        shown = plain(look(Client(server.url)))
+        shown = plain(observe(Client(server.url)))
         looks = 0
 
         def slept(_: float) -> None:
@@ -525,7 +525,7 @@ def test_an_odd_answer_is_one_line(report: str, odd: dict[str, Any], monkeypatch
     client = Client("http://localhost:1")
     monkeypatch.setattr(client, "get", lambda _: httpx.Response(200, text=answer))
     try:
-        shown = plain(look(client))
+        shown = plain(observe(client))
     except WatchError as error:
         shown = str(error)
     assert "\x1b" not in shown

@@ -28,16 +28,16 @@ from tonnage.server.watch.watcher import Watcher
 def test_a_fallen_counter_is_a_restart() -> None:
     with vllm("after") as server:
         watcher = Watcher(Client(server.url), {}, None)
-        watcher.look()
-        same = watcher.look()
+        watcher.observe()
+        same = watcher.observe()
         assert same.change == Counters(*[0] * 8)
         assert same.restarts == 0
         server.paths["/metrics"] = Stored(recorded(VLLM, "metrics_idle.txt"))
-        again = watcher.look()
+        again = watcher.observe()
         assert again.change is None
         assert again.restarts == 1
         server.paths["/metrics"] = Stored(recorded(VLLM, "metrics_full.txt"))
-        grown = watcher.look()
+        grown = watcher.observe()
     assert grown.change is not None
     assert grown.change.generation_tokens == 3373
     assert grown.restarts == 1
@@ -46,22 +46,22 @@ def test_a_fallen_counter_is_a_restart() -> None:
 def test_another_server_on_the_port(gguf: str) -> None:
     with vllm() as server, llama("split", "load") as other:
         watcher = Watcher(Client(server.url), {}, gguf)
-        assert watcher.look().told.title == "vLLM"
+        assert watcher.observe().facts.title == "vLLM"
         server.paths.clear()
         with pytest.raises(WatchError, match="is none of"):
-            watcher.look()
+            watcher.observe()
         server.paths.update(other.paths)
-        found = watcher.look()
-    assert (found.told.title, found.restarts) == ("llama.cpp", 1)
+        found = watcher.observe()
+    assert (found.facts.title, found.restarts) == ("llama.cpp", 1)
 
 
 def test_a_restart_with_a_model_that_is_not_here_goes_on() -> None:
     with vllm("after") as server:
         watcher = Watcher(Client(server.url), {}, None)
-        watcher.look()
+        watcher.observe()
         server.paths["/v1/models"] = Stored(recorded(VLLM, "models.json").replace('"demo"', '"/gone/model"'))
         server.paths["/metrics"] = Stored(recorded(VLLM, "metrics_idle.txt"))
-        found = watcher.look()
+        found = watcher.observe()
     assert found.planned is None
     assert found.measured == {}
     assert found.reading.blocks("usable") == 21

@@ -14,8 +14,8 @@ from watched import LLAMA, QWEN, SGLANG, VLLM, llama, look, sglang, vllm
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.observe.memory_report import planned_components
 from tonnage.server.observe.metrics.headroom import Headroom
-from tonnage.server.observe.report import planned_components
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.records import Counters
 from tonnage.server.watch.samples import Samples
@@ -35,7 +35,7 @@ def test_vllm_full_pool() -> None:
     """22 blocks of 128 tokens, one of them the null block, from 64 MiB."""
     with vllm() as server:
         found = look(server)
-    assert (found.told.title, found.told.version, found.told.served) == ("vLLM", "0.32.0", "demo")
+    assert (found.facts.title, found.facts.version, found.facts.served) == ("vLLM", "0.32.0", "demo")
     (replica,) = found.reading.replicas
     assert (replica.running, replica.waiting) == (7, 23)
     assert replica.pool is not None
@@ -86,8 +86,8 @@ def test_vllms_server_info_says_the_rest() -> None:
     """VLLM_SERVER_DEV_MODE=1: device, batch, parallel sizes."""
     with vllm(server_info=recorded(VLLM, "server_info.json")) as server:
         found = look(server)
-        assert found.told.flags["max_num_seqs"] == 16
-        assert found.told.flags["device"] == "cpu"
+        assert found.facts.flags["max_num_seqs"] == 16
+        assert found.facts.flags["device"] == "cpu"
         assert found.planned is not None
         assert "framework" in found.planned.components
         assert not any("--max-num-seqs" in note for note in found.notes)
@@ -105,7 +105,7 @@ def test_replicas_of_vllm_add_up() -> None:
         server.paths["/metrics"] = Stored(page + page.replace('engine="0"', 'engine="1"'))
         found = look(server, gpu="h100-80g")
     assert len(found.reading.replicas) == 2
-    assert found.told.flags["data_parallel_size"] == 2
+    assert found.facts.flags["data_parallel_size"] == 2
     assert found.reading.blocks("usable") == 42
     assert found.headroom is not None
     assert (found.headroom.requests, found.headroom.prompt_tokens) == (10, 2047)  # one prompt fits one replica
@@ -115,7 +115,7 @@ def test_replicas_of_vllm_add_up() -> None:
 def test_metrics_of_vllm_off(tmp_path: Path) -> None:
     with vllm() as server:
         server.paths["/metrics"] = Stored("# nothing of vLLM\n")
-        with pytest.raises(WatchError, match=r"is vLLM, but its metrics are off \(start it without --disable-log"):
+        with pytest.raises(WatchError, match=r"vLLM, but its metrics are off \(start it without --disable-log"):
             look(server)
 
 
@@ -153,7 +153,7 @@ tonnage_headroom_prompt_tokens{model="demo"} 200
 def test_slots_of_llama_cpp_with_a_cache_each(gguf: str) -> None:
     with llama("split", "load") as server:
         found = look(server, gguf, kv_unified=False)
-    assert found.told.title == "llama.cpp"
+    assert found.facts.title == "llama.cpp"
     assert len(found.reading.replicas) == 4
     assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (4, 2)
     assert (found.reading.blocks("usable"), found.reading.blocks("used")) == (4096, 15 + 15 + 15 + 16)
@@ -194,7 +194,7 @@ def test_llama_cpp_without_metrics_or_slots(gguf: str) -> None:
         assert found.reading.sum_of("running") == 0
         assert found.reading.blocks("used") is None
         server.paths["/metrics"] = Stored(recorded(LLAMA, "metrics_off.json"), 501)
-        with pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"):
+        with pytest.raises(WatchError, match=r"cpp, but its metrics are off \(start it with --metrics\)"):
             look(server, gguf)
 
 
@@ -222,7 +222,7 @@ def test_sglang(qwen: str) -> None:
         7000,
         4096,
     )  # not twice
-    assert found.told.flags["mem_fraction_static"] == 0.836
+    assert found.facts.flags["mem_fraction_static"] == 0.836
     assert found.planned is not None
     assert found.planned.tokens == 20_480  # --max-total-tokens, though more would fit
     assert found.planned.components["kv_pool"] == found.measured["kv_pool"] == 251_658_240
@@ -266,10 +266,10 @@ async def test_a_tonnage_server(run_server: Callable[..., Any], small_plan: Call
         for number in range(3):
             await running.complete(prompt=f"Story {number}", max_tokens=8)
         watcher = Watcher(Client(running.url), {}, None)
-        found = await asyncio.to_thread(watcher.look)
+        found = await asyncio.to_thread(watcher.observe)
         page = Samples((await running.http.get("/metrics")).text)
         memory = (await running.http.get("/memory")).json()
-    assert found.told.title == "Tonnage"
+    assert found.facts.title == "Tonnage"
     assert found.planned is not None
     assert found.planned.plan_id == plan.plan_id
     assert found.planned.components == planned_components(plan)
@@ -287,10 +287,10 @@ async def test_a_tonnage_server_needs_no_flags_but_its_key(
 ) -> None:
     async with run_server(FakeEngine(small_plan()), api_key="watch-secret", key="watch-secret") as running:
         with pytest.raises(WatchError, match="--api-key"):
-            await asyncio.to_thread(Watcher(Client(running.url), {}, None).look)
+            await asyncio.to_thread(Watcher(Client(running.url), {}, None).observe)
         known = Client(running.url, api_key="watch-secret")
         for given, model in (({}, "demo"), ({"gpu": "h100-80g"}, None)):
             with pytest.raises(TonnageError, match=r"Tonnage reports its own plan \(leave it out\)"):
-                await asyncio.to_thread(Watcher(known, given, model).look)
-        found = await asyncio.to_thread(Watcher(known, {}, None).look)
-    assert found.told.title == "Tonnage"
+                await asyncio.to_thread(Watcher(known, given, model).observe)
+        found = await asyncio.to_thread(Watcher(known, {}, None).observe)
+    assert found.facts.title == "Tonnage"

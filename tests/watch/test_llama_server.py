@@ -18,7 +18,7 @@ import pytest
 from serving import PATIENCE
 
 from tonnage.server.watch.client import Client, WatchError
-from tonnage.server.watch.watcher import Watched, Watcher
+from tonnage.server.watch.watcher import Observation, Watcher
 
 CONTEXT, SLOTS, TOKENS = 2048, 2, 64
 
@@ -73,19 +73,19 @@ def ask(url: str, number: int) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def under_load(url: str, watcher: Watcher) -> tuple[Watched, Watched]:
+def under_load(url: str, watcher: Watcher) -> tuple[Observation, Observation]:
     """A look while twice as many requests as there are slots run and wait, and one after them."""
     threads = [threading.Thread(target=ask, args=(url, number)) for number in range(2 * SLOTS)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + PATIENCE
-    busy = watcher.look()
+    busy = watcher.observe()
     while busy.reading.sum_of("running") != SLOTS or not busy.reading.blocks("used"):
         assert time.monotonic() < deadline
-        busy = watcher.look()
+        busy = watcher.observe()
     for thread in threads:
         thread.join(PATIENCE)
-    return busy, watcher.look()
+    return busy, watcher.observe()
 
 
 @pytest.mark.parametrize("unified", [False, True], ids=["a cache each", "one cache"])
@@ -93,7 +93,7 @@ def test_a_real_llama_server(model: Path, tmp_path: Path, unified: bool) -> None
     flags = ["--metrics", "-np", str(SLOTS), *(["-kvu"] if unified else [])]
     with llama_server(model, tmp_path / "log", *flags) as url:
         watcher = Watcher(Client(url), {}, None, kv_unified=unified)
-        idle = watcher.look()
+        idle = watcher.observe()
         busy, after = under_load(url, watcher)
     log = (tmp_path / "log").read_text()
     (pool,) = re.findall(r"llama_kv_cache: size = +([\d.]+) MiB", log)
@@ -115,11 +115,11 @@ def test_a_restart_is_seen(model: Path, tmp_path: Path) -> None:
     with llama_server(model, tmp_path / "log", "--metrics", "-np", "1") as url:
         watcher = Watcher(Client(url), {}, None)
         ask(url, 1)
-        assert watcher.look().reading.counters.generation_tokens
+        assert watcher.observe().reading.counters.generation_tokens
     with pytest.raises(WatchError, match="no server at"):
-        watcher.look()
+        watcher.observe()
     with llama_server(model, tmp_path / "log", "--metrics", "-np", "1", port=int(url.rpartition(":")[2])):
-        found = watcher.look()
+        found = watcher.observe()
     assert found.restarts == 1
     assert found.change is None
     assert found.reading.counters.generation_tokens == 0
@@ -130,4 +130,4 @@ def test_without_metrics(model: Path, tmp_path: Path) -> None:
         llama_server(model, tmp_path / "log", "-np", "1") as url,
         pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"),
     ):
-        Watcher(Client(url), {}, None).look()
+        Watcher(Client(url), {}, None).observe()

@@ -23,7 +23,7 @@ _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RunningModel:
     """The model and deployment of a running vLLM.
 
     Attributes:
@@ -37,7 +37,7 @@ class Asked:
     deployment: Deployment
 
 
-def asked_of(config: Any) -> Asked:
+def read_config(config: Any) -> RunningModel:
     """Return the model and the flags of a VllmConfig.
 
     Raises:
@@ -82,7 +82,7 @@ def asked_of(config: Any) -> Asked:
         speculative_model=speculative,
         num_speculative_tokens=drafted,
     )
-    return Asked(model=str(model.model), name=served_name(config), deployment=deployment)
+    return RunningModel(model=str(model.model), name=served_name(config), deployment=deployment)
 
 
 def served_name(config: Any) -> str:

@@ -35,14 +35,14 @@ from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
 from tonnage.server.engines.vllm import processes
-from tonnage.server.engines.vllm.answer import Answer
 from tonnage.server.engines.vllm.arguments import ENVIRONMENT, engine_arguments, scheduling_arguments
-from tonnage.server.engines.vllm.heard import Cores
-from tonnage.server.engines.vllm.line import Line
+from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
+from tonnage.server.engines.vllm.core_stats import EngineCores
+from tonnage.server.engines.vllm.grammar_checks import GrammarChecks
 from tonnage.server.engines.vllm.loading import load
+from tonnage.server.engines.vllm.outputs import OutputConverter
 from tonnage.server.engines.vllm.params import HONOURED, pooling_params, sampling_params
-from tonnage.server.engines.vllm.passed import Passed
-from tonnage.server.engines.vllm.trying import Trying
+from tonnage.server.engines.vllm.queue_position import QueuePositions
 from tonnage.server.text.gguf_tokenizer import model_files
 
 log = logging.getLogger("tonnage.server")
@@ -86,8 +86,8 @@ class VLLMEngine(Engine):
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # adapter name -> vLLM's LoRARequest
         self._policy, self._sharing = policy or Policy(), sharing or Sharing()
-        self._line = Line(limits_of(plan))
-        self._cores = Cores(
+        self._positions = QueuePositions(limits_of(plan))
+        self._cores = EngineCores(
             plan.kv_cache.num_blocks,
             str(self._policy.mode),
             caching=bool(plan.deployment.enable_prefix_caching),
@@ -99,7 +99,7 @@ class VLLMEngine(Engine):
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
         self._loading: Future[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._trying: Trying | None = None
+        self._checks: GrammarChecks | None = None
         self._ready = False
         self._stopping = False
         self._draining = False
@@ -155,7 +155,7 @@ class VLLMEngine(Engine):
             # The blocks of all engine cores, with one null block each, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
             if grammars:
-                self._trying = Trying(model_files(self._plan.model.path))
+                self._checks = GrammarChecks(model_files(self._plan.model.path))
                 # With this config vLLM compiles each grammar again in this loop (sampling_params.py, 0.32).
                 self._llm.input_processor.structured_outputs_config = None
                 await self._llm.collective_rpc("tonnage_import_masks")
@@ -182,7 +182,7 @@ class VLLMEngine(Engine):
             self._framework = process - self._weights - self._kv_pool - (self._lora or 0)
         # A request runs on a single engine core, so only that core's blocks are usable.
         usable = self._num_blocks // self._plan.deployment.data_parallel_size - 1
-        self._line.limits = replace(self._line.limits, usable_blocks=usable)
+        self._positions.limits = replace(self._positions.limits, usable_blocks=usable)
         self._ready = True
 
     async def _load_adapters(self) -> None:
@@ -219,18 +219,18 @@ class VLLMEngine(Engine):
         """
         self._refuse()
         arrived = time.monotonic()
-        self._line.check(request, embeds=self._embeds)
-        place = self._line.place(request.priority)
+        self._positions.check(request, embeds=self._embeds)
+        position = self._positions.position(request.priority)
         self._unfinished += 1
         self._idle.clear()
         try:
-            passed: Passed | None = None
-            if self._trying is not None:
-                passed = await self._trying.passed(request)
+            checked: CheckedGrammar | None = None
+            if self._checks is not None:
+                checked = await self._checks.check(request)
                 self._refuse()  # the engine may have stopped while the grammar was checked
             self._prompt_tokens += len(request.prompt_token_ids)
-            answer = Answer(request, passed, time.monotonic() - arrived)
-            async with contextlib.aclosing(self._chunks(request, passed, place, answer)) as chunks:
+            converter = OutputConverter(request, checked, time.monotonic() - arrived)
+            async with contextlib.aclosing(self._chunks(request, checked, position, converter)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
@@ -239,21 +239,25 @@ class VLLMEngine(Engine):
                 self._idle.set()
 
     def _submit(
-        self, request: GenerationRequest, passed: Passed | None, place: int
+        self, request: GenerationRequest, checked: CheckedGrammar | None, position: int
     ) -> AsyncGenerator[Any, None]:
         from vllm.inputs.engine import tokens_input  # vLLM is imported only by `start`
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
         submit = self._llm.encode if self._embeds else self._llm.generate
-        params = pooling_params(request) if self._embeds else sampling_params(request, passed)
+        params = pooling_params(request) if self._embeds else sampling_params(request, checked)
         outputs: AsyncGenerator[Any, None] = submit(
-            prompt, params, request.request_id, lora_request=lora, priority=place
+            prompt, params, request.request_id, lora_request=lora, priority=position
         )
         return outputs
 
     async def _chunks(
-        self, request: GenerationRequest, passed: Passed | None, place: int, answer: Answer
+        self,
+        request: GenerationRequest,
+        checked: CheckedGrammar | None,
+        position: int,
+        converter: OutputConverter,
     ) -> AsyncGenerator[Chunk, None]:
         from vllm.exceptions import VLLMClientError  # vLLM is imported only by `start`
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -262,16 +266,16 @@ class VLLMEngine(Engine):
             self._cores.queued[request.request_id] = None
         try:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
-            async with contextlib.aclosing(self._submit(request, passed, place)) as outputs:
+            async with contextlib.aclosing(self._submit(request, checked, position)) as outputs:
                 async for output in outputs:
-                    first = answer.cached is None
+                    first = converter.cached is None
                     if self._embeds:
-                        chunks = [answer.vector(output, self._cores.queued[request.request_id])]
+                        chunks = [converter.vector(output, self._cores.queued[request.request_id])]
                     else:
-                        chunks = [*answer.chunks(output)]
+                        chunks = [*converter.chunks(output)]
                         self._generation_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
                     if first:
-                        self._count_hit(request, answer.cached or 0)
+                        self._count_hit(request, converter.cached or 0)
                     for chunk in chunks:
                         yield chunk
         except EngineDeadError as error:
@@ -352,8 +356,8 @@ class VLLMEngine(Engine):
         return replace(
             told,
             ready=self.ready,
-            admissions=merged((told.admissions, self._line.refused)),
-            refused_blocks=merged((told.refused_blocks, self._line.refused_blocks)),
+            admissions=merged((told.admissions, self._positions.refused)),
+            refused_blocks=merged((told.refused_blocks, self._positions.refused_blocks)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
@@ -397,8 +401,8 @@ class VLLMEngine(Engine):
         self._sampler.stop()
         if self._watch is not None:
             self._watch.cancel()
-        if self._trying is not None:
-            self._trying.close()
+        if self._checks is not None:
+            self._checks.close()
         if self._loading is not None and not self._loading.done():
             await processes.interrupt_loading(self._loading)
         if self._llm is not None:

@@ -23,7 +23,7 @@ from tonnage.server.engines.grammars.kept import Kept
 from tonnage.server.engines.grammars.library import first_line
 from tonnage.server.engines.grammars.masks import GrammarMatcher
 from tonnage.server.engines.grammars.tags import TagMatcher
-from tonnage.server.engines.vllm.passed import COMPLETE, Passed
+from tonnage.server.engines.vllm.checked_grammar import COMPLETE, CheckedGrammar
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
 
@@ -105,13 +105,13 @@ class Backend:
         self, request_type: object, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> Answer:
         """Return the grammar state of a request from the encoded grammar of the API process."""
-        passed = Passed.decode(grammar_spec)
+        checked = CheckedGrammar.decode(grammar_spec)
         try:
             ends = tuple(stop_token_ids or ())
-            matcher = self._kept.begin(passed.grammar, ends, passed.grammar.text, passed.bytes)
+            matcher = self._kept.begin(checked.grammar, ends, checked.grammar.text, checked.bytes)
         except TonnageError as error:
-            return Answer(passed.tenant, None, str(error))
-        return Answer(passed.tenant, matcher, None)
+            return Answer(checked.tenant, None, str(error))
+        return Answer(checked.tenant, matcher, None)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
         """Return a mask that allows every token (int32 [sequences, vocab / 32])."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.engines.imports import no_collections
-from tonnage.server.engines.vllm.heard import Cores
+from tonnage.server.engines.vllm.core_stats import EngineCores
 
 
-def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) -> Any:
+def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], bool]) -> Any:
     """Create the AsyncLLM of these AsyncEngineArgs; blocks for 30 s or more.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
-from tonnage.server.engines.vllm.passed import Passed
+from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
 
 HONOURED = BASIC_PARAMS | {
     "logprobs",
@@ -25,7 +25,7 @@ HONOURED = BASIC_PARAMS | {
 }
 
 
-def sampling_params(request: GenerationRequest, passed: Passed | None) -> Any:
+def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) -> Any:
     """Return vLLM's SamplingParams for a request and its grammar, with one token-id output for each step."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # vLLM is optional
 
@@ -46,7 +46,7 @@ def sampling_params(request: GenerationRequest, passed: Passed | None) -> Any:
         logit_bias=dict(params.logit_bias) or None,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        structured_outputs=_structured(passed),
+        structured_outputs=_structured(checked),
         ignore_eos=True,  # the model's EOS ids are among stop_token_ids where they count
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -61,14 +61,14 @@ def pooling_params(request: GenerationRequest) -> Any:
     return PoolingParams(task="embed", dimensions=None if pooling is None else pooling.dimensions)
 
 
-def _structured(passed: Passed | None) -> Any:
+def _structured(checked: CheckedGrammar | None) -> Any:
     from vllm.sampling_params import StructuredOutputsParams  # vLLM is optional
 
-    if passed is None:
+    if checked is None:
         return None
-    if passed.grammar.kind == "structural_tag":
-        return StructuredOutputsParams(structural_tag=passed.encode())
-    return StructuredOutputsParams(grammar=passed.encode())
+    if checked.grammar.kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=checked.encode())
+    return StructuredOutputsParams(grammar=checked.encode())
 
 
 def token_logprobs(

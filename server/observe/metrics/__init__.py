@@ -23,6 +23,7 @@ import time
 
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.stats import EngineStats
+from tonnage.server.observe.memory_report import CapacityForecast
 from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.families import Page
@@ -46,7 +47,6 @@ from tonnage.server.observe.metrics.requests import (
 )
 from tonnage.server.observe.metrics.usage import Usage
 from tonnage.server.observe.metrics.vllm_names import vllm_families
-from tonnage.server.observe.report import Room
 from tonnage.server.state import ServerState
 
 __all__ = ["ADMISSIONS", "Metrics"]
@@ -63,13 +63,13 @@ class Metrics:
         self._page = Page(model=state.model_name)
         self._vllm = Page(model_name=state.model_name, engine="0")
 
-    def room(self) -> Room:
+    def capacity_forecast(self) -> CapacityForecast:
         """Return the requests and tokens that still fit, and the times to full and to drain."""
         stats, counts = self._state.engine.stats(), self._state.accounts
         found = self._headroom(stats)
         self._trend.observe(time.monotonic(), stats.pool.usable - found.blocks)
         full = self._trend.seconds_to(found.blocks)
-        return Room(
+        return CapacityForecast(
             found.requests,
             found.prompt_tokens,
             None if full >= FOREVER_SECONDS else full,

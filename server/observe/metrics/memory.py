@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.stats import MeasuredMemory
+from tonnage.server.observe.memory_report import measured_components, rank_components
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.report import measured_components, rank_components
 
 
 def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:

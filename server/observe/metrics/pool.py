@@ -6,8 +6,8 @@ from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.stats import EngineStats
+from tonnage.server.observe.memory_report import reserved_unused
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.report import reserved_unused
 
 
 def difference_families(page: Page, plan: Plan, num_blocks: int) -> None:

@@ -2,7 +2,7 @@
 
 ========== ==========================================================================
 ``logger`` the stat logger; its exceptions never reach vLLM
-``seen``   statistics of one engine, summed up from vLLM's messages
+``engine_totals`` statistics of one engine, summed up from vLLM's messages
 ``page``   the families as prometheus_client collects them
 ========== ==========================================================================
 """

@@ -27,8 +27,8 @@ from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm import figures
-from tonnage.server.engines.vllm.deployment import asked_of, served_name
-from tonnage.server.engines.vllm.refused import tell_clients
+from tonnage.server.engines.vllm.client_errors import return_rejections
+from tonnage.server.engines.vllm.deployment import read_config, served_name
 from tonnage.server.engines.vllm.told import take
 from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.config import engine_families, plan_families
@@ -43,8 +43,8 @@ from tonnage.server.observe.metrics.requests import (
     tenant_families,
 )
 from tonnage.server.observe.metrics.usage import NO_TENANT
+from tonnage.server.observe.vllm.engine_totals import EngineTotals
 from tonnage.server.observe.vllm.page import CollectedPage
-from tonnage.server.observe.vllm.seen import Seen
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -57,10 +57,10 @@ _SAMPLE_SECONDS = 0.25
 class TonnageStatLogger(AggregateStatLoggerBase, Collector):
     """A stat logger for all engines of one API process, and prometheus_client's collector of their metrics."""
 
-    _shown: TonnageStatLogger | None = None  # the registered logger; vLLM creates a new one when it scales
+    _registered: TonnageStatLogger | None = None  # the registered logger; vLLM creates a new one when it scales
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, EngineMetrics] = {}
         self._errors = 0
         self._name = ""
         self._sampler: PeakSampler | None = None
@@ -68,8 +68,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         parallel = vllm_config.parallel_config
         if parallel.worker_extension_cls.startswith("tonnage."):
             return  # `tonnage serve --backend vllm` has these metrics on its own page
-        with self._ours("at start"):
-            tell_clients()  # this logger is the only code of ours in a plain vLLM's API process
+        with self._guarded("at start"):
+            return_rejections()  # this logger is the only code of ours in a plain vLLM's API process
         if getattr(parallel, "_api_process_count", 1) > 1:
             logger.warning(
                 "Tonnage shows no metrics: with several API servers vLLM builds its page from files of its "
@@ -77,11 +77,11 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             )
             return
         plan = None
-        with self._ours("while planning"):
+        with self._guarded("while planning"):
             plan = _plan(vllm_config)
-        with self._ours("at start"):
+        with self._guarded("at start"):
             self._name = served_name(vllm_config)
-            self._show()
+            self._register()
             self._workers = figures.read()  # the workers have started
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
@@ -91,9 +91,9 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             queued = getattr(vllm_config.scheduler_config, "max_num_queued_reqs", None)
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
             for index in engine_indexes:
-                self._engines[index] = Engine(plan, blocks, queued, caching=caching)
+                self._engines[index] = EngineMetrics(plan, blocks, queued, caching=caching)
             if plan is not None:
-                _compare(plan, blocks)
+                _log_difference(plan, blocks)
 
     # -- methods that vLLM calls -----------------------------------------------------------------------------
 
@@ -106,17 +106,17 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
     ) -> None:
         """Take in the statistics of one step of an engine."""
         engine = self._engines.get(engine_idx)
-        with self._ours("after a step"):
+        with self._guarded("after a step"):
             if engine is not None:
-                engine.seen.record(scheduler_stats, iteration_stats)
+                engine.totals.record(scheduler_stats, iteration_stats)
             elif scheduler_stats is not None:
                 take(scheduler_stats.waiting_lora_adapters)  # keep our values off vLLM's own page
 
     def record_admission_rejection(self, reason: str) -> None:
         """Count a request that vLLM's front end rejected."""
-        with self._ours("at a rejection"):
+        with self._guarded("at a rejection"):
             for engine in [*self._engines.values()][:1]:  # it reached no engine, so the first one counts it
-                engine.seen.rejected(reason)
+                engine.totals.rejected(reason)
 
     def log_engine_initialized(self) -> None:
         """Log nothing."""
@@ -125,12 +125,12 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Return no metrics: prometheus_client calls this at registration, before any statistics exist."""
-        return ()  # asked when it is registered: nothing has been seen yet
+        return ()
 
     def collect(self) -> Iterable[Metric]:
         """Return the current metrics of all engines."""
         families: dict[str, Metric] = {}
-        with self._ours("in a scrape"):
+        with self._guarded("in a scrape"):
             memory = self._memory()
             for index, engine in self._engines.items():
                 labels = {"engine_index": str(index)} if len(self._engines) > 1 else {}
@@ -139,17 +139,17 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         page.counter(
             "tonnage_plugin_errors",
             "Exceptions of Tonnage inside vLLM; they reach nothing of vLLM, but figures may be missing.",
-            self._errors + sum(e.seen.told.failures for e in self._engines.values() if e.seen.told),
+            self._errors + sum(e.totals.told.failures for e in self._engines.values() if e.totals.told),
         )
         return families.values()
 
     # ---------------------------------------------------------------------------------------------------------
 
-    def _show(self) -> None:
-        if TonnageStatLogger._shown is not None:
-            REGISTRY.unregister(TonnageStatLogger._shown)
+    def _register(self) -> None:
+        if TonnageStatLogger._registered is not None:
+            REGISTRY.unregister(TonnageStatLogger._registered)
         REGISTRY.register(self)
-        TonnageStatLogger._shown = self
+        TonnageStatLogger._registered = self
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
@@ -161,7 +161,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         return MeasuredMemory(process=sampler.current or None, process_peak=sampler.peak or None)
 
     @contextmanager
-    def _ours(self, when: str) -> Iterator[None]:
+    def _guarded(self, when: str) -> Iterator[None]:
         try:
             yield
         except Exception:
@@ -170,7 +170,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
                 logger.exception("Tonnage failed %s; vLLM continues, and this is logged only once", when)
 
 
-class Engine:
+class EngineMetrics:
     """The metrics of one engine.
 
     Args:
@@ -185,30 +185,30 @@ class Engine:
         self._limits: Limits | None = None
         if plan is not None:
             self._limits = replace(limits_of(plan), usable_blocks=max(0, num_blocks - 1))
-        self.seen = Seen(num_blocks, self._limits, caching=caching)
+        self.totals = EngineTotals(num_blocks, self._limits, caching=caching)
         self._trend = Trend()
 
     def write(self, page: CollectedPage, memory: MeasuredMemory) -> None:
         """Write the engine's metrics to a page."""
-        plan, seen = self._plan, self.seen
+        plan, totals = self._plan, self.totals
         if plan is not None:
-            pool = seen.num_blocks * plan.kv_cache.layout.bytes_per_block
+            pool = totals.num_blocks * plan.kv_cache.layout.bytes_per_block
             memory = replace(memory, kv_pool=pool)
-        stats = seen.stats(memory)
+        stats = totals.stats(memory)
         layout = None if plan is None else plan.kv_cache.layout
         if plan is not None:
             self._write_planned(page, plan, stats)
-        told = seen.told
+        told = totals.told
         engine_families(page, stats, told.mode if told else "greedy", ready=True)
         pool_families(page, layout, stats)
         engine_request_families(page, stats)
         if told is not None:
-            admission_families(page, stats, seen.counts.refused)
+            admission_families(page, stats, totals.counts.refused)
             auto_families(page, stats.auto)
-        request_families(page, seen.counts, seen.outcomes)
-        latency_families(page, seen.counts)
+        request_families(page, totals.counts, totals.outcomes)
+        latency_families(page, totals.counts)
         size = layout.bytes_per_block if layout is not None and told and told.asked is not None else None
-        tenant_families(page, {NO_TENANT: seen.tenant}, size, seen.outcomes)
+        tenant_families(page, {NO_TENANT: totals.tenant}, size, totals.outcomes)
 
     def _write_planned(self, page: CollectedPage, plan: Plan, stats: EngineStats) -> None:
         pool, size = stats.pool, plan.kv_cache.layout.bytes_per_block
@@ -216,15 +216,15 @@ class Engine:
         plan_families(page, [plan, _loaded(plan, stats)], self._queued)
         difference_families(page, plan, pool.num_blocks)
         assert self._limits is not None
-        room = headroom(pool, stats.running, self.seen.mix, self._limits, _DEFAULT_MAX_TOKENS)
-        headroom_families(page, room, pool.usable, size, self._trend, self.seen.counts)
+        room = headroom(pool, stats.running, self.totals.mix, self._limits, _DEFAULT_MAX_TOKENS)
+        headroom_families(page, room, pool.usable, size, self._trend, self.totals.counts)
 
 
 def _plan(config: Any) -> Plan | None:
     """Return the plan of the model that vLLM loaded, or None, with a warning, when the planner rejects it."""
     try:
-        asked = asked_of(config)
-        return make_plan(asked.model, asked.deployment)
+        running = read_config(config)
+        return make_plan(running.model, running.deployment)
     except TonnageError as error:
         logger.warning(
             "Tonnage: no plan for %s, metrics are shown without a plan: %s", served_name(config), error
@@ -232,7 +232,7 @@ def _plan(config: Any) -> Plan | None:
         return None
 
 
-def _compare(plan: Plan, num_blocks: int) -> None:
+def _log_difference(plan: Plan, num_blocks: int) -> None:
     planned, size = plan.kv_cache.num_blocks, plan.kv_cache.layout.bytes_per_block
     logger.info(
         "Tonnage: plan %s: weights %s, KV pool %s in %d blocks; vLLM allocated %d blocks (%+d, %+d bytes)",

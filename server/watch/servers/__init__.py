@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tonnage.server.watch.client import Answer, Client, WatchError
-from tonnage.server.watch.records import Planned, Reading, Told
+from tonnage.server.watch.client import Client, Response, WatchError
+from tonnage.server.watch.records import PlanSummary, Reading, ServerFacts
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers.llama_cpp import LlamaCppServer
 from tonnage.server.watch.servers.sglang import SGLangServer
@@ -22,19 +22,19 @@ class Server(Protocol):
 
     title: str
 
-    def answers(self, client: Client, samples: Samples) -> bool:
+    def matches(self, client: Client, samples: Samples) -> bool:
         """Return whether the metrics page belongs to this kind of server."""
 
-    def silent(self, client: Client) -> str | None:
+    def metrics_hint(self, client: Client) -> str | None:
         """Return how to turn the metrics on, if this kind of server answers without metrics."""
 
-    def tell(self, client: Client, samples: Samples) -> Told:
+    def facts(self, client: Client, samples: Samples) -> ServerFacts:
         """Return the facts about the server."""
 
-    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+    def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the state of the server now."""
 
-    def planned(self, client: Client, samples: Samples) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
         """Return the server's own plan, or None."""
 
 
@@ -50,10 +50,10 @@ def recognise(client: Client, samples: Samples, known: tuple[Server, ...]) -> Se
         WatchError: the server is of no known kind, or its metrics are off.
     """
     for server in known:
-        if server.answers(client, samples):
+        if server.matches(client, samples):
             return server
     for server in known:
-        if (todo := server.silent(client)) is not None:
+        if (todo := server.metrics_hint(client)) is not None:
             raise WatchError(f"{client.url} is {server.title}, but its metrics are off", hint=todo)
     titles = ", ".join(server.title for server in known)
     raise WatchError(

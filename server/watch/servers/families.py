@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import COST_PARTS, AutoStats, total_auto
 from tonnage.server.observe.metrics.headroom import Headroom
-from tonnage.server.watch.records import Planned
+from tonnage.server.watch.records import PlanSummary
 from tonnage.server.watch.samples import Samples
 
 _INFO = ("plan_id", "architecture", "engine", "quantization")
 
 
-def headroom_told(samples: Samples) -> Headroom | None:
+def read_headroom(samples: Samples) -> Headroom | None:
     """Return the headroom over all engines of the page; the largest prompt is the emptiest engine's."""
     blocks = samples.count("tonnage_headroom_blocks")
     requests = samples.count("tonnage_headroom_requests")
@@ -23,7 +23,7 @@ def headroom_told(samples: Samples) -> Headroom | None:
     return Headroom(blocks, requests, max(prompts))
 
 
-def auto_told(samples: Samples) -> AutoStats | None:
+def read_auto(samples: Samples) -> AutoStats | None:
     """Return the state of the admission mode `auto` over all engines of the page, or None in other modes."""
     engines = samples.values_of("engine_index", "tonnage_admission_fallbacks_total")
     parts = [samples.where(engine_index=engine) for engine in engines] or [samples]
@@ -48,7 +48,7 @@ def _auto(samples: Samples) -> AutoStats | None:
     )
 
 
-def planned_told(samples: Samples, model: str | None) -> Planned | None:
+def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
     """Return the plan of one engine, for the rank with measured bytes, or None without a plan."""
     engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples
@@ -61,7 +61,7 @@ def planned_told(samples: Samples, model: str | None) -> Planned | None:
         (labels["device"] for labels, _ in one.of("tonnage_memory_measured_bytes")), planned[0][0]["device"]
     )
     blocks = one.count("tonnage_config_num_blocks")
-    return Planned(
+    return PlanSummary(
         plan_id=info["plan_id"],
         model=model or "its model",
         architecture=info["architecture"],
@@ -77,7 +77,7 @@ def planned_told(samples: Samples, model: str | None) -> Planned | None:
     )
 
 
-def measured_told(samples: Samples) -> dict[str, int]:
+def read_measured(samples: Samples) -> dict[str, int]:
     """Return the measured bytes by component of one engine."""
     engines = samples.values_of("engine_index", "tonnage_memory_measured_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.server.watch.client import Answer, Client
-from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.client import Client, Response
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.told import cards, mapping, number, objects, text
+from tonnage.server.watch.servers.json_values import cards, mapping, number, objects, text
 
 
 class LlamaCppServer:
@@ -22,20 +22,20 @@ class LlamaCppServer:
     def __init__(self, kv_unified: bool | None) -> None:
         self._unified = kv_unified
 
-    def answers(self, client: Client, samples: Samples) -> bool:
+    def matches(self, client: Client, samples: Samples) -> bool:
         """Return whether the metrics page belongs to llama-server."""
-        return samples.speaks("llamacpp:")
+        return samples.has_prefix("llamacpp:")
 
-    def silent(self, client: Client) -> str | None:
+    def metrics_hint(self, client: Client) -> str | None:
         """Return how to turn on the metrics of a llama-server without metrics."""
         props = mapping(client.get("/props").json())
         return "start it with --metrics" if "total_slots" in props else None
 
-    def planned(self, client: Client, samples: Samples) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
         """Return None: llama-server has no plan."""
         return None
 
-    def tell(self, client: Client, samples: Samples) -> Told:
+    def facts(self, client: Client, samples: Samples) -> ServerFacts:
         """Return the facts about the server."""
         props = mapping(client.get("/props").json())
         card = next(iter(cards(client.get("/v1/models").json())), {})
@@ -51,7 +51,7 @@ class LlamaCppServer:
                 f"llama.cpp does not report whether its {slots} slots share one KV cache: give --kv-unified if "
                 "it was started without -np or with -kvu, else --no-kv-unified"
             )
-        return Told(
+        return ServerFacts(
             title=self.title,
             version=text(props.get("build_info")),
             served=text(props.get("model_alias")) or text(card.get("id")),
@@ -62,7 +62,7 @@ class LlamaCppServer:
             notes=tuple(notes),
         )
 
-    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+    def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the state of the server now."""
         slots = objects(client.get("/slots").json())  # 501 with --no-slots: then only the counters
         replicas, typical = self._slots(samples, slots)
@@ -74,7 +74,7 @@ class LlamaCppServer:
                 prefix_query_tokens=_queried(samples),
                 prefix_hit_tokens=samples.count("llamacpp:prompt_tokens_cached_total"),
             ),
-            measured=told.measured,
+            measured=facts.measured,
             started=page.start,
             typical=typical,
         )

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.units import GiB, ceil_div
-from tonnage.server.watch.client import Answer, Client
-from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.client import Client, Response
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.told import mapping, number, objects, text
+from tonnage.server.watch.servers.json_values import mapping, number, objects, text
 
 _INFO_PATHS = ("/server_info", "/get_server_info")
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
@@ -43,19 +43,19 @@ class SGLangServer:
 
     title = "SGLang"
 
-    def answers(self, client: Client, samples: Samples) -> bool:
+    def matches(self, client: Client, samples: Samples) -> bool:
         """Return whether the metrics page belongs to SGLang."""
-        return samples.speaks("sglang:")
+        return samples.has_prefix("sglang:")
 
-    def silent(self, client: Client) -> str | None:
+    def metrics_hint(self, client: Client) -> str | None:
         """Return how to turn on the metrics of an SGLang server without metrics."""
         return "start it with --enable-metrics" if _info(client) else None
 
-    def planned(self, client: Client, samples: Samples) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
         """Return None: SGLang has no plan."""
         return None
 
-    def tell(self, client: Client, samples: Samples) -> Told:
+    def facts(self, client: Client, samples: Samples) -> ServerFacts:
         """Return the facts about the server."""
         info = _info(client)
         state = next(iter(objects(info.get("internal_states"))), {})
@@ -64,7 +64,7 @@ class SGLangServer:
         notes = []
         if arguments.get("speculative_algorithm"):
             notes.append("speculative decoding is on: the draft model's memory is not planned")
-        return Told(
+        return ServerFacts(
             title=self.title,
             version=text(info.get("version")),
             served=text(arguments.get("served_model_name")) or text(arguments.get("model_path")),
@@ -76,15 +76,15 @@ class SGLangServer:
             notes=tuple(notes),
         )
 
-    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+    def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the state of the server now."""
         names = samples.values_of("dp_rank", "sglang:num_running_reqs") or [""]
         parts = [samples.where(dp_rank=name) if name else samples for name in names]
         started = samples.total("process_start_time_seconds")
         return Reading(
-            replicas=tuple(_replica(part, told) for part in parts),
+            replicas=tuple(_replica(part, facts) for part in parts),
             counters=_counters(samples),
-            measured=told.measured,
+            measured=facts.measured,
             started=None if started is None else str(started),
         )
 
@@ -139,20 +139,20 @@ def _count(samples: Samples, *names: str) -> int | None:
     return None if value is None else round(value)
 
 
-def _replica(samples: Samples, told: Told) -> Replica:
+def _replica(samples: Samples, facts: ServerFacts) -> Replica:
     return Replica(
         running=_count(samples, "sglang:num_running_reqs"),
         waiting=_count(samples, "sglang:num_queue_reqs"),
-        pool=_pool(samples, told),
+        pool=_pool(samples, facts),
     )
 
 
-def _pool(samples: Samples, told: Told) -> Pool | None:
+def _pool(samples: Samples, facts: ServerFacts) -> Pool | None:
     """Return the pool of one replica; evictable tokens of the radix cache do not count as used."""
-    tokens = _count(samples, "sglang:max_total_num_tokens") or told.pool_tokens
+    tokens = _count(samples, "sglang:max_total_num_tokens") or facts.pool_tokens
     if not tokens:
         return None
-    size = _count(samples, "sglang:page_size") or told.flags.get("block_size") or 1
+    size = _count(samples, "sglang:page_size") or facts.flags.get("block_size") or 1
     pages = tokens // size
     used = _count(samples, "sglang:kv_used_tokens", "sglang:num_used_tokens")
     if used is None and (usage := _value(samples, "sglang:token_usage")) is not None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.server.observe.status import COMPONENTS
-from tonnage.server.watch.client import Answer, Client, WatchError
-from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.client import Client, Response, WatchError
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.families import auto_told, headroom_told
-from tonnage.server.watch.servers.told import mapping, number, text
+from tonnage.server.watch.servers.families import read_auto, read_headroom
+from tonnage.server.watch.servers.json_values import mapping, number, text
 
 _MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
 
@@ -20,22 +20,22 @@ class TonnageServer:
 
     title = "Tonnage"
 
-    def answers(self, client: Client, samples: Samples) -> bool:
+    def matches(self, client: Client, samples: Samples) -> bool:
         """Return whether the page has Tonnage's metrics and the server has a /memory.
 
         `tonnage watch --port` and the plug-in in vLLM write the same metrics without a /memory.
         """
-        return samples.speaks("tonnage_") and client.get("/memory").status == 200
+        return samples.has_prefix("tonnage_") and client.get("/memory").status == 200
 
-    def silent(self, client: Client) -> str | None:
+    def metrics_hint(self, client: Client) -> str | None:
         """Return None: a Tonnage server always has metrics."""
         return None
 
-    def tell(self, client: Client, samples: Samples) -> Told:
+    def facts(self, client: Client, samples: Samples) -> ServerFacts:
         """Return the facts about the server."""
-        return Told(self.title, None, text(_memory(client).get("model")), model=None)
+        return ServerFacts(self.title, None, text(_memory(client).get("model")), model=None)
 
-    def planned(self, client: Client, samples: Samples) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
         """Return the server's own plan."""
         try:
             return _planned(mapping(_memory(client)["plan"]))
@@ -45,7 +45,7 @@ class TonnageServer:
                 hint="use the server's release of tonnage",
             ) from None
 
-    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+    def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the state of the server now."""
         memory = _memory(client)
         measured = mapping(memory.get("measured"))
@@ -64,17 +64,17 @@ class TonnageServer:
                 for name in _MEASURED
                 if (value := number(measured.get(f"{name}_bytes"))) is not None
             },
-            headroom=headroom_told(samples),
-            auto=auto_told(samples),
+            headroom=read_headroom(samples),
+            auto=read_auto(samples),
         )
 
 
-def _planned(plan: Mapping[str, Any]) -> Planned:
+def _planned(plan: Mapping[str, Any]) -> PlanSummary:
     cache, model, flags = plan["kv_cache"], plan["model"], plan["deployment"]
     rank = plan["ranks"][plan["worst_rank"]]
     group: Mapping[str, Any] = next(iter(cache["groups"]), {})
     device = flags["device"]
-    return Planned(
+    return PlanSummary(
         plan_id=plan["plan_id"],
         model=model["id"],
         architecture=model["architecture"],

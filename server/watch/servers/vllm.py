@@ -10,11 +10,11 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.server.watch.client import Answer, Client
-from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.client import Client, Response
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.families import auto_told, headroom_told, measured_told, planned_told
-from tonnage.server.watch.servers.told import cards, mapping, text
+from tonnage.server.watch.servers.families import read_auto, read_headroom, read_measured, read_plan
+from tonnage.server.watch.servers.json_values import cards, mapping, text
 
 _INFO = "vllm:cache_config_info"
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # before 0.10
@@ -52,21 +52,21 @@ class VLLMServer:
 
     title = "vLLM"
 
-    def answers(self, client: Client, samples: Samples) -> bool:
+    def matches(self, client: Client, samples: Samples) -> bool:
         """Return whether the metrics page belongs to vLLM."""
-        return samples.speaks("vllm:")
+        return samples.has_prefix("vllm:")
 
-    def silent(self, client: Client) -> str | None:
+    def metrics_hint(self, client: Client) -> str | None:
         """Return how to turn on the metrics of a vLLM without metrics."""
         models = client.get("/v1/models").json()
         owners = {card.get("owned_by") for card in cards(models)}
         return "start it without --disable-log-stats" if "vllm" in owners else None
 
-    def planned(self, client: Client, samples: Samples) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
         """Return the plan of our plug-in, made from vLLM's own config, or None without the plug-in."""
-        return planned_told(samples, _served(samples))
+        return read_plan(samples, _served(samples))
 
-    def tell(self, client: Client, samples: Samples) -> Told:
+    def facts(self, client: Client, samples: Samples) -> ServerFacts:
         """Return the facts about the server."""
         version = mapping(client.get("/version").json()).get("version")
         own = next((card for card in cards(client.get("/v1/models").json()) if not card.get("parent")), {})
@@ -79,10 +79,10 @@ class VLLMServer:
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
-        told = "tonnage_memory_planned_bytes" in samples  # our plug-in has the plan, so nothing is assumed
-        if not told and config.get("speculative_config"):
+        has_plan = "tonnage_memory_planned_bytes" in samples  # from our plug-in, so nothing is assumed
+        if not has_plan and config.get("speculative_config"):
             notes.append("speculative decoding is on: the draft is planned only with --speculative-model")
-        return Told(
+        return ServerFacts(
             title=self.title,
             version=version if isinstance(version, str) else None,
             served=text(own.get("id")),
@@ -92,7 +92,7 @@ class VLLMServer:
             notes=tuple(notes),
         )
 
-    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+    def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the state of the server now."""
         engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
         parts = [samples.where(engine=name) if name else samples for name in engines]
@@ -114,10 +114,10 @@ class VLLMServer:
                 finished_prompt=samples.count("vllm:request_prompt_tokens_sum"),
                 finished_generation=samples.count("vllm:request_generation_tokens_sum"),
             ),
-            measured=measured_told(samples),
+            measured=read_measured(samples),
             started=None if started is None else str(started),
-            headroom=headroom_told(samples),
-            auto=auto_told(samples),
+            headroom=read_headroom(samples),
+            auto=read_auto(samples),
         )
 
 
@@ -162,8 +162,8 @@ def _from_labels(samples: Samples) -> dict[str, Any]:
 def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, names in _CONFIG.items():
-        told = mapping(config.get(part))
-        found |= {name: told[key] for key, name in names.items() if told.get(key) is not None}
+        section = mapping(config.get(part))
+        found |= {name: section[key] for key, name in names.items() if section.get(key) is not None}
     if "max_loras" in found:
         found["enable_lora"] = True
     if isinstance(device := found.get("device"), str):

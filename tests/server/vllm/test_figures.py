@@ -16,7 +16,7 @@ from tonnage.planner.units import GiB
 from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.engines.vllm import figures
 from tonnage.server.engines.vllm.figures import WorkerMemory, read, watch
-from tonnage.server.observe.report import measured_components
+from tonnage.server.observe.memory_report import measured_components
 
 # As vLLM 0.32 words them (v1/worker/gpu_model_runner.py and gpu_worker.py).
 WEIGHTS = "Model loading took %s GiB memory and %.6f seconds"

@@ -21,7 +21,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.emit import emit
 from tonnage.planner.planning.build import make_plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.vllm.deployment import asked_of
+from tonnage.server.engines.vllm.deployment import read_config
 
 POOL = 256 * 2**20
 
@@ -84,7 +84,7 @@ def test_every_field_has_a_flag_here() -> None:
 
 
 def test_plain(plain: Any) -> None:
-    asked = asked_of(plain)
+    asked = read_config(plain)
     assert asked.model == str(ensure_demo())
     flags = asked.deployment
     assert (flags.engine, flags.device, flags.gpu) == ("vllm", "cpu", None)
@@ -98,7 +98,7 @@ def test_flag_by_flag(field: str, plain: Any) -> None:
     flags, value = FLAGS[field]
     if value == "draft":
         value = str(ensure_demo())
-    found, before = asdict(asked_of(config_of(**flags)).deployment), asdict(asked_of(plain).deployment)
+    found, before = asdict(read_config(config_of(**flags)).deployment), asdict(read_config(plain).deployment)
     assert found[field] == value
     assert before[field] != value
     # Nothing else changes, but for what vLLM itself makes of the flag.
@@ -110,10 +110,10 @@ def test_flag_by_flag(field: str, plain: Any) -> None:
 def test_pictures() -> None:
     config = config_of()
     config.model_config.multimodal_config = MultiModalConfig(skip_mm_profiling=True)
-    flags = asked_of(config).deployment
+    flags = read_config(config).deployment
     assert (flags.skip_mm_profiling, flags.limit_mm_per_prompt) == (True, "{}")
     config.model_config.multimodal_config = MultiModalConfig(limit_per_prompt={"image": 0, "audio": 3})
-    assert asked_of(config).deployment.limit_mm_per_prompt == '{"image": 0}'
+    assert read_config(config).deployment.limit_mm_per_prompt == '{"image": 0}'
 
 
 def test_what_this_model_or_machine_does_not_take() -> None:
@@ -121,7 +121,7 @@ def test_what_this_model_or_machine_does_not_take() -> None:
     config.parallel_config.enable_expert_parallel = True
     config.parallel_config.decode_context_parallel_size = 2
     config.device_config.device_type = "cuda"
-    flags = asked_of(config).deployment
+    flags = read_config(config).deployment
     assert (flags.enable_expert_parallel, flags.decode_context_parallel_size) == (True, 2)
     assert (flags.device, flags.gpu) == ("cuda", "auto")
 
@@ -136,12 +136,12 @@ def test_what_this_model_or_machine_does_not_take() -> None:
 )
 def test_what_would_be_another_plan_is_refused_by_name(flags: dict[str, Any], named: str) -> None:
     with pytest.raises(DeploymentError, match=named):
-        asked_of(config_of(**flags))
+        read_config(config_of(**flags))
 
 
 def test_served_name() -> None:
-    assert asked_of(config_of(served_model_name=["first", "second"])).name == "first"
-    assert asked_of(config_of()).name == str(ensure_demo())
+    assert read_config(config_of(served_model_name=["first", "second"])).name == "first"
+    assert read_config(config_of()).name == str(ensure_demo())
 
 
 # -- the files in deploy/ that start a vllm serve

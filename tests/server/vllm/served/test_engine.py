@@ -95,8 +95,8 @@ def test_block_count_is_the_plans(server: str, bare: Bare) -> None:
 
 @needs_vllm
 def test_it_is_watched_by_its_own_plan(server: str, bare: Bare) -> None:
-    found = Watcher(Client(server), {}, None).look()
-    assert found.told.title == "Tonnage"
+    found = Watcher(Client(server), {}, None).observe()
+    assert found.facts.title == "Tonnage"
     assert found.reading.blocks("num_blocks") == bare.blocks
     assert found.planned is not None
     assert found.measured["kv_pool"] == found.planned.components["kv_pool"]

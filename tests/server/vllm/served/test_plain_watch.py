@@ -10,7 +10,7 @@ from pages import pages
 from serving import PATIENCE
 
 from tonnage.server.watch.client import Client
-from tonnage.server.watch.watcher import Watched, Watcher
+from tonnage.server.watch.watcher import Observation, Watcher
 
 
 def ask(url: str, number: int) -> None:
@@ -19,16 +19,16 @@ def ask(url: str, number: int) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def under_load(url: str, watcher: Watcher) -> Watched:
+def under_load(url: str, watcher: Watcher) -> Observation:
     """A look while requests run; at the end they are answered."""
     threads = [threading.Thread(target=ask, args=(url, number)) for number in range(4)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + PATIENCE
-    found = watcher.look()
+    found = watcher.observe()
     while not found.reading.sum_of("running") or not found.reading.blocks("used"):
         assert time.monotonic() < deadline
-        found = watcher.look()
+        found = watcher.observe()
     for thread in threads:
         thread.join(PATIENCE)
     return found
@@ -36,9 +36,9 @@ def under_load(url: str, watcher: Watcher) -> Watched:
 
 def test_by_the_plan_of_the_plug_in(plain: str) -> None:
     watcher = Watcher(Client(plain), {}, None)
-    idle, busy = watcher.look(), under_load(plain, watcher)
+    idle, busy = watcher.observe(), under_load(plain, watcher)
     page = httpx.get(f"{plain}/metrics", trust_env=False, timeout=PATIENCE).text
-    assert (idle.told.title, idle.told.served) == ("vLLM", "demo")
+    assert (idle.facts.title, idle.facts.served) == ("vLLM", "demo")
     assert idle.planned is not None
     assert idle.planned.plan_id in page
     assert {"weights", "activations", "framework", "free"} <= idle.planned.components.keys()
@@ -47,7 +47,7 @@ def test_by_the_plan_of_the_plug_in(plain: str) -> None:
     assert idle.headroom is not None
     assert busy.headroom is not None
     assert busy.headroom.blocks < idle.headroom.blocks <= (idle.reading.blocks("usable") or 0)
-    assert watcher.look().restarts == 0
+    assert watcher.observe().restarts == 0
 
 
 def test_by_vllms_own_families(plain: str) -> None:
@@ -56,11 +56,11 @@ def test_by_vllms_own_families(plain: str) -> None:
     def fetched(path: str) -> str:
         return httpx.get(f"{plain}{path}", trust_env=False, timeout=PATIENCE).text
 
-    told = Watcher(Client(plain), {}, None).look()
+    told = Watcher(Client(plain), {}, None).observe()
     page = "".join(line for line in fetched("/metrics").splitlines(True) if not line.startswith("tonnage_"))
     with pages(metrics=page, v1_models=fetched("/v1/models"), version=fetched("/version")) as bare:
         flags = {"gpu": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 256, "enforce_eager": True}
-        found = Watcher(Client(bare.url), flags, None).look()
+        found = Watcher(Client(bare.url), flags, None).observe()
     assert told.planned is not None
     assert found.planned is not None
     assert found.planned.components["weights"] == told.planned.components["weights"]

@@ -11,7 +11,7 @@ from tonnage.cache.admission import AdmissionRequest, Limits
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.errors import NeverFits
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
-from tonnage.server.engines.vllm.line import Line
+from tonnage.server.engines.vllm.queue_position import QueuePositions
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.told import NEVER
 
@@ -43,14 +43,16 @@ class Served:
 
     def __init__(self, blocks: int = 10, sequences: int = 8) -> None:
         self.clock = Clock()
-        self.line = Line(replace(LIMITS, usable_blocks=blocks), self.clock)
+        self.positions = QueuePositions(replace(LIMITS, usable_blocks=blocks), self.clock)
         made = config(blocks + 1, mode="guaranteed", policy="priority", sequences=sequences, batched=64)
         self.world = World(scheduler(TonnageScheduler, made))
 
     def enter(self, name: str, prompt: int, max_tokens: int, priority: int = 0) -> None:
         self.clock.now += 0.01
         self.world.add(
-            request(name, prompt, max_tokens, priority=self.line.place(priority), arrival=self.clock.now),
+            request(
+                name, prompt, max_tokens, priority=self.positions.position(priority), arrival=self.clock.now
+            ),
             max_tokens,
         )
 
@@ -132,35 +134,35 @@ def test_nobody_waits_for_ever_behind_higher_priorities() -> None:
 
 
 def test_never_comes_with_numbers_that_hold() -> None:
-    line = Line(LIMITS)
+    positions = QueuePositions(LIMITS)
     with pytest.raises(NeverFits, match=r"needs 16 KV blocks, the pool has 10; .* 64 tokens fits"):
-        line.check(asked(100, 16, 2), embeds=False)  # 2 x 8 blocks
-    line.check(asked(64, 16, 2), embeds=False)  # what it said would fit does
+        positions.check(asked(100, 16, 2), embeds=False)  # 2 x 8 blocks
+    positions.check(asked(64, 16, 2), embeds=False)  # what it said would fit does
     with pytest.raises(NeverFits):
-        line.check(asked(65, 16, 2), embeds=False)
-    assert line.refused == (("never", "blocks", 2),)
-    assert line.refused_blocks == (("never", "blocks", 6 + 2),)
+        positions.check(asked(65, 16, 2), embeds=False)
+    assert positions.refused == (("never", "blocks", 2),)
+    assert positions.refused_blocks == (("never", "blocks", 6 + 2),)
     with pytest.raises(NeverFits, match="max_model_len is 400"):
-        line.check(asked(390, 16), embeds=False)
+        positions.check(asked(390, 16), embeds=False)
     with pytest.raises(NeverFits, match="max_num_seqs is 8"):
-        line.check(asked(1, 1, 9), embeds=False)
+        positions.check(asked(1, 1, 9), embeds=False)
 
 
 def test_forks_share_nothing() -> None:
-    line = Line(LIMITS)
-    assert line.never(AdmissionRequest(64, 16, n=2)) is None
-    never = line.never(AdmissionRequest(64, 16, n=3))
+    positions = QueuePositions(LIMITS)
+    assert positions.rejection(AdmissionRequest(64, 16, n=2)) is None
+    never = positions.rejection(AdmissionRequest(64, 16, n=3))
     assert never is not None
     assert never.needed_blocks == 3 * 5
 
 
 def test_nothing_follows_the_prompt_of_an_embedding() -> None:
-    line = Line(LIMITS)
-    line.check(asked(160, 100), embeds=True)
+    positions = QueuePositions(LIMITS)
+    positions.check(asked(160, 100), embeds=True)
     with pytest.raises(NeverFits):
-        line.check(asked(161, 100), embeds=True)
+        positions.check(asked(161, 100), embeds=True)
     with pytest.raises(NeverFits):
-        line.check(asked(160, 100), embeds=False)
+        positions.check(asked(160, 100), embeds=False)
 
 
 def test_the_scheduler_refuses_in_words_that_are_understood() -> None:

@@ -13,7 +13,7 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats,
 from tonnage.server.engines.vllm.told import Told, take
 
 
-class Heard:
+class CoreStats:
     """The statistics of one engine core.
 
     Args:
@@ -103,7 +103,7 @@ class Heard:
         )
 
 
-class Cores:
+class EngineCores:
     """The statistics of all engine cores behind one AsyncLLM.
 
     Until a core joins, the figures of the plan stand for core 0.
@@ -118,25 +118,25 @@ class Cores:
         self.messages = 0  # received so far
         self.queued: dict[str, float | None] = {}  # seconds in vLLM's queue, for the request ids entered here
         self._mode, self._caching = mode, caching
-        self._heard = {0: self._new(num_blocks)}
+        self._cores = {0: self._new(num_blocks)}
 
-    def _new(self, num_blocks: int) -> Heard:
+    def _new(self, num_blocks: int) -> CoreStats:
         nothing = Told(self._mode, reserved=0, committed=0, waste=0, broken=0, cached=0)
-        return Heard(num_blocks, caching=self._caching, told=nothing)
+        return CoreStats(num_blocks, caching=self._caching, told=nothing)
 
     def join(self, index: int, num_blocks: int) -> None:
         """Add engine core `index`, which has started with `num_blocks` blocks."""
-        self._heard[index] = self._new(num_blocks)
+        self._cores[index] = self._new(num_blocks)
 
     def record(self, index: int, scheduler: Any, iteration: Any) -> None:
         """Take in the SchedulerStats and IterationStats (or None) of one message of engine core `index`."""
         self.messages += 1
-        self._heard[index].record(scheduler, iteration)
+        self._cores[index].record(scheduler, iteration)
         for finished in () if iteration is None else iteration.finished_requests:
             if finished.request_id in self.queued:
                 self.queued[finished.request_id] = finished.queued_time
 
     def stats(self, memory: MeasuredMemory, *, idle: bool) -> EngineStats:
         """Return the sums over all engine cores, with the measured bytes passed through."""
-        parts = [heard.stats(memory, idle=idle) for heard in self._heard.values()]
+        parts = [core.stats(memory, idle=idle) for core in self._cores.values()]
         return replace(total(parts), memory=memory)

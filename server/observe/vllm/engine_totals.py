@@ -12,7 +12,7 @@ from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory
-from tonnage.server.engines.vllm.heard import Heard
+from tonnage.server.engines.vllm.core_stats import CoreStats
 from tonnage.server.engines.vllm.told import Told
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
@@ -22,10 +22,10 @@ _OUTCOMES: dict[str, Outcome] = {
     "stop": "stop", "length": "length", "abort": "aborted", "error": "error", "repetition": "stop",
 }  # fmt: skip
 # The outcomes that vLLM reports to a stat logger.
-_HEARD: tuple[Outcome, ...] = ("stop", "length", "error")
+_REPORTED: tuple[Outcome, ...] = ("stop", "length", "error")
 
 
-class Seen:
+class EngineTotals:
     """The statistics of one engine.
 
     Args:
@@ -40,18 +40,18 @@ class Seen:
         self.mix = RequestMix()
         self.tenant = TenantUsage()
         self._limits = limits
-        self._heard = Heard(num_blocks, caching=caching)
+        self._core = CoreStats(num_blocks, caching=caching)
         self._prompt_tokens = self._generation_tokens = self._hit_tokens = 0
 
     @property
     def told(self) -> Told | None:
         """Return the values of our scheduler, or None when it does not run."""
-        return self._heard.told
+        return self._core.told
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """Return the outcomes that are known."""
-        return _HEARD if self.told is None else OUTCOMES
+        return _REPORTED if self.told is None else OUTCOMES
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         """Take in one message of the engine.
@@ -60,11 +60,11 @@ class Seen:
             scheduler: vLLM's SchedulerStats or None.
             iteration: vLLM's IterationStats or None.
         """
-        self._heard.record(scheduler, iteration)
+        self._core.record(scheduler, iteration)
         if iteration is not None:
             self._of_iteration(iteration)
         if self.told is None:
-            self.counts.in_flight = self._heard.unfinished
+            self.counts.in_flight = self._core.unfinished
         else:
             self._settle(self.told)
         self.tenant.in_flight = self.counts.in_flight
@@ -76,7 +76,7 @@ class Seen:
         vLLM's front end ends a request one step before the scheduler knows it, so no count may decrease.
         """
         counts = self.counts
-        ended = sum(counts.outcomes[outcome] for outcome in _HEARD)
+        ended = sum(counts.outcomes[outcome] for outcome in _REPORTED)
         aborted = max(counts.outcomes["aborted"], told.received - told.unfinished - ended)
         counts.outcomes["aborted"] = self.tenant.outcomes["aborted"] = aborted
         counts.received = told.received + counts.outcomes["rejected"]
@@ -119,7 +119,7 @@ class Seen:
     def stats(self, memory: MeasuredMemory) -> EngineStats:
         """Return the statistics after the last step."""
         return replace(
-            self._heard.stats(memory),
+            self._core.stats(memory),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._hit_tokens,

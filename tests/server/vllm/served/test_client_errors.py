@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm_steps import BLOCK, World, config, request, scheduler
 
-from tonnage.server.engines.vllm.refused import tell_clients
+from tonnage.server.engines.vllm.client_errors import return_rejections
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 
 # 3,000 tokens and 16 more are 24 blocks of 128.
@@ -91,8 +91,8 @@ def test_nobody_waits_behind_it(http: httpx.Client) -> None:
 async def test_the_scheduler_s_words_reach_who_waits(kind: RequestOutputKind) -> None:
     """Of our scheduler's refusal and a whole answer, by vLLM's own output processor."""
     before = RequestOutputCollector.put
-    tell_clients()
-    tell_clients()  # vLLM makes a new logger when it scales
+    return_rejections()
+    return_rejections()  # vLLM makes a new logger when it scales
     try:
         w = World(scheduler(TonnageScheduler, config(21, mode="guaranteed")))
         w.add(request("never", 21 * BLOCK, 50), 5)

@@ -16,7 +16,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-def tell_clients() -> None:
+def return_rejections() -> None:
     """Make vLLM's collectors in this process raise our scheduler's rejections; further calls change nothing."""
     put = RequestOutputCollector.put
     if getattr(put, "tells", False):

@@ -12,7 +12,7 @@ COMPLETE = "its text is complete"
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class CheckedGrammar:
     """A grammar that compiled within its limits in the trial process.
 
     Attributes:
@@ -30,7 +30,7 @@ class Passed:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Passed:
+    def decode(cls, text: str) -> CheckedGrammar:
         """Return the grammar that `encode` wrote."""
         said = json.loads(text)
         return cls(Grammar(**said["grammar"]), said["bytes"], said["tenant"])

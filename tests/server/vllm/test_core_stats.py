@@ -7,7 +7,7 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, Schedule
 
 from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import AutoStats, EngineStats, MeasuredMemory
-from tonnage.server.engines.vllm.heard import Cores
+from tonnage.server.engines.vllm.core_stats import EngineCores
 from tonnage.server.engines.vllm.told import Told, auto_numbers, put
 
 BLOCKS = 101
@@ -20,14 +20,14 @@ def step(told: Told | None = None, **said: float) -> SchedulerStats:
     return stats
 
 
-def cores(engines: int = 1, mode: str = "guaranteed") -> Cores:
-    made = Cores(BLOCKS, mode, caching=True)
+def cores(engines: int = 1, mode: str = "guaranteed") -> EngineCores:
+    made = EngineCores(BLOCKS, mode, caching=True)
     for index in range(engines):
         made.join(index, BLOCKS)
     return made
 
 
-def now(made: Cores, *, idle: bool = False) -> EngineStats:
+def now(made: EngineCores, *, idle: bool = False) -> EngineStats:
     stats = made.stats(MeasuredMemory(process=7), idle=idle)
     assert stats.memory.process == 7
     pool = stats.pool
@@ -43,7 +43,7 @@ TOLD = Told(
 
 
 def test_before_the_first_step_nothing_is_reserved() -> None:
-    for made in (Cores(BLOCKS, "no_evict", caching=True), cores(mode="no_evict")):
+    for made in (EngineCores(BLOCKS, "no_evict", caching=True), cores(mode="no_evict")):
         stats = now(made)
         assert stats.admission_mode == "no_evict"
         assert (stats.pool.usable, stats.pool.headroom, stats.pool.reserved) == (100, 100, 0)

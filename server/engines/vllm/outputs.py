@@ -8,21 +8,21 @@ from typing import Any
 from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, NeverFits
 from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.vllm.checked_grammar import COMPLETE, CheckedGrammar
 from tonnage.server.engines.vllm.params import prompt_logprobs, token_logprobs
-from tonnage.server.engines.vllm.passed import COMPLETE, Passed
 from tonnage.server.engines.vllm.told import NEVER
 
 
-class Answer:
+class OutputConverter:
     """A converter of one request's vLLM outputs into chunks.
 
     It keeps two facts between outputs: `cached`, the prompt tokens found in the prefix cache (None before the
     first output), and the seconds that the request spent in this process before vLLM got it.
     """
 
-    def __init__(self, request: GenerationRequest, passed: Passed | None, waited: float) -> None:
+    def __init__(self, request: GenerationRequest, checked: CheckedGrammar | None, waited: float) -> None:
         self.cached: int | None = None
-        self._request, self._grammar, self._waited = request, passed is not None, waited
+        self._request, self._grammar, self._waited = request, checked is not None, waited
         self._stops = set(request.params.stop_token_ids)
         # Greedy sequences of one prompt are identical, so vLLM computes one and it is returned n times.
         self._copies = request.n if request.params.temperature == 0 else 1

@@ -14,7 +14,7 @@ from tonnage.server.state import ServerState
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CapacityForecast:
     """The capacity that is left now.
 
     Attributes:
@@ -57,7 +57,7 @@ def rank_components(rank: RankPlan) -> dict[str, int]:
     return {**rank.components, "free": rank.free_bytes}
 
 
-def memory_report(state: ServerState, room: Room, counts: bool = True) -> dict[str, Any]:
+def memory_report(state: ServerState, room: CapacityForecast, counts: bool = True) -> dict[str, Any]:
     """Return the JSON object of /memory.
 
     Bytes are integers; null means not measured or unknown. `time` and `since` (the start of `state`) are
@@ -131,7 +131,7 @@ def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
     }
 
 
-def _headroom(state: ServerState, pool: PoolStats, room: Room) -> dict[str, Any]:
+def _headroom(state: ServerState, pool: PoolStats, room: CapacityForecast) -> dict[str, Any]:
     cache = state.plan.kv_cache
     size = pool.headroom * cache.layout.bytes_per_block
     return {

@@ -8,11 +8,11 @@ from pathlib import Path
 from tonnage.server.engines.grammars.messages import Tried
 from tonnage.server.engines.grammars.trials import Trials, outcome_of
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.vllm.passed import Passed
+from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
 from tonnage.server.text.grammar import Grammar
 
 
-class Trying:
+class GrammarChecks:
     """Grammar trials in a child process, awaited in the running event loop.
 
     Args:
@@ -21,16 +21,16 @@ class Trying:
 
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.get_running_loop()
-        self._asking: dict[str, asyncio.Future[Tried | None]] = {}
+        self._pending: dict[str, asyncio.Future[Tried | None]] = {}
         self._closed = False
-        self._trials = Trials(folder, self._told)
+        self._trials = Trials(folder, self._set_outcome)
 
     @property
     def pid(self) -> int:
         """Return the process id of the trial process."""
         return self._trials.pid
 
-    async def passed(self, request: GenerationRequest) -> Passed | None:
+    async def check(self, request: GenerationRequest) -> CheckedGrammar | None:
         """Return the checked grammar of a request, or None when it has no grammar.
 
         Raises:
@@ -39,7 +39,7 @@ class Trying:
         grammar = request.params.grammar
         if grammar is None:
             return None
-        future = self._asking[request.request_id] = self._loop.create_future()
+        future = self._pending[request.request_id] = self._loop.create_future()
         try:
             if self._closed:
                 future.set_result(None)
@@ -47,28 +47,28 @@ class Trying:
                 self._trials.ask(request)
             tried = await future
         finally:
-            del self._asking[request.request_id]
+            del self._pending[request.request_id]
             if future.cancelled():
                 self._trials.cancel(request.request_id)
         if (error := outcome_of(grammar, tried)) is not None:
             raise error
         assert tried is not None
         assert tried.source is not None
-        return Passed(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
+        return CheckedGrammar(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
 
     def close(self) -> None:
         """End the trials; requests that wait for one fail."""
         self._closed = True
         self._trials.close()
-        for future in self._asking.values():
+        for future in self._pending.values():
             if not future.done():
                 future.set_result(None)
 
-    def _told(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
+    def _set_outcome(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
         """Set the outcome of a trial. This runs in the thread of the trials."""
 
-        def tell() -> None:
-            if (future := self._asking.get(request_id)) is not None and not future.done():
+        def set_result() -> None:
+            if (future := self._pending.get(request_id)) is not None and not future.done():
                 future.set_result(tried)
 
-        self._loop.call_soon_threadsafe(tell)
+        self._loop.call_soon_threadsafe(set_result)

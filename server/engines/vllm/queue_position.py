@@ -16,7 +16,7 @@ from tonnage.server.engines.request import GenerationRequest
 _PLACES_A_SECOND = 1000
 
 
-class Line:
+class QueuePositions:
     """The admission check in front of vLLM's queue.
 
     vLLM schedules the n sequences of a request in the same step, before the first one has cached a block. Each
@@ -32,7 +32,7 @@ class Line:
         self._refused: Counter[str] = Counter()
         self._missing: Counter[str] = Counter()  # blocks
 
-    def place(self, priority: int) -> int:
+    def position(self, priority: int) -> int:
         """Return vLLM's priority for a request that arrives now; the lowest runs first.
 
         The position is the arrival time minus a bonus for priority, as in `tonnage.cache.scheduler.queue`:
@@ -46,14 +46,14 @@ class Line:
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
         if embeds:  # an embedding has no output: count the last prompt token as the one output token
             prompt, output = max(1, prompt - 1), 1
-        never = self.never(AdmissionRequest(prompt, output, request.n))
+        never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:
             reason = str(never.reason)
             self._refused[reason] += 1
             self._missing[reason] += max(0, never.needed_blocks - never.usable_blocks)
             raise NeverFits(str(never), field="prompt")
 
-    def never(self, request: AdmissionRequest) -> Never | None:
+    def rejection(self, request: AdmissionRequest) -> Never | None:
         """Return why an empty pool cannot hold the request, or None when it can."""
         # Forks cannot share a block of a one-token prompt, so all other tokens count for each fork.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)

@@ -33,7 +33,7 @@ _QUOTE_NOTHING = frozenset(
 )  # fmt: skip
 
 
-class RefusalLog:
+class FailedRequestLog:
     """The log of failed requests of one app, used on its event loop."""
 
     def __init__(self) -> None:
