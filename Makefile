@@ -172,7 +172,7 @@ VLLM_VERSIONS := 0.30.0 0.31.0
 NO_CPU_VLLM := .venv-vllm-0.33.0
 IN_VLLM := $(addprefix tests/server/vllm/test_,scheduler.py report.py eviction.py stat_logger.py)
 PLAIN_VLLM := $(addprefix tests/server/vllm/,test_figures.py \
-  $(addprefix served/test_,deployment.py refused.py plain_queries.py plain_watch.py))
+  $(addprefix served/test_,deployment.py client_errors.py plain_queries.py plain_watch.py))
 .PHONY: test-vllm-versions
 test-vllm-versions: $(VENV)/.test $(VLLM_VERSIONS:%=.venv-vllm-%/.ready) $(NO_CPU_VLLM)/.ready
 	bash .ci/prometheus
@@ -182,7 +182,7 @@ test-vllm-versions: $(VENV)/.test $(VLLM_VERSIONS:%=.venv-vllm-%/.ready) $(NO_CP
 	done; \
 	echo "== $(NO_CPU_VLLM)"; \
 	PYTHONPATH=$(NO_CPU_VLLM)$${PYTHONPATH:+:$$PYTHONPATH} VLLM_TARGET_DEVICE=cpu $(BIN)/python -m pytest $(IN_VLLM) \
-	  tests/server/vllm/served/test_refused.py::test_the_scheduler_s_words_reach_who_waits || failed="$$failed $(NO_CPU_VLLM)"; \
+	  tests/server/vllm/served/test_client_errors.py::test_scheduler_error_is_raised_in_the_waiting_generator || failed="$$failed $(NO_CPU_VLLM)"; \
 	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 $(NO_CPU_VLLM)/.ready: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""/metrics and /memory: promtool, laws between the series, every label value there from the start."""
+"""Tests of /metrics and /memory: promtool, invariants between series, and every label value from the start."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_promtool_accepts_every_family(run_server, small_plan) -> None:
     assert (process.returncode, output.decode()) == (0, "")
 
 
-async def test_every_label_value_is_there_at_zero_from_the_start(server) -> None:
+async def test_every_label_value_starts_at_zero(server) -> None:
     _, samples = await scrape(server)
     for outcome, reason in ADMISSIONS:
         assert value(samples, "tonnage_admission_decisions_total", outcome=outcome, reason=reason) == 0
@@ -98,7 +98,7 @@ async def test_every_label_value_is_there_at_zero_from_the_start(server) -> None
     assert set(samples) == series
 
 
-async def test_what_is_not_measured_is_absent_not_zero(run_server, small_plan) -> None:
+async def test_unmeasured_values_are_absent_not_zero(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan())) as server:
         _, samples = await scrape(server)
         names = {name for name, _ in samples}
@@ -108,7 +108,7 @@ async def test_what_is_not_measured_is_absent_not_zero(run_server, small_plan) -
         assert set(measured.values()) == {None}
 
 
-async def test_memory_adds_up_to_the_device(run_server, small_plan) -> None:
+async def test_memory_components_add_up_to_the_device(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
         plan = server.state.plan
         _, samples = await scrape(server)
@@ -142,7 +142,7 @@ async def test_memory_adds_up_to_the_device(run_server, small_plan) -> None:
     [{"enable_lora": True, "max_loras": 4}, {"speculative_model": "demo", "num_speculative_tokens": 3}],
     ids=["LoRA", "draft"],
 )
-async def test_memory_adds_up_with_what_a_deployment_adds(run_server, flags) -> None:
+async def test_memory_with_lora_or_draft_adds_up_to_the_device(run_server, flags) -> None:
     deployment = Deployment(engine="vllm", gpu="t4", max_model_len=1024, max_num_seqs=8, **flags)
     async with run_server(FakeEngine(make_plan("demo", deployment), memory=MEASURED)) as server:
         rank = server.state.plan.rank
@@ -159,7 +159,7 @@ async def test_memory_adds_up_with_what_a_deployment_adds(run_server, flags) -> 
             assert set(report[part]) >= {"lora_bytes", "draft_bytes"}
 
 
-async def test_the_pool_in_use(run_server, small_plan) -> None:
+async def test_pool_families_of_a_loaded_server(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(), token_rate=50, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[9] * 40, max_tokens=100)) for _ in range(2)]
@@ -197,7 +197,7 @@ async def test_the_pool_in_use(run_server, small_plan) -> None:
         assert stats.pool.reserved == 18
 
 
-async def test_counts_are_conserved(run_server, small_plan) -> None:
+async def test_received_requests_equal_outcomes_plus_in_flight(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=8) as server:
         # What the first has computed the others hit.
         await server.complete(prompt=[3] * 32, max_tokens=10, n=2)
@@ -235,7 +235,7 @@ async def test_counts_are_conserved(run_server, small_plan) -> None:
         assert value(samples, "tonnage_headroom_requests") == 64 // 2  # the batch is tighter than the pool
 
 
-async def test_evictions(run_server, small_plan) -> None:
+async def test_evictions_are_counted_by_cause(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(33, max_model_len=512))) as server:
         _, samples = await scrape(server)
         for cause in EVICTION_CAUSES:
@@ -254,7 +254,7 @@ async def test_evictions(run_server, small_plan) -> None:
         assert total(samples, "tonnage_evictions_total") == engine.stats().pool.evictions
 
 
-async def test_hits_by_whose_block_it_was(server) -> None:
+async def test_prefix_hits_are_split_by_block_visibility(server) -> None:
     for _ in range(2):
         await server.complete(prompt=[5] * 64, max_tokens=2)
         await server.complete(prompt=[5] * 64, max_tokens=2, cache_salt="mine")
@@ -264,14 +264,14 @@ async def test_hits_by_whose_block_it_was(server) -> None:
     assert value(samples, "tonnage_prefix_hit_tokens_total", source="salt") == 2 * 48
 
 
-async def test_plan_info_tells_both_revisions(server) -> None:
+async def test_plan_info_has_both_revisions(server) -> None:
     _, samples = await scrape(server)
     infos = [dict(labels) for name, labels in samples if name == "tonnage_plan_info"]
     assert [info["revision"] for info in infos] == ["0", "1"]
     assert {info["plan_id"] for info in infos} == {server.state.plan.plan_id}
 
 
-def test_tenants_are_bounded(small_plan) -> None:
+def test_tenant_labels_are_bounded(small_plan) -> None:
     accounts = Accounts()
     usage = Usage(accounts, limits_of(small_plan()))
     for number in range(1000):
@@ -281,7 +281,7 @@ def test_tenants_are_bounded(small_plan) -> None:
     assert sum(one.outcomes.total() for one in usage.tenants.values()) == 1000
 
 
-def test_time_to_full_follows_the_growth() -> None:
+def test_time_to_full_follows_the_growth_of_reservations() -> None:
     trend = Trend()
     assert trend.seconds_to(100) == FOREVER_SECONDS
     for second in range(0, 60, 5):
@@ -293,8 +293,8 @@ def test_time_to_full_follows_the_growth() -> None:
     assert trend.seconds_to(100) == FOREVER_SECONDS
 
 
-async def test_names_of_vllm(run_server, small_plan) -> None:
-    """Those that KEDA, gateways and dashboards for vLLM 0.32 read, with its labels, types and values."""
+async def test_vllm_names_match_vllm(run_server, small_plan) -> None:
+    """Metrics that KEDA, gateways and dashboards for vLLM 0.32 read have its labels, types and values."""
     async with run_server(FakeEngine(small_plan()), metrics_compat="vllm") as server:
         await server.complete(prompt=[3] * 32, max_tokens=10)
         text = (await server.http.get("/metrics")).text
@@ -344,7 +344,7 @@ async def test_vllm_names_are_off_by_default(server) -> None:
     assert "vllm:" not in (await server.http.get("/metrics")).text
 
 
-async def test_blocks_that_were_missing(run_server, small_plan) -> None:
+async def test_missing_blocks_are_counted_by_outcome(run_server, small_plan) -> None:
     """A pool of 63 blocks: one request of 50 runs, a second one lacks 37; a third needs 126 and never fits."""
     engine = FakeEngine(small_plan(64), token_rate=100, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:

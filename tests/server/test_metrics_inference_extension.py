@@ -48,7 +48,7 @@ def sample(page: str, spec: str) -> tuple[dict[str, str], float]:
 
 
 @pytest.mark.parametrize("compat", ["none", "vllm"])
-async def test_the_signals_of_a_loaded_server(run_server, small_plan, compat: str) -> None:
+async def test_inference_extension_signals_of_a_loaded_server(run_server, small_plan, compat: str) -> None:
     engine = Held(small_plan(64, max_num_seqs=2), token_rate=50)
     async with run_server(engine, metrics_compat=compat) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 40, max_tokens=200)) for n in range(5)]
@@ -76,7 +76,7 @@ async def test_the_signals_of_a_loaded_server(run_server, small_plan, compat: st
         await server.until(lambda: server.state.accounts.in_flight == 0)
 
 
-async def test_a_draining_server_leaves_its_pool(run_server, small_plan) -> None:
+async def test_draining_server_leaves_the_inference_pool(run_server, small_plan) -> None:
     """Membership: /ready is what the pool's pods are chosen by; it turns false before anything is cut off."""
     async with run_server(FakeEngine(small_plan(), token_rate=100)) as server:
         assert (await server.http.get("/ready")).status_code == 200

@@ -89,7 +89,7 @@ def under_load(url: str, watcher: Watcher) -> tuple[Observation, Observation]:
 
 
 @pytest.mark.parametrize("unified", [False, True], ids=["a cache each", "one cache"])
-def test_a_real_llama_server(model: Path, tmp_path: Path, unified: bool) -> None:
+def test_watch_reads_a_real_llama_server(model: Path, tmp_path: Path, unified: bool) -> None:
     flags = ["--metrics", "-np", str(SLOTS), *(["-kvu"] if unified else [])]
     with llama_server(model, tmp_path / "log", *flags) as url:
         watcher = Watcher(Client(url), {}, None, kv_unified=unified)
@@ -111,7 +111,7 @@ def test_a_real_llama_server(model: Path, tmp_path: Path, unified: bool) -> None
     assert after.restarts == 0
 
 
-def test_a_restart_is_seen(model: Path, tmp_path: Path) -> None:
+def test_restart_is_counted(model: Path, tmp_path: Path) -> None:
     with llama_server(model, tmp_path / "log", "--metrics", "-np", "1") as url:
         watcher = Watcher(Client(url), {}, None)
         ask(url, 1)
@@ -125,7 +125,7 @@ def test_a_restart_is_seen(model: Path, tmp_path: Path) -> None:
     assert found.reading.counters.generation_tokens == 0
 
 
-def test_without_metrics(model: Path, tmp_path: Path) -> None:
+def test_server_without_metrics_option_is_named(model: Path, tmp_path: Path) -> None:
     with (
         llama_server(model, tmp_path / "log", "-np", "1") as url,
         pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"),

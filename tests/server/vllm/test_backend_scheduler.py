@@ -52,7 +52,9 @@ def made(plan: Plan, policy: Policy, *, grammars: bool = False, **flags: Any) ->
     ("policy", "grammars", "asynchronous"),
     [*((policy, False, True) for policy in POLICIES), (Policy(), True, True), (Policy(), True, False)],
 )
-def test_every_mode_runs_and_is_told(plan: Plan, policy: Policy, grammars: bool, asynchronous: bool) -> None:
+def test_every_mode_runs_and_reports_itself(
+    plan: Plan, policy: Policy, grammars: bool, asynchronous: bool
+) -> None:
     ours = made(plan, policy, grammars=grammars, asynchronous=asynchronous)
     assert isinstance(ours, AsyncScheduler) == asynchronous
     assert isinstance(ours, Bounded) == grammars
@@ -70,13 +72,13 @@ def test_every_mode_runs_and_is_told(plan: Plan, policy: Policy, grammars: bool,
     assert (world.preemptions > 0) == (policy.mode is AdmissionMode.GREEDY)
 
 
-def test_it_tells_whoever_else_is_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_reports_although_plugins_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")  # the stat logger of a plain vLLM, not our engine
     assert take(made(plan, Policy()).make_stats().waiting_lora_adapters) is not None
 
 
 @pytest.mark.parametrize(("grammars", "asynchronous"), [(False, True), (True, False)])
-def test_an_unknown_version_schedules_on_its_own(
+def test_unknown_vllm_version_uses_its_own_scheduler(
     plan: Plan, grammars: bool, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.1")
@@ -93,7 +95,7 @@ def test_an_unknown_version_schedules_on_its_own(
     assert take(own.make_stats().waiting_lora_adapters) is None
 
 
-def test_an_encoder_keeps_vllms_own(plan: Plan) -> None:
+def test_encoder_keeps_vllms_scheduler(plan: Plan) -> None:
     layout = replace(plan.kv_cache.layout, groups=())
     encoder = replace(plan, kv_cache=replace(plan.kv_cache, layout=layout))
     assert scheduling_arguments(encoder, Policy(), Sharing(), grammars=False) == {}

@@ -12,7 +12,7 @@ import psutil
 from serving import PATIENCE
 
 
-def test_ctrl_c_while_the_engine_core_starts_is_one_line() -> None:
+def test_ctrl_c_during_engine_start_prints_one_line() -> None:
     flags = ("--backend", "vllm", "--max-model-len", "512", "--kv-cache-memory-bytes", "64MiB", "--port", "0")
     process = subprocess.Popen(
         [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", *flags],

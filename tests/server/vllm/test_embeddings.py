@@ -50,7 +50,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 @needs_vllm
-def test_an_encoder_s_vectors_are_the_means_of_transformers() -> None:
+def test_encoder_embeddings_equal_transformers_means() -> None:
     """all-MiniLM-L6-v2: the mean over the tokens, normalized, as its sentence-transformers files say. Its
     tokenizer.json cuts at 128 tokens and fills up to 128: the model takes 256, and padding has no place in a
     mean."""
@@ -91,7 +91,7 @@ def minilm_folder() -> Path:
 
 
 @needs_vllm
-def test_vectors_are_those_of_transformers(client: openai.OpenAI) -> None:
+def test_embeddings_equal_transformers(client: openai.OpenAI) -> None:
     """The last token's hidden state, normalized: vLLM's pooling where the model's files say nothing."""
     folder = ensure_demo()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float()
@@ -111,7 +111,7 @@ def test_vectors_are_those_of_transformers(client: openai.OpenAI) -> None:
 
 
 @needs_vllm
-def test_answers_follow_the_schema_and_everything_is_freed(client: openai.OpenAI) -> None:
+def test_embedding_responses_follow_the_schema_and_free_all_memory(client: openai.OpenAI) -> None:
     url, http = str(client.base_url).removesuffix("/v1/"), client._client
     body: dict[str, Any] = {"model": "demo", "input": TEXTS[:1]}
     plain = http.post(f"{url}/v1/embeddings", json=body | {"user": "me"})
@@ -151,7 +151,7 @@ def test_answers_follow_the_schema_and_everything_is_freed(client: openai.OpenAI
     assert received == outcomes > 24
 
 
-def test_only_vllm_embeds(tmp_path: Path) -> None:
+def test_only_the_vllm_backend_embeds(tmp_path: Path) -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=2**28))
     for backend in ("hf", "fake"):
         with pytest.raises(DeploymentError, match="--backend vllm"):
@@ -159,7 +159,7 @@ def test_only_vllm_embeds(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_an_encoder_generates_no_text() -> None:
+def test_encoder_generates_no_text() -> None:
     folder = str(minilm_folder())
     plan = make_plan(folder, Deployment(engine="vllm"))
     with pytest.raises(DeploymentError, match="generates no text"):

@@ -74,7 +74,7 @@ def manager_of(specs: list[KVCacheSpec], blocks: int, **options: Any) -> Any:
 
 @dataclass
 class World:
-    """vLLM's manager with learned eviction, used as vLLM's scheduler does, by a user who draws lots."""
+    """vLLM's manager with learned eviction, driven at random by the calls of vLLM's scheduler."""
 
     manager: Any
     queue: LearnedQueue
@@ -87,7 +87,7 @@ class World:
     hits: int = 0
 
     def act(self) -> None:
-        """One call, or those of one request in one step."""
+        """Make one call, or all calls for one request in one step."""
         lot = self.random.random()
         if lot < 0.35:
             self.start()
@@ -144,14 +144,14 @@ class World:
             self.manager.free(request)
 
     def stop(self) -> None:
-        """Nobody runs any more."""
+        """End all running requests."""
         while self.running:
             self.manager.free(self.running.pop())
         while self.deferred:
             self.manager.block_pool.free_blocks(reversed(self.deferred.pop()))
 
     def check(self) -> None:
-        """vLLM's books and ours tell the same."""
+        """Assert that vLLM's bookkeeping and ours agree."""
         pool, queue = self.manager.block_pool, self.manager.block_pool.free_block_queue
         assert queue is self.queue
         free = [block for block in pool.blocks if block.ref_cnt == 0 and not block.is_null]
@@ -201,7 +201,7 @@ def world_of(groups: str, seed: int, blocks: int = 60) -> World:
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("seed", range(4))
-def test_vllms_laws_hold_in_random_worlds(groups: str, seed: int) -> None:
+def test_pool_invariants_hold_in_random_worlds(groups: str, seed: int) -> None:
     world = world_of(groups, seed)
     world.check()
     for _ in range(500):
@@ -216,8 +216,8 @@ def test_vllms_laws_hold_in_random_worlds(groups: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["pop", "release", "take", "start", "end", "reset", "forget", "blocks"])
-def test_an_exception_of_ours_leaves_vllms_rule(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whatever call it comes: no block is lost, nobody notices, and it is said once."""
+def test_exception_falls_back_to_lru(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever call it comes, no block is lost, requests continue, and one log line reports it."""
     said: list[str] = []
     monkeypatch.setattr(eviction.logger, "exception", said.append)
     world = world_of("full and sliding", 5)
@@ -240,7 +240,7 @@ def test_an_exception_of_ours_leaves_vllms_rule(where: str, monkeypatch: pytest.
     assert len(said) == 1
 
 
-def test_blocks_without_content_go_first() -> None:
+def test_blocks_without_content_are_evicted_first() -> None:
     manager = manager_of([full()], 12)
     queue = install(manager)
     assert queue is not None
@@ -256,7 +256,7 @@ def test_blocks_without_content_go_first() -> None:
         queue.popleft()
 
 
-def test_connectors_can_walk_the_queue() -> None:
+def test_connectors_can_iterate_the_free_queue() -> None:
     world = world_of("full", 1)
     for _ in range(100):
         world.act()
@@ -267,7 +267,7 @@ def test_connectors_can_walk_the_queue() -> None:
     assert list(world.queue.iter_blocks_after(blocks[3])) == blocks[4:]
 
 
-def test_a_refused_request_is_no_start() -> None:
+def test_failed_allocation_does_not_start_a_request() -> None:
     manager = manager_of([full()], 4)
     queue = install(manager)
     assert queue is not None
@@ -289,7 +289,7 @@ class _OtherQueue(FreeKVCacheBlockQueue):
         """Of a vLLM to come."""
 
 
-def test_what_is_not_understood_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(eviction.logger, "warning", lambda message, *values: said.append(message % values))
     in_use = manager_of([full()], 8)
@@ -309,7 +309,7 @@ def test_what_is_not_understood_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_scheduler_installs_it(asynchronous: bool) -> None:
+def test_scheduler_installs_learned_eviction(asynchronous: bool) -> None:
     """Conversations in a pool too small for them, through vLLM's scheduler with our admission."""
     ended = {}
     for kind in ("lru", "learned"):
@@ -333,7 +333,7 @@ def test_the_scheduler_installs_it(asynchronous: bool) -> None:
     assert ended["lru"] == ended["learned"]
 
 
-def test_the_scheduler_tells_of_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_reports_an_eviction_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Steps(scheduler(TonnageScheduler, config(80, mode="predictive", eviction="learned")))
     w.add(steps_request("first", 40, 60), 50)
     w.step()
@@ -345,7 +345,7 @@ def test_the_scheduler_tells_of_its_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("kind", "blocks", "running"), [("zipf", 2000, 1), ("shift", 2000, 3)])
-def test_it_decides_as_our_own_pool(
+def test_learned_queue_evicts_as_our_own_pool(
     kind: str, blocks: int, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request finds as many blocks in vLLM's manager as in ours, and as many are evicted: the rules are

@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     log.setLevel(level)
 
 
-def test_a_gpu_worker(folder: Path) -> None:
+def test_figures_of_a_gpu_worker_are_read(folder: Path) -> None:
     assert read() == WorkerMemory()
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)
@@ -67,7 +67,7 @@ def test_a_gpu_worker(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_the_graphs_are_to_take_counts_once(folder: Path) -> None:
+def test_cuda_graph_estimate_counts_once(folder: Path) -> None:
     """From 0.27 on the printed peak has the estimate of the graphs, which are a component of their own."""
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)
@@ -78,13 +78,13 @@ def test_what_the_graphs_are_to_take_counts_once(folder: Path) -> None:
     )
 
 
-def test_the_largest_of_several_workers(folder: Path) -> None:
+def test_largest_figure_of_several_workers_is_kept(folder: Path) -> None:
     logging.getLogger("vllm").info(WEIGHTS, "2.00", 1.0)
     (folder / "another.json").write_text('{"weights_bytes": 7e9}')
     assert read().weights == 7_000_000_000
 
 
-def test_the_folder_is_the_first_process_s(folder: Path) -> None:
+def test_first_process_owns_the_folder(folder: Path) -> None:
     watch()  # again, as vLLM does
     assert Path(os.environ[figures.FOLDER]) == folder
     assert folder.stat().st_mode & 0o077 == 0
@@ -92,7 +92,7 @@ def test_the_folder_is_the_first_process_s(folder: Path) -> None:
     assert len(listeners) == 1
 
 
-def test_a_folder_that_is_gone_harms_no_line(folder: Path, capfd: Any) -> None:
+def test_deleted_folder_does_not_break_logging(folder: Path, capfd: Any) -> None:
     folder.rmdir()
     logging.getLogger("vllm").info(WEIGHTS, "2.00", 1.0)
     assert read() == WorkerMemory()

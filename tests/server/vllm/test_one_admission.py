@@ -70,8 +70,10 @@ def vllm_step(world: World) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict", "auto"])
 @pytest.mark.parametrize("seed", range(4))
-def test_both_decide_the_same_in_every_step(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare who starts and who computes, until a step in which one of them has to preempt."""
+def test_vllm_and_hf_admission_decide_the_same_in_every_step(
+    mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the requests that start and compute, until a step in which a scheduler has to preempt."""
     draw = random.Random(f"{mode} {seed}")
     blocks, most = draw.choice([45, 60, 80]), draw.choice([60, 150])
     # Inside vLLM a head that waits is asked again only when that may help; here both ask in every step.
@@ -98,7 +100,7 @@ def test_both_decide_the_same_in_every_step(mode: str, seed: int, monkeypatch: p
         for _ in range(arrivals):
             expected, found = ours.step(), vllm_step(world)
             if world.preemptions or ours.scheduler.counters.preemptions:
-                break  # who is preempted is each scheduler's own affair
+                break  # each scheduler chooses the request to preempt by its own rule
             assert found == expected
             compared += 1
             waited += bool(ours.scheduler.waiting)

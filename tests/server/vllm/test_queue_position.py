@@ -1,4 +1,4 @@
-"""Who comes first in vLLM's line, and what is not let into it: our places in its real scheduler."""
+"""Tests of queue positions and rejections in front of vLLM, with vLLM's real scheduler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asked(prompt: int, max_tokens: int, n: int = 1) -> GenerationRequest:
 
 
 class Served:
-    """A pool of 10 blocks behind a line: a request that has come is asked in each step."""
+    """A scheduler with a pool of 10 blocks, whose requests get their positions on arrival."""
 
     def __init__(self, blocks: int = 10, sequences: int = 8) -> None:
         self.clock = Clock()
@@ -61,13 +61,13 @@ class Served:
         return {running.request_id for running in self.world.scheduler.running}
 
     def steps(self, count: int = 8) -> set[str]:
-        """Who runs then."""
+        """Run `count` steps; return the ids of the running requests."""
         for _ in range(count):
             self.world.step()
         return self.running
 
 
-def test_first_come_first_served() -> None:
+def test_equal_priorities_run_in_arrival_order() -> None:
     served = Served()
     served.enter("a", 64, 32)  # 6 blocks
     assert served.steps() == {"a"}
@@ -80,7 +80,7 @@ def test_first_come_first_served() -> None:
     assert served.world.produced["big"] == 64
 
 
-def test_who_gives_up_waiting_lets_the_next_in() -> None:
+def test_aborted_waiting_request_lets_the_next_start() -> None:
     served = Served()
     served.enter("a", 64, 64)
     served.steps()
@@ -93,7 +93,7 @@ def test_who_gives_up_waiting_lets_the_next_in() -> None:
     assert set(served.world.ended) == {"a", "small"}
 
 
-def test_sequences_are_limited_too() -> None:
+def test_number_of_sequences_is_limited() -> None:
     served = Served(blocks=100, sequences=2)
     for name in "abc":
         served.enter(name, 8, 40)
@@ -102,7 +102,7 @@ def test_sequences_are_limited_too() -> None:
     assert served.steps() == {"b", "c"}
 
 
-def test_the_urgent_first() -> None:
+def test_higher_priority_runs_first() -> None:
     served = Served()
     served.enter("runs", 64, 64)
     served.steps()
@@ -114,8 +114,8 @@ def test_the_urgent_first() -> None:
     assert order == ["urgent", "usual", "late"]
 
 
-def test_nobody_waits_for_ever_behind_higher_priorities() -> None:
-    """One of priority 0 behind arrivals of -10, one a second and each to its end."""
+def test_waiting_behind_higher_priorities_is_bounded() -> None:
+    """A request of priority 0 waits behind arrivals of priority -10, one per second, each run to its end."""
     served = Served()
     served.enter("0", 64, 64, -10)  # 8 of 10 blocks: one runs at a time
     served.steps(4)
@@ -129,11 +129,11 @@ def test_nobody_waits_for_ever_behind_higher_priorities() -> None:
         served.world.abort(f"{ends}")
         served.steps(2)
         ends += 1
-    # Ten steps of priority are worth a hundred seconds: who came later than that stands behind it.
+    # Ten steps of priority are worth a hundred seconds, so a request that arrives later is behind it.
     assert ends in range(98, 104)
 
 
-def test_never_comes_with_numbers_that_hold() -> None:
+def test_rejection_has_exact_numbers() -> None:
     positions = QueuePositions(LIMITS)
     with pytest.raises(NeverFits, match=r"needs 16 KV blocks, the pool has 10; .* 64 tokens fits"):
         positions.check(asked(100, 16, 2), embeds=False)  # 2 x 8 blocks
@@ -148,7 +148,7 @@ def test_never_comes_with_numbers_that_hold() -> None:
         positions.check(asked(1, 1, 9), embeds=False)
 
 
-def test_forks_share_nothing() -> None:
+def test_forks_share_no_blocks() -> None:
     positions = QueuePositions(LIMITS)
     assert positions.rejection(AdmissionRequest(64, 16, n=2)) is None
     never = positions.rejection(AdmissionRequest(64, 16, n=3))
@@ -156,7 +156,7 @@ def test_forks_share_nothing() -> None:
     assert never.needed_blocks == 3 * 5
 
 
-def test_nothing_follows_the_prompt_of_an_embedding() -> None:
+def test_embedding_needs_blocks_for_its_prompt_only() -> None:
     positions = QueuePositions(LIMITS)
     positions.check(asked(160, 100), embeds=True)
     with pytest.raises(NeverFits):
@@ -165,8 +165,8 @@ def test_nothing_follows_the_prompt_of_an_embedding() -> None:
         positions.check(asked(160, 100), embeds=False)
 
 
-def test_the_scheduler_refuses_in_words_that_are_understood() -> None:
-    """Where its figures exceed those of the plan: its answer becomes a NeverFits."""
+def test_scheduler_rejection_message_becomes_never_fits() -> None:
+    """The scheduler rejects a request whose blocks exceed its pool, and the message is recognised as NeverFits."""
     served = Served()
     served.enter("large", 16 * 11, 10)
     served.world.run()

@@ -1,4 +1,4 @@
-"""What the scheduler tells of itself, step by step, held against vLLM's own lists and tables."""
+"""Tests of the scheduler's statistics, compared with vLLM's own lists and tables after each step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def counts_what_is_cached(made: Any, told: Told) -> None:
         ("greedy", "learned"),
     ],
 )
-def test_every_step_of_a_busy_pool(mode: str, eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_consistent_in_every_step_of_a_busy_pool(
+    mode: str, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     draw = random.Random(3)
     tried = world(mode, sequences=8, eviction=eviction)
@@ -118,7 +120,7 @@ def test_every_step_of_a_busy_pool(mode: str, eviction: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict"])
-def test_what_is_not_committed_is_admitted_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_within_uncommitted_blocks_starts_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     draw = random.Random(5)
     tried = world(mode, sequences=32)
@@ -138,20 +140,20 @@ def test_what_is_not_committed_is_admitted_at_once(mode: str, monkeypatch: pytes
     assert asked > 3
 
 
-def test_who_waits_for_a_seat_and_who_never_fits() -> None:
+def test_waits_and_rejections_are_counted() -> None:
     tried = world("guaranteed", sequences=2)
     for number in range(4):
         tried.add(request(f"r{number}", 16, 30), 20 + number)
     tried.add(request("large", 2000, 30), 1)
     tried.run()
     told = told_by(tried.scheduler)
-    assert told.decisions["wait", "sequences"] == 2  # each once, as long as he is the first
+    assert told.decisions["wait", "sequences"] == 2  # each request once, when it is first in the queue
     assert told.decisions["never", "blocks"] == 1
     assert told.missing_blocks["never", "blocks"] == 2029 // BLOCK + 1 - BLOCKS
     assert (told.received, told.unfinished) == (5, 0)
 
 
-def test_requests_wait_for_a_seat_where_fewer_run_than_the_runner_has_rows() -> None:
+def test_waits_for_a_sequence_below_the_runners_rows_are_counted() -> None:
     """``--max-num-active-seqs`` of vLLM, below ``--max-num-seqs``."""
     tried = world("guaranteed", sequences=8)
     setattr(tried.scheduler, tried.scheduler._rules.seats, 2)
@@ -163,7 +165,7 @@ def test_requests_wait_for_a_seat_where_fewer_run_than_the_runner_has_rows() -> 
     assert ("wait", "blocks") not in decisions
 
 
-def test_a_broken_account_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violated_invariants_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     tried = world("guaranteed")
     tried.add(request("r0", 50, 30), 25)
@@ -174,7 +176,7 @@ def test_a_broken_account_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told_by(tried.scheduler).broken == 4
 
 
-def test_aborted_ones_are_not_there_any_more() -> None:
+def test_aborted_requests_leave_the_counts() -> None:
     tried = world("predictive")
     for number in range(3):
         tried.add(request(f"r{number}", 50, 30), 25)
@@ -184,7 +186,7 @@ def test_aborted_ones_are_not_there_any_more() -> None:
     assert (told.received, told.unfinished) == (3, 1)
 
 
-def test_auto_tells_its_costs_and_its_rule() -> None:
+def test_auto_reports_costs_and_rule() -> None:
     """200 requests on a clock of 17 ms a step + 1 ms a prefilled token, in a pool that preempts."""
     draw = random.Random(3)
     tried = world("auto", sequences=32)
@@ -217,22 +219,22 @@ def test_auto_tells_its_costs_and_its_rule() -> None:
     assert told.auto.gain == (None if known.gain is None else pytest.approx(known.gain, abs=0.0005))
 
 
-def test_modes_without_auto_tell_none() -> None:
+def test_other_modes_report_no_auto_stats() -> None:
     for mode in ("guaranteed", "greedy"):
         assert told_by(world(mode).scheduler).auto is None
 
 
-def test_it_goes_with_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_travels_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     made = world("guaranteed").scheduler
     stats = made.make_stats()
     assert take(stats.waiting_lora_adapters) == told_by(made)
     assert stats.waiting_lora_adapters == {}
-    monkeypatch.setenv("VLLM_PLUGINS", "another")  # our logger is left out: nobody would take it away
+    monkeypatch.setenv("VLLM_PLUGINS", "another")  # without our logger nothing would remove the values
     quiet = world("guaranteed").scheduler.make_stats()
     assert not [name for name in quiet.waiting_lora_adapters if name.startswith(PREFIX)]
 
 
-def test_what_it_fails_to_tell_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_report_does_not_stop_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = world("guaranteed")
     monkeypatch.setattr(tried.scheduler._report, "told", None)
     tried.add(request("r0", 16, 30), 20)
@@ -241,7 +243,7 @@ def test_what_it_fails_to_tell_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     assert tried.scheduler.make_stats().waiting_lora_adapters == {}
 
 
-def test_after_a_failure_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_counts_a_scheduler_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = world("predictive")
     tried.add(request("r0", 16, 30), 20)
     tried.step()

@@ -1,4 +1,4 @@
-"""Tonnage's admission inside vLLM: its real scheduler and block pool, made-up model outputs."""
+"""Tests of Tonnage's admission inside vLLM, with its real scheduler and block pool and made-up model outputs."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def conversations(draw: random.Random, number: int, most: int) -> list[tuple[lis
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("specs", [None, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> None:
-    """Arrivals, aborts, shared prefixes, priorities: nobody is lost, nobody gets less."""
+def test_invariants_hold_in_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> None:
+    """Arrivals, aborts, shared prefixes and priorities lose no request and shorten no output."""
     draw = random.Random(f"{mode} {asynchronous} {seed}")
     most = 150
     blocks = draw.choice([60, 90, 130]) * (1 if specs is None else 2)
@@ -181,7 +181,7 @@ def crowd(w: World, number: int = 40, prompt: int = 40, most: int = 120, output:
     return {f"r{at}": output for at in range(number)}
 
 
-def test_where_vllm_preempts_nobody_is() -> None:
+def test_guaranteed_mode_prevents_vllms_preemptions() -> None:
     draw = random.Random(0)
     lengths = [1 + min(119, int(draw.expovariate(1 / 30))) for _ in range(150)]
     preemptions = {}
@@ -198,7 +198,7 @@ def test_where_vllm_preempts_nobody_is() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_greedy_takes_vllms_own_steps(asynchronous: bool) -> None:
+def test_greedy_mode_takes_vllms_own_steps(asynchronous: bool) -> None:
     taken = []
     for cls in (TonnageScheduler, AsyncScheduler if asynchronous else Scheduler):
         w = World(scheduler(cls, config(61, mode="greedy", asynchronous=asynchronous)))
@@ -245,12 +245,12 @@ def test_held_requests_end_the_throttling_of_prefills(mode: str) -> None:
     assert taken[0] == taken[1]
 
 
-def test_the_class_follows_the_flag() -> None:
+def test_scheduler_class_follows_the_async_flag() -> None:
     assert isinstance(scheduler(TonnageScheduler, config(50)), AsyncScheduler)
     assert not isinstance(scheduler(TonnageScheduler, config(50, asynchronous=False)), AsyncScheduler)
 
 
-def test_all_of_one_prompt_share_it() -> None:
+def test_requests_with_one_prompt_share_its_blocks() -> None:
     """n = 8: vLLM makes a request of each; together they need 8 blocks of prompt and not 64."""
     w = world("guaranteed", 30)
     prompt = list(range(128))
@@ -267,7 +267,7 @@ def test_all_of_one_prompt_share_it() -> None:
     assert set(w.produced.values()) == {30}
 
 
-def test_first_come_first_served() -> None:
+def test_equal_priorities_start_in_arrival_order() -> None:
     w = world("predictive", 60, sequences=8)
     crowd(w)
     started: list[str] = []
@@ -276,7 +276,7 @@ def test_first_come_first_served() -> None:
     assert started == [f"r{at}" for at in range(40)]
 
 
-def test_the_urgent_first() -> None:
+def test_higher_priority_starts_first() -> None:
     w = world("predictive", 60, policy="priority", sequences=4)
     for at in range(12):
         w.add(request(f"r{at}", 40, 60, priority=-at, arrival=at), 30)
@@ -288,8 +288,8 @@ def test_the_urgent_first() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(3))
-def test_who_waits_for_a_slot_of_adapters(policy: str, seed: int) -> None:
-    """vLLM passes those over; they are admitted like all others once there is one."""
+def test_request_waiting_for_a_lora_slot_blocks_no_other(policy: str, seed: int) -> None:
+    """vLLM skips such requests, and they are admitted like all others once there is a slot."""
     draw = random.Random(seed)
     w = world("guaranteed", 30, loras=2, policy=policy)
     expected = {}
@@ -305,8 +305,8 @@ def test_who_waits_for_a_slot_of_adapters(policy: str, seed: int) -> None:
     assert w.preemptions == w.scheduler.fallbacks == 0
 
 
-def test_who_waits_for_a_grammar() -> None:
-    """Nobody waits behind it, and the admission is asked for it; one that fails is vLLM's to answer."""
+def test_request_waiting_for_a_grammar_blocks_no_other() -> None:
+    """Admission decides on it once its grammar is ready, and vLLM answers a grammar that failed."""
     w = world("guaranteed", 30)
     futures: dict[str, Future[Any]] = {name: Future() for name in ("bad", "slow")}
     for name, future in futures.items():
@@ -327,11 +327,11 @@ def test_who_waits_for_a_grammar() -> None:
     assert w.preemptions == w.scheduler.fallbacks == 0
 
 
-# -- what never fits ---------
+# -- requests that never fit ---------
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_never_fits_is_answered_and_holds_up_nobody(mode: str) -> None:
+def test_request_that_never_fits_is_ended_and_blocks_no_other(mode: str) -> None:
     w = world(mode, 20)
     w.add(request("before", 40, 50), 20)
     w.add(request("never", 21 * BLOCK, 50), 5)
@@ -347,7 +347,7 @@ def test_what_never_fits_is_answered_and_holds_up_nobody(mode: str) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_max_tokens_beyond_the_pool(asynchronous: bool) -> None:
+def test_max_tokens_beyond_the_pool_by_mode(asynchronous: bool) -> None:
     """Guaranteed mode refuses it at once. The others run it as far as the pool goes: its answer ends there."""
     longest = 20 * BLOCK - 40 + 1
     for mode, produced in (("guaranteed", 0), ("predictive", longest), ("greedy", longest)):
@@ -362,7 +362,7 @@ def test_max_tokens_beyond_the_pool(asynchronous: bool) -> None:
         assert "the pool has 20" in str(w.ended["long"].stop_reason)
 
 
-def test_refused_and_aborted_before_its_answer() -> None:
+def test_refused_request_aborted_before_its_output() -> None:
     w = world("predictive", 20)
     w.add(request("never", 21 * BLOCK, 50), 5)
     w.abort("never")
@@ -371,7 +371,7 @@ def test_refused_and_aborted_before_its_answer() -> None:
     assert set(w.ended) == {"other"}
 
 
-# -- what goes wrong ---------
+# -- exceptions ---------
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_refused_and_aborted_before_its_answer() -> None:
         *("_account.sync", "_account.leave", "_account.pool", "_candidates", "_sort_out", "_take", "_put_back"),
     ],
 )
-def test_an_exception_of_ours_reaches_nobody(
+def test_exception_of_ours_reaches_no_request(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     w = world("predictive", 60)
@@ -422,7 +422,7 @@ def test_requests_that_never_fit_are_refused_after_a_fallback(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("failing", ["EngineCoreOutput", "finish_requests", "take_events"])
-def test_an_exception_while_refusing_loses_no_answer(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_while_refusing_loses_no_output(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = world("predictive", 20)
     made = {f"never{at}": request(f"never{at}", 21 * BLOCK, 50) for at in range(3)}
     for each in made.values():
@@ -447,7 +447,7 @@ def test_an_exception_while_refusing_loses_no_answer(failing: str, monkeypatch: 
     assert w.scheduler.fallbacks == 1
 
 
-def test_an_exception_while_counting_evictions_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_while_counting_evictions_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
     w = world("predictive", 60)
     expected = crowd(w)
     w.step()
@@ -459,7 +459,7 @@ def test_an_exception_while_counting_evictions_reaches_no_request(caplog: pytest
 
 
 @pytest.mark.parametrize("where", ["added", "stepped", "left"])
-def test_what_counts_wrong_stops_nobody(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_statistics_does_not_stop_requests(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = world("predictive", 60)
     expected = crowd(w)
     w.step()
@@ -470,7 +470,7 @@ def test_what_counts_wrong_stops_nobody(where: str, monkeypatch: pytest.MonkeyPa
     assert w.scheduler.admission is not None
 
 
-def test_an_exception_of_vllms_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_vllm_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world("predictive", 60)
     expected = crowd(w)
     w.step()
@@ -485,7 +485,7 @@ def test_an_exception_of_vllms_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     assert w.scheduler.fallbacks == 0
 
 
-def test_everybody_preempted_from_outside() -> None:
+def test_external_preemption_of_all_requests() -> None:
     """As after new weights: vLLM puts all running ones back, and they are admitted again."""
     w = world("guaranteed", 60, asynchronous=False)
     expected = crowd(w)
@@ -498,7 +498,7 @@ def test_everybody_preempted_from_outside() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_an_unknown_version_schedules_on_its_own(
+def test_unknown_vllm_version_uses_its_own_scheduler(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Even one that lacks names we import."""
@@ -535,7 +535,7 @@ def test_an_unknown_version_schedules_on_its_own(
         ({"eviction": "fifo"}, "'fifo' is none of lru, learned"),
     ],
 )
-def test_a_wrong_option_is_refused_at_start(given: dict[str, Any], named: str) -> None:
+def test_invalid_option_is_refused_at_start(given: dict[str, Any], named: str) -> None:
     with pytest.raises(BadOption, match=named):
         scheduler(TonnageScheduler, config(50, **given))
 

@@ -104,7 +104,7 @@ def finished(reason: FinishReason, prompt: int, output: int, most: int | None = 
     )  # fmt: skip
 
 
-def test_a_step(made: Any) -> None:
+def test_metrics_after_a_step(made: Any) -> None:
     logger = TonnageStatLogger(made, [0])
     logger.log_engine_initialized()
     stats = iteration(finished(FinishReason.LENGTH, 100, 7), finished(FinishReason.REPETITION, 50, 3))
@@ -144,7 +144,7 @@ def test_a_step(made: Any) -> None:
     assert value(seen, "tonnage_plugin_errors_total") == 0
 
 
-def test_plan_and_what_vllm_has(made: Any) -> None:
+def test_plan_info_and_difference_to_vllms_pool(made: Any) -> None:
     TonnageStatLogger(made, [0])
     seen = page()
     assert value(seen, "tonnage_config_num_blocks") == BLOCKS
@@ -154,7 +154,7 @@ def test_plan_and_what_vllm_has(made: Any) -> None:
     assert sum(planned.values()) == value(seen, "tonnage_config_device_memory_bytes")
 
 
-def test_a_pool_that_is_not_the_planned_one(made: Any) -> None:
+def test_pool_of_another_size_is_reported(made: Any) -> None:
     made.cache_config.num_gpu_blocks = BLOCKS - 3
     try:
         TonnageStatLogger(made, [0])
@@ -170,14 +170,14 @@ def test_two_engines_have_a_label_each(made: Any) -> None:
     logger = TonnageStatLogger(made, [0, 1])
     logger.record(SchedulerStats(num_running_reqs=1), None, engine_idx=0)
     logger.record(SchedulerStats(num_running_reqs=2), None, engine_idx=1)
-    logger.record(SchedulerStats(num_running_reqs=9), None, engine_idx=7)  # nobody's
+    logger.record(SchedulerStats(num_running_reqs=9), None, engine_idx=7)  # of an unknown engine
     seen = page()
     running = [value(seen, "tonnage_engine_requests", state="running", engine_index=str(at)) for at in (0, 1)]
     assert running == [1, 2]
     assert value(seen, "tonnage_pool_usable_blocks", engine_index="1") == BLOCKS / 2 - 1
 
 
-def test_what_nobody_knows_is_absent(made: Any) -> None:
+def test_unknown_values_are_absent(made: Any) -> None:
     TonnageStatLogger(made, [0])
     names = {name for name, _ in page()}
     assert not names & {
@@ -203,7 +203,7 @@ def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
     return got
 
 
-def test_what_our_scheduler_tells_passes_through_vllms_messages(made: Any) -> None:
+def test_schedulers_values_pass_through_vllms_messages(made: Any) -> None:
     stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=9 / 21)
     put(TOLD, stats.waiting_lora_adapters)
     stats.waiting_lora_adapters["an adapter"] = 1
@@ -226,11 +226,11 @@ def test_what_our_scheduler_tells_passes_through_vllms_messages(made: Any) -> No
     assert states == {"used": 9, "cached": 5, "free": 7}
     assert value(seen, "tonnage_headroom_blocks") == 21 - 15
     assert value(seen, "tonnage_tenant_asked_bytes", tenant="none") == 18 * 2_949_120
-    # Nine came, two ended, four are there: three hung up.
+    # Nine were received, two ended and four are unfinished, so three were aborted.
     assert value(seen, "tonnage_requests_received_total") == 9
     assert value(seen, "tonnage_requests_total", outcome="aborted") == 3
     assert value(seen, "tonnage_requests_in_flight") == 4
-    # A step without news of it changes nothing of that; who is turned away at the door is one more.
+    # A step without our values changes nothing of them. A request that the front end rejects is one more.
     logger.record_admission_rejection("max_num_queued_reqs")
     logger.record(SchedulerStats(num_running_reqs=3), None)
     seen = page()
@@ -266,7 +266,7 @@ def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
     assert (found.share, found.fresh, found.fallbacks) == (known.share, known.fresh, 0)
 
 
-def test_cold_auto_tells_no_costs(made: Any) -> None:
+def test_auto_without_fit_has_no_costs(made: Any) -> None:
     stats = SchedulerStats()
     put(Told("auto", **auto_numbers(AutoStats())), stats.waiting_lora_adapters)
     TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
@@ -275,7 +275,7 @@ def test_cold_auto_tells_no_costs(made: Any) -> None:
     assert not {name for name, _ in seen} & AUTO_LEARNED_FAMILIES.keys()
 
 
-def test_who_ends_at_a_stop_string_did_not_hang_up(made: Any) -> None:
+def test_request_ended_at_a_stop_string_is_not_aborted(made: Any) -> None:
     """vLLM's front end, which sees the text, ends the request a step before its scheduler does."""
     logger = TonnageStatLogger(made, [0])
 
@@ -301,7 +301,7 @@ def test_who_ends_at_a_stop_string_did_not_hang_up(made: Any) -> None:
     assert step(3, 1) == (3, 1, 1)
 
 
-def test_a_scheduler_that_gave_up_is_counted(made: Any) -> None:
+def test_scheduler_failure_is_counted(made: Any) -> None:
     logger = TonnageStatLogger(made, [0])
     stats = SchedulerStats()
     put(Told("greedy", failures=1), stats.waiting_lora_adapters)
@@ -309,7 +309,7 @@ def test_a_scheduler_that_gave_up_is_counted(made: Any) -> None:
     assert value(page(), "tonnage_plugin_errors_total") == 1
 
 
-def test_a_model_without_a_plan(made: Any, monkeypatch: Any, said: list[str]) -> None:
+def test_model_without_a_plan_has_metrics(made: Any, monkeypatch: Any, said: list[str]) -> None:
     def refuse(*_: Any) -> None:
         raise DeploymentError("is not understood", field="quantization")
 
@@ -326,7 +326,7 @@ def test_a_model_without_a_plan(made: Any, monkeypatch: Any, said: list[str]) ->
     assert "quantization" in line
 
 
-def test_what_goes_wrong_reaches_nobody(made: Any, monkeypatch: Any, said: list[str]) -> None:
+def test_exception_of_ours_does_not_reach_vllm(made: Any, monkeypatch: Any, said: list[str]) -> None:
     logger = TonnageStatLogger(made, [0])
     logger.record(object(), object())
     logger.record(object(), object())
@@ -338,7 +338,7 @@ def test_what_goes_wrong_reaches_nobody(made: Any, monkeypatch: Any, said: list[
     assert value(page(), "tonnage_plugin_errors_total") >= 3
 
 
-def test_a_planner_that_breaks_leaves_the_rest(made: Any, monkeypatch: Any) -> None:
+def test_planner_exception_leaves_other_metrics(made: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "make_plan", None)
     TonnageStatLogger(made, [0])
     seen = page()
@@ -346,14 +346,14 @@ def test_a_planner_that_breaks_leaves_the_rest(made: Any, monkeypatch: Any) -> N
     assert value(seen, "tonnage_pool_usable_blocks") == BLOCKS - 1
 
 
-def test_made_again_it_is_shown_once(made: Any) -> None:
+def test_recreated_logger_is_registered_once(made: Any) -> None:
     TonnageStatLogger(made, [0])
     second = TonnageStatLogger(made, [0])
     second.record(SchedulerStats(num_running_reqs=5), None)
     assert value(page(), "tonnage_engine_requests", state="running") == 5
 
 
-def test_behind_our_own_server_it_shows_nothing(made: Any) -> None:
+def test_logger_is_off_behind_our_own_server(made: Any) -> None:
     before = made.parallel_config.worker_extension_cls
     made.parallel_config.worker_extension_cls = "tonnage.server.engines.vllm.worker.WorkerExtension"
     try:
@@ -363,14 +363,14 @@ def test_behind_our_own_server_it_shows_nothing(made: Any) -> None:
     assert page() == {}
 
 
-def test_several_api_servers_are_named(made: Any, monkeypatch: Any, said: list[str]) -> None:
+def test_several_api_servers_are_logged(made: Any, monkeypatch: Any, said: list[str]) -> None:
     monkeypatch.setattr(made.parallel_config, "_api_process_count", 2)
     TonnageStatLogger(made, [0]).record(SchedulerStats(), IterationStats())
     assert page() == {}
     assert any("--api-server-count 1" in line for line in said)
 
 
-def test_names_and_types_are_the_servers_own(made: Any) -> None:
+def test_names_and_types_equal_our_own_server(made: Any) -> None:
     """One declaration: what is here is in the contract of our own /metrics."""
     TonnageStatLogger(made, [0])
     text = generate_latest(REGISTRY).decode()

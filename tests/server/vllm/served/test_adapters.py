@@ -23,7 +23,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 @needs_vllm
-def test_each_name_has_its_adapter(client: openai.OpenAI, bare: Bare) -> None:
+def test_each_model_name_uses_its_adapter(client: openai.OpenAI, bare: Bare) -> None:
     names = ["demo", *bare.adapted]
     models = {model.id: model for model in client.models.list().data}
     assert list(models) == names
@@ -50,7 +50,7 @@ def test_each_name_has_its_adapter(client: openai.OpenAI, bare: Bare) -> None:
 
 
 @needs_vllm
-def test_memory_shows_the_slots_beside_their_plan(client: openai.OpenAI, bare: Bare) -> None:
+def test_memory_reports_planned_and_measured_lora_slots(client: openai.OpenAI, bare: Bare) -> None:
     with httpx.Client(
         trust_env=False, timeout=PATIENCE, base_url=str(client.base_url).removesuffix("v1/")
     ) as http:
@@ -60,14 +60,14 @@ def test_memory_shows_the_slots_beside_their_plan(client: openai.OpenAI, bare: B
 
 
 @needs_vllm
-def test_the_plan_counts_the_slots(bare: Bare) -> None:
+def test_plan_counts_lora_slots(bare: Bare) -> None:
     deployment = Deployment(
         engine="vllm", kv_cache_memory_bytes=POOL, enable_lora=True, max_loras=SLOTS, max_lora_rank=RANK
     )
     assert make_plan("demo", deployment).rank.lora_bytes == bare.slots
 
 
-def test_what_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_invalid_adapters_are_refused_before_the_start(tmp_path: Path) -> None:
     good = make_adapter(tmp_path / "good", 0)
     for given, message in (
         (["good"], "name=path"),

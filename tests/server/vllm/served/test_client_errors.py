@@ -1,4 +1,4 @@
-"""What can never fit, as the clients of a plain vLLM see it: 400 with the numbers, and nobody else is hurt."""
+"""Requests that can never fit on a plain vLLM: clients get 400 with the numbers, and other requests are served."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def told(error: dict[str, Any], blocks: int, http: httpx.Client) -> None:
     assert f"the pool has {sample(http, 'tonnage_config_num_blocks') - 1:.0f}" in error["message"]
 
 
-def test_a_completion(http: httpx.Client) -> None:
+def test_completion_that_never_fits_gets_400(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=LONG)
     assert answer.status_code == 400, answer.text
     told(answer.json()["error"], 24, http)
     assert "(3000 prompt tokens, max_tokens 16)" in answer.json()["error"]["message"]
 
 
-def test_a_chat_and_what_is_left_of_the_length(http: httpx.Client) -> None:
+def test_chat_that_never_fits_gets_400_and_default_length_fits(http: httpx.Client) -> None:
     """vLLM fills in max_tokens: all of 4,096 tokens, 32 blocks."""
     said = [{"role": "user", "content": "hello"}]
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": said})
@@ -58,15 +58,15 @@ def test_a_chat_and_what_is_left_of_the_length(http: httpx.Client) -> None:
     assert short.status_code == 200, short.text
 
 
-def test_several_answers_of_one_request(http: httpx.Client) -> None:
+def test_request_for_several_outputs_that_never_fits_gets_400(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=LONG | {"n": 3, "temperature": 1})
     assert answer.status_code == 400, answer.text
     told(answer.json()["error"], 24, http)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream(http: httpx.Client, n: int) -> None:
-    """vLLM has said 200 by then: the refusal is its last event."""
+def test_stream_that_never_fits_gets_400(http: httpx.Client, n: int) -> None:
+    """vLLM has already sent status 200, so the rejection is the last event."""
     body = LONG | {"stream": True, "n": n, "temperature": 1}
     events = [line.removeprefix("data: ") for line in http.post("/v1/completions", json=body).text.splitlines()]
     *_, refusal, done = filter(None, events)
@@ -74,8 +74,8 @@ def test_a_stream(http: httpx.Client, n: int) -> None:
     told(json.loads(refusal)["error"], 24, http)
 
 
-def test_nobody_waits_behind_it(http: httpx.Client) -> None:
-    """Refusals among requests that run and wait: all of those are answered."""
+def test_rejected_request_does_not_block_the_queue(http: httpx.Client) -> None:
+    """Rejections arrive between requests that run and wait, and all other requests are answered."""
     short = {"model": "demo", "prompt": "A story", "max_tokens": 24, "ignore_eos": True}
     bodies = [LONG, short, short, short]
     with ThreadPoolExecutor(16) as pool:
@@ -88,8 +88,8 @@ def test_nobody_waits_behind_it(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
-async def test_the_scheduler_s_words_reach_who_waits(kind: RequestOutputKind) -> None:
-    """Of our scheduler's refusal and a whole answer, by vLLM's own output processor."""
+async def test_scheduler_error_is_raised_in_the_waiting_generator(kind: RequestOutputKind) -> None:
+    """vLLM's own output processor handles a rejection of our scheduler and a complete output."""
     before = RequestOutputCollector.put
     return_rejections()
     return_rejections()  # vLLM makes a new logger when it scales

@@ -53,7 +53,7 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
 # Set by other things than a flag of vLLM's, or not by vLLM on this machine (a CPU's states are float32).
 OTHERS = {
     "calibration", "mamba_ssm_cache_dtype", "mamba_cache_mode", "num_gpus", "device_memory_used",
-    # of a model that reads pictures, which the demo model does not (test_pictures)
+    # of a model that reads pictures, which the demo model does not (test_image_limits_reach_the_deployment)
     "language_model_only", "skip_mm_profiling",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_chunked_mm_input", "mm_encoder_tp_mode",
     "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
@@ -79,11 +79,11 @@ def plain() -> Any:
     return config_of()
 
 
-def test_every_field_has_a_flag_here() -> None:
+def test_every_deployment_field_has_a_tested_flag() -> None:
     assert set(FLAGS) | OTHERS == set(Deployment.__match_args__)
 
 
-def test_plain(plain: Any) -> None:
+def test_default_config_becomes_the_default_deployment(plain: Any) -> None:
     asked = read_config(plain)
     assert asked.model == str(ensure_demo())
     flags = asked.deployment
@@ -94,7 +94,7 @@ def test_plain(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("field", FLAGS)
-def test_flag_by_flag(field: str, plain: Any) -> None:
+def test_each_flag_reaches_its_deployment_field(field: str, plain: Any) -> None:
     flags, value = FLAGS[field]
     if value == "draft":
         value = str(ensure_demo())
@@ -107,7 +107,7 @@ def test_flag_by_flag(field: str, plain: Any) -> None:
     assert changed <= {field, "num_speculative_tokens"} | follows
 
 
-def test_pictures() -> None:
+def test_image_limits_reach_the_deployment() -> None:
     config = config_of()
     config.model_config.multimodal_config = MultiModalConfig(skip_mm_profiling=True)
     flags = read_config(config).deployment
@@ -116,7 +116,7 @@ def test_pictures() -> None:
     assert read_config(config).deployment.limit_mm_per_prompt == '{"image": 0}'
 
 
-def test_what_this_model_or_machine_does_not_take() -> None:
+def test_parallel_and_gpu_flags_reach_the_deployment() -> None:
     config = config_of()
     config.parallel_config.enable_expert_parallel = True
     config.parallel_config.decode_context_parallel_size = 2
@@ -134,12 +134,12 @@ def test_what_this_model_or_machine_does_not_take() -> None:
         ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
     ],
 )
-def test_what_would_be_another_plan_is_refused_by_name(flags: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_refused_by_name(flags: dict[str, Any], named: str) -> None:
     with pytest.raises(DeploymentError, match=named):
         read_config(config_of(**flags))
 
 
-def test_served_name() -> None:
+def test_served_name_is_the_first_of_several() -> None:
     assert read_config(config_of(served_model_name=["first", "second"])).name == "first"
     assert read_config(config_of()).name == str(ensure_demo())
 
@@ -151,7 +151,7 @@ DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_the_flags_of_the_compose_file_are_vllms(planned: bool) -> None:
+def test_compose_file_flags_exist_in_vllm(planned: bool) -> None:
     """What a plan writes for compose reaches vLLM; what is not said is vLLM's own default."""
     plan = make_plan(
         "demo", Deployment(engine="vllm", kv_cache_memory_bytes=POOL, max_model_len=2048, max_num_seqs=17)
@@ -172,7 +172,7 @@ def test_the_flags_of_the_compose_file_are_vllms(planned: bool) -> None:
     assert said.gpu_memory_utilization == (1.0 if planned else default.gpu_memory_utilization)
 
 
-def test_the_flags_that_the_chart_makes_of_settings_are_vllms() -> None:
+def test_helm_chart_flags_exist_in_vllm() -> None:
     text = (DEPLOY / "helm" / "tonnage" / "templates" / "_shared.tpl").read_text()
     (names,) = re.findall(r"\$same := list ((?:\"\w+\" ?)+)", text)
     same = set(re.findall(r"\w+", names))

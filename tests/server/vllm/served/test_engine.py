@@ -1,4 +1,4 @@
-"""Real vLLM on CPU behind the API: its block count is the plan's, its answers are bare vLLM's."""
+"""Tests of real vLLM on a CPU behind the API: its block count is the plan's, its output is plain vLLM's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def small_plan(**flags: Any) -> Plan:
     )
 
 
-def test_the_plan_becomes_vllms_arguments() -> None:
+def test_plan_becomes_vllm_arguments() -> None:
     plan = small_plan()
     arguments = engine_arguments(plan, enforce_eager=True)
     assert arguments["kv_cache_memory_bytes"] == plan.rank.kv_pool_bytes
@@ -62,7 +62,7 @@ def test_the_plan_becomes_vllms_arguments() -> None:
     assert engine_arguments(fp8, enforce_eager=True)["kv_cache_dtype"] == "fp8"
 
 
-async def test_what_would_override_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_that_overrides_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     engine = VLLMEngine(small_plan())
     with pytest.raises(DeploymentError, match=r"VLLM_CPU_KVCACHE_SPACE.*unset it"):
@@ -84,7 +84,7 @@ def until(condition: Any, server: str) -> None:
 
 
 @needs_vllm
-def test_block_count_is_the_plans(server: str, bare: Bare) -> None:
+def test_block_count_equals_the_plan(server: str, bare: Bare) -> None:
     report = memory(server)
     assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == bare.blocks
     assert report["plan"]["kv_cache"]["num_blocks"] == small_plan().kv_cache.num_blocks
@@ -94,7 +94,7 @@ def test_block_count_is_the_plans(server: str, bare: Bare) -> None:
 
 
 @needs_vllm
-def test_it_is_watched_by_its_own_plan(server: str, bare: Bare) -> None:
+def test_watch_uses_the_servers_own_plan(server: str, bare: Bare) -> None:
     found = Watcher(Client(server), {}, None).observe()
     assert found.facts.title == "Tonnage"
     assert found.reading.blocks("num_blocks") == bare.blocks
@@ -103,7 +103,7 @@ def test_it_is_watched_by_its_own_plan(server: str, bare: Bare) -> None:
 
 
 @needs_vllm
-def test_all_processes_hold_what_was_planned(server: str) -> None:
+def test_all_processes_hold_the_planned_bytes(server: str) -> None:
     report = memory(server)
     rank = report["plan"]["ranks"][0]
     planned = sum(size for name, size in rank.items() if name not in ("free_bytes", "total_bytes"))
@@ -111,14 +111,14 @@ def test_all_processes_hold_what_was_planned(server: str) -> None:
 
 
 @needs_vllm
-def test_greedy_answers_are_bare_vllms(client: openai.OpenAI, bare: Bare) -> None:
+def test_greedy_output_equals_plain_vllm(client: openai.OpenAI, bare: Bare) -> None:
     for prompt, expected in zip(PROMPTS, bare.texts, strict=True):
         answer = client.completions.create(model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)
         assert answer.choices[0].text == expected
 
 
 @needs_vllm
-def test_stream_with_usage_is_the_same_text(client: openai.OpenAI, bare: Bare) -> None:
+def test_stream_with_usage_has_the_same_text(client: openai.OpenAI, bare: Bare) -> None:
     chunks = list(
         client.completions.create(
             model="demo",
@@ -137,7 +137,7 @@ def test_stream_with_usage_is_the_same_text(client: openai.OpenAI, bare: Bare) -
 
 
 @needs_vllm
-def test_n_seed_and_stop(client: openai.OpenAI) -> None:
+def test_n_seed_and_stop_are_honoured(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": "demo", "prompt": "My favourite animal is", "max_tokens": 12, "seed": 7}
     first, second = (client.completions.create(**same, n=3, temperature=1.0) for _ in range(2))
     texts = [choice.text for choice in sorted(first.choices, key=lambda choice: choice.index)]
@@ -154,7 +154,7 @@ def test_n_seed_and_stop(client: openai.OpenAI) -> None:
 
 
 @needs_vllm
-def test_what_never_fits_is_told_with_numbers(server: str, client: openai.OpenAI) -> None:
+def test_request_that_never_fits_gets_400_with_numbers(server: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="demo", prompt="hello " * 300, max_tokens=2000)
     assert caught.value.response.headers["x-should-retry"] == "false"
@@ -172,7 +172,7 @@ def stream_until(leave: threading.Event, server: str, number: int) -> None:
         "model": "demo",
         "prompt": f"Story {number}: ",
         "max_tokens": 2000,
-        "ignore_eos": True,  # short stories could all be told before anybody looks
+        "ignore_eos": True,  # short outputs could all end before the test looks
         "stream": True,
         "temperature": 1.0,
         "seed": number,
@@ -204,12 +204,12 @@ def pool_is_full(server: str) -> bool:
 
 
 def is_full_or_over(server: str, streams: list[Future[None]]) -> bool:
-    """The pool is full and somebody waits; or a stream has ended, and its result says why."""
+    """Wait until the pool is full and a request waits, or a stream has ended with an error in its result."""
     return any(stream.done() for stream in streams) or (pool_is_full(server) and waiting(server) > 0)
 
 
 @needs_vllm
-def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.OpenAI) -> None:
+def test_disconnected_clients_free_their_blocks(server: str, client: openai.OpenAI) -> None:
     """Streams of up to 2,000 tokens: eleven or more fill the pool, the others wait; all are cut off. Twice."""
     for _ in range(2):
         leave = threading.Event()
@@ -232,7 +232,7 @@ def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.O
 
 
 @needs_vllm
-def test_what_vllm_can_is_passed_on(client: openai.OpenAI) -> None:
+def test_supported_parameters_reach_vllm(client: openai.OpenAI) -> None:
     """Log probabilities, scoring of a prompt, biases, penalties, grammars, the best of several."""
     prompt = "The capital of France is"
     same: dict[str, Any] = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 3}
@@ -285,7 +285,7 @@ def test_what_vllm_can_is_passed_on(client: openai.OpenAI) -> None:
 
 
 @needs_vllm
-async def test_requests_are_conserved_and_nothing_is_preempted(server: str, overload: Any) -> None:
+async def test_requests_are_conserved_without_preemption(server: str, overload: Any) -> None:
     outcomes = await overload(server)
     assert outcomes["rejected"] > 0
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as http:
@@ -304,7 +304,7 @@ async def test_requests_are_conserved_and_nothing_is_preempted(server: str, over
         ("VLLM::Worker", signal.SIGKILL, "vLLM's engine ended"),
     ],
 )
-async def test_vllm_is_stopped_or_killed_among_20_streams_and_comes_back(
+async def test_stopped_or_killed_vllm_restarts_among_20_streams(
     server: str, streams_until_killed: Any, name: str, how: signal.Signals, told: str
 ) -> None:
     family = [process for process in psutil.process_iter() if is_child_of(process, server)]
@@ -323,9 +323,7 @@ async def test_vllm_is_stopped_or_killed_among_20_streams_and_comes_back(
 
 @needs_vllm
 @pytest.mark.parametrize("by_vllm", [False, True])
-async def test_nothing_stays_open_of_one_whose_end_goes_wrong(
-    by_vllm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_shutdown_leaves_no_open_files(by_vllm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks each process that it kills for its name, and raises where that has just ended.
 
     ``by_vllm``: in its own thread, which sees the end of its core first.

@@ -21,7 +21,7 @@ def complete(server: str, **said: Any) -> httpx.Response:
     return httpx.post(f"{server}/v1/completions", json=body, trust_env=False, timeout=PATIENCE)
 
 
-def test_hostile_grammars_end_no_engine(server: str) -> None:
+def test_hostile_grammars_do_not_stop_the_engine(server: str) -> None:
     """Each is served within the step's budget, or refused as its client's fault; others are served."""
     for name, grammar in HOSTILE.items():
         kind = "json" if grammar.kind == "json_schema" else grammar.kind
@@ -38,7 +38,7 @@ def test_hostile_grammars_end_no_engine(server: str) -> None:
     assert digits["text"].isdigit()
 
 
-def test_a_grammar_that_is_too_much_in_the_midst_of_an_answer_is_its_clients_fault(server: str) -> None:
+def test_grammar_over_budget_during_generation_is_a_client_error(server: str) -> None:
     """It passes its trial; its first tokens have gone out."""
     said = complete(
         server, structured_outputs={"regex": "(((a{1,50}){1,50}){1,50}){1,50}"}, max_tokens=200, stream=True
@@ -49,7 +49,7 @@ def test_a_grammar_that_is_too_much_in_the_midst_of_an_answer_is_its_clients_fau
     assert "grammar is too" in error["message"]
 
 
-def test_an_answer_that_no_stop_token_can_end_ends_with_its_text(server: str) -> None:
+def test_output_without_stop_token_ends_when_the_grammar_is_complete(server: str) -> None:
     response = complete(server, structured_outputs={"regex": "[0-9]{3}"}, ignore_eos=True, max_tokens=20)
     (choice,) = response.json()["choices"]
     assert choice["finish_reason"] == "stop"
@@ -57,7 +57,7 @@ def test_an_answer_that_no_stop_token_can_end_ends_with_its_text(server: str) ->
     assert choice["text"].isdigit()
 
 
-def test_every_kind_of_grammar_is_matched(client: openai.OpenAI) -> None:
+def test_every_kind_of_grammar_constrains_the_output(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": "demo", "prompt": "The answer is", "temperature": 1, "max_tokens": 60}
     wishes: dict[str, tuple[Any, Any]] = {
         "choice": (["Berlin", "Oslo"], lambda text: text in ("Berlin", "Oslo")),

@@ -40,18 +40,18 @@ def prometheus(busy: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield client
 
 
-def test_no_panel_is_empty(prometheus: Prometheus) -> None:
+def test_no_dashboard_panel_is_empty(prometheus: Prometheus) -> None:
     every_panel_answers(prometheus, dashboards())
 
 
-def test_every_rule_is_evaluated(prometheus: Prometheus) -> None:
+def test_every_alert_rule_is_evaluated(prometheus: Prometheus) -> None:
     known = rules()
     assert len(known) > 15
     every_rule_is_evaluated(prometheus, known)
     every_rule_sees_its_series(prometheus, known)
 
 
-def test_the_page(busy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_metrics_page_of_plain_vllm(busy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("tonnage_"))
     assert samples['tonnage_plugin_errors_total{model="demo"}'] == "0.0"
@@ -73,7 +73,7 @@ def test_the_page(busy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert log.read_text().count("Tonnage: plan ") == 1
 
 
-def test_its_processes_tell_of_their_memory(busy: str) -> None:
+def test_workers_report_their_memory(busy: str) -> None:
     """On a CPU they have only the size of the pool to tell; it comes the way a GPU's figures do."""
     (api,) = [child for child in psutil.Process().children(recursive=True) if listens(child, busy)]
     family = api.children(recursive=True)  # another vLLM may be running
@@ -88,7 +88,7 @@ def test_its_processes_tell_of_their_memory(busy: str) -> None:
     assert told["tokens"] == blocks * float(tokens)  # vLLM counts its null block
 
 
-def test_what_it_counts_is_what_clients_saw(busy: str) -> None:
+def test_counters_equal_the_clients_counts(busy: str) -> None:
     """vLLM's own counters are the other witness: equal, but on a page that is written while a request ends."""
     deadline = time.monotonic() + PATIENCE
     while wrong := counted_otherwise(httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text):

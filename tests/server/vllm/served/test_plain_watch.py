@@ -34,7 +34,7 @@ def under_load(url: str, watcher: Watcher) -> Observation:
     return found
 
 
-def test_by_the_plan_of_the_plug_in(plain: str) -> None:
+def test_watch_uses_the_plan_of_the_plug_in(plain: str) -> None:
     watcher = Watcher(Client(plain), {}, None)
     idle, busy = watcher.observe(), under_load(plain, watcher)
     page = httpx.get(f"{plain}/metrics", trust_env=False, timeout=PATIENCE).text
@@ -50,7 +50,7 @@ def test_by_the_plan_of_the_plug_in(plain: str) -> None:
     assert watcher.observe().restarts == 0
 
 
-def test_by_vllms_own_families(plain: str) -> None:
+def test_watch_reads_plain_vllm_metrics(plain: str) -> None:
     """The same figures from a page without ours: the plan is the watch's."""
 
     def fetched(path: str) -> str:

@@ -22,14 +22,14 @@ def fenced(kind: str) -> str:
 
 
 @pytest.mark.parametrize("line", serve_lines(), ids=" ".join)
-def test_vllm_reads_the_line(line: list[str]) -> None:
+def test_documented_command_is_valid_for_vllm(line: list[str]) -> None:
     """``plain`` is started with the one that says most."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     engine = EngineArgs.from_cli_args(parser.parse_args(["--model", *line]))
     assert engine.scheduler_cls == "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
 
 
-def test_the_start_says_what_is_shown(plain: str, plain_folder: Path) -> None:
+def test_documented_log_lines_appear_at_start(plain: str, plain_folder: Path) -> None:
     log = (plain_folder / "log").read_text()
     for line in fenced("text").splitlines():
         process, _, words = line.partition(") ")
@@ -38,7 +38,7 @@ def test_the_start_says_what_is_shown(plain: str, plain_folder: Path) -> None:
         assert re.search(rf"^{re.escape(process)} pid=\d+\) .*{pattern}$", log, re.MULTILINE), line
 
 
-def test_the_refusal_is_what_is_shown(plain: str) -> None:
+def test_documented_rejection_is_the_real_one(plain: str) -> None:
     body = {"model": "demo", "prompt": [5] * 3000, "max_tokens": 16}
     answer = httpx.post(f"{plain}/v1/completions", json=body, trust_env=False, timeout=PATIENCE)
     assert (answer.status_code, answer.json()) == (400, json.loads(fenced("json")))
