@@ -166,7 +166,7 @@ def test_embedding_needs_blocks_for_its_prompt_only() -> None:
 
 
 def test_scheduler_rejection_message_becomes_never_fits() -> None:
-    """The scheduler rejects a request whose blocks exceed its pool, and the message is recognised as NeverFits."""
+    """The message of a rejection by the scheduler is recognised as NeverFits."""
     served = Served()
     served.enter("large", 16 * 11, 10)
     served.world.run()

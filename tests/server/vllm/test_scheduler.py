@@ -1,4 +1,4 @@
-"""Tests of Tonnage's admission inside vLLM, with its real scheduler and block pool and made-up model outputs."""
+"""Tests of Tonnage's admission in vLLM's real scheduler and block pool, with made-up model outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that can never fit on a plain vLLM: clients get 400 with the numbers, and other requests are served."""
+"""Tests of requests that can never fit on a plain vLLM: status 400 with numbers, other requests are served."""
 
 from __future__ import annotations
 
