@@ -25,7 +25,7 @@ from tonnage.server.engines.vllm.told import Told, auto_numbers, put
 from tonnage.server.observe.vllm import logger as module
 from tonnage.server.observe.vllm.logger import TonnageStatLogger
 from tonnage.server.watch.samples import Samples
-from tonnage.server.watch.servers.families import auto_told
+from tonnage.server.watch.servers.families import read_auto
 
 BLOCKS = 22  # of 128 tokens in 64 MiB, 2,949,120 bytes each
 
@@ -47,10 +47,10 @@ def made() -> Any:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    shown = TonnageStatLogger._shown
+    shown = TonnageStatLogger._registered
     if shown is not None:
         REGISTRY.unregister(shown)
-        TonnageStatLogger._shown = None
+        TonnageStatLogger._registered = None
         if shown._sampler is not None:
             shown._sampler.stop()
 
@@ -257,7 +257,7 @@ def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
     assert value(seen, "tonnage_admission_holding", requests="preempted") == 1
     assert value(seen, "tonnage_admission_holding", requests="new") == known.fresh
     assert value(seen, "tonnage_admission_fallbacks_total") == 0
-    found = auto_told(Samples(generate_latest(REGISTRY).decode()))
+    found = read_auto(Samples(generate_latest(REGISTRY).decode()))
     assert found is not None
     assert found.cost is not None
     assert found.gain == pytest.approx(known.gain, abs=0.0005)
