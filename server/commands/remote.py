@@ -65,7 +65,7 @@ def follow(
 
 
 def seconds(text: str, field: str) -> float:
-    """Return the seconds in a text.
+    """Return the seconds in a command-line argument.
 
     Raises:
         DeploymentError: it is not a number between 0.1 and 86,400.

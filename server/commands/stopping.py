@@ -1,4 +1,4 @@
-"""The end of a command on SIGTERM."""
+"""A context manager that lets a command clean up on SIGTERM."""
 
 from __future__ import annotations
 

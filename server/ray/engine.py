@@ -132,7 +132,7 @@ class RayEngine(Engine):
         """Do nothing: a request ends when its iterator is closed, and only its replica knows it."""
 
     def stats(self) -> EngineStats:
-        """Return the sums over the latest reports."""
+        """Return the statistics of all replicas together, from their latest reports."""
         return self._stats
 
     def capacity(self) -> Capacity:

@@ -36,7 +36,7 @@ class Exporter:
         exporter = self
 
         class Handler(BaseHTTPRequestHandler):
-            """A request handler that serves the exporter's page."""
+            """A handler that serves the exporter's metrics page over HTTP."""
 
             timeout = _CLIENT_SECONDS
 
@@ -70,18 +70,18 @@ class Exporter:
         return f"http://{host!s}:{port}/metrics"
 
     def show(self, observation: Observation) -> None:
-        """Replace the page by a new observation."""
+        """Replace the exported metrics by a new observation."""
         self._look = observation
         self._write()
 
     def lost(self, error: WatchError) -> None:
-        """Remove the metrics of a server that does not answer."""
+        """Remove the exported metrics of a server that does not answer."""
         self._look = None
         self._failures += 1
         self._write()
 
     def close(self) -> None:
-        """Stop the HTTP server."""
+        """Stop the exporter's HTTP server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -103,7 +103,7 @@ class Exporter:
 
 
 def families(page: Page, observation: Observation) -> None:
-    """Write an observation. Counters are the watched server's own, so they restart with it."""
+    """Write the metrics of an observation. Counters are the watched server's own, so they restart with it."""
     facts, reading, planned = observation.facts, observation.reading, observation.planned
     page.info(
         "tonnage_watch_info",

@@ -13,10 +13,10 @@ _Shown = TypeVar("_Shown", contravariant=True)
 
 
 class Output(Protocol[_Shown]):
-    """An output for observations."""
+    """A place that shows observations of the watched server: lines, a terminal screen or an exporter."""
 
     def show(self, observe: _Shown) -> None:
-        """Show an observation."""
+        """Show an observation of the watched server."""
 
     def lost(self, error: WatchError) -> None:
         """Show that the server does not answer."""

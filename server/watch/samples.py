@@ -41,11 +41,11 @@ class Samples:
         return any(name.startswith(prefix) for name in self._found)
 
     def of(self, name: str) -> list[tuple[Labels, float]]:
-        """Return the labels and values of all series of a sample name."""
+        """Return the labels and values of all series with this sample name."""
         return self._found.get(name, [])
 
     def total(self, *names: str) -> float | None:
-        """Return the sum over the series of the first of `names` that is present, or None."""
+        """Return the sum over the series of the first of `names` that the page has, or None."""
         found = self.first(names)
         return None if found is None else sum(value for _, value in self.of(found))
 
@@ -55,7 +55,7 @@ class Samples:
         return None if value is None else round(value)
 
     def first(self, names: Iterable[str]) -> str | None:
-        """Return the first of `names` that is present, or None."""
+        """Return the first of several sample names that the page has, or None."""
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:

@@ -24,7 +24,7 @@ class Lines(Generic[AnyObservation]):
         to_dict: Callable[[AnyObservation], dict[str, Any]] | None,
         between: str = "",
     ) -> None:
-        """Create the output.
+        """Create an output of lines on stdout.
 
         Args:
             plain: returns the text of an observation.
@@ -40,7 +40,7 @@ class Lines(Generic[AnyObservation]):
     def __exit__(self, *_: object) -> None: ...
 
     def show(self, observation: AnyObservation) -> None:
-        """Print an observation."""
+        """Print an observation of the watched server."""
         if self._to_dict is not None:
             print(json.dumps(self._to_dict(observation)), flush=True)
             return
@@ -85,7 +85,7 @@ class Screen(Generic[AnyObservation]):
         self._live.stop()
 
     def show(self, observation: AnyObservation) -> None:
-        """Draw an observation."""
+        """Draw an observation of the watched server."""
         self._last = observation
         self._update(self._draw(observation, self._shades, None))
 

@@ -26,7 +26,7 @@ _WINDOW_SECONDS = 120.0  # for rates and the average request, equal to the windo
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One observation.
+    """The facts, plan and state of a watched server at one moment.
 
     Attributes:
         url: the server's URL.
@@ -59,7 +59,7 @@ class Observation:
 
 @dataclass(slots=True)
 class _Run:
-    """The current run of the server, between two of its restarts."""
+    """The server between two of its restarts, with its plan and its recent readings."""
 
     server: Server
     facts: ServerFacts
@@ -70,7 +70,7 @@ class _Run:
 
 
 class Watcher:
-    """An observer of one server.
+    """An observer of one running inference server.
 
     Args:
         client: the HTTP client.
@@ -130,7 +130,7 @@ class Watcher:
         return _Run(server, facts, planned, notes)
 
     def _again(self, server: Server, samples: Samples) -> _Run:
-        """Start over with a restarted server. A plan that cannot be made does not end the observation."""
+        """Start over with a restarted server; a plan that cannot be made does not end the observation."""
         try:
             run = self._begin(server, samples)
         except WatchError:  # the server is down again; the next observation starts over

@@ -58,7 +58,7 @@ class CoreStats:
             self._preemptions += iteration.num_preempted_reqs
 
     def stats(self, memory: MeasuredMemory, *, idle: bool = False) -> EngineStats:
-        """Return the statistics after the last step.
+        """Return the statistics of one engine core after its last step.
 
         vLLM's own scheduler reserves nothing, so its reserved blocks are its used blocks.
 
@@ -137,6 +137,6 @@ class EngineCores:
                 self.queued[finished.request_id] = finished.queued_time
 
     def stats(self, memory: MeasuredMemory, *, idle: bool) -> EngineStats:
-        """Return the sums over all engine cores, with the measured bytes passed through."""
+        """Return the statistics summed over all engine cores, with `memory` passed through."""
         parts = [core.stats(memory, idle=idle) for core in self._cores.values()]
         return replace(total(parts), memory=memory)

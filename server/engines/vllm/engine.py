@@ -117,12 +117,12 @@ class VLLMEngine(Engine):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan that the engine was created with."""
+        """Return the plan of the model and its KV pool."""
         return self._plan
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what requests may use on this engine."""
+        """Return the request features that this engine supports."""
         return self._capabilities
 
     def own_metrics(self) -> bytes:
@@ -343,7 +343,7 @@ class VLLMEngine(Engine):
         return self._ready and self._dead is None and not self._llm.errored
 
     def stats(self) -> EngineStats:
-        """Return the current statistics of all engine cores together."""
+        """Return the current statistics of all engine cores of vLLM together."""
         memory = MeasuredMemory(
             weights=self._weights,
             kv_pool=self._kv_pool,

@@ -152,7 +152,7 @@ class _Group:
 
 
 def _read(manager: Any) -> tuple[_Group, list[_Group]]:
-    """Return the first full-attention group of vLLM's manager, and the other groups.
+    """Return the first full-attention KV cache group of vLLM's manager, and its other groups.
 
     Raises:
         NotUnderstood: the manager's interface is unknown, or it has no prefixes to learn from.
@@ -216,7 +216,7 @@ class LearnedQueue:
 
     @property
     def stats(self) -> EvictionStats:
-        """Return the counts of evictions and fallbacks."""
+        """Return the counts of learned evictions and of exceptions."""
         failed = self._plain is not None
         return EvictionStats(self._order.learned and not failed, self._order.evicted, int(failed))
 
@@ -342,7 +342,7 @@ class LearnedQueue:
             self._fail()
 
     def started(self, granted: bool) -> None:
-        """Note whether vLLM allocated the first blocks of the request given to `starting`."""
+        """Note whether vLLM allocated the first blocks of a request, after `starting` announced it."""
         if self._plain is None and granted:
             try:
                 self._begin()  # no call has done it yet if vLLM neither took nor returned a block

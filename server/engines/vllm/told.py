@@ -1,4 +1,4 @@
-"""Transport of our scheduler's values from vLLM's engine core to our stat logger in the API process.
+"""Transport of our scheduler's statistics from vLLM's engine core to our stat logger in the API process.
 
 The values travel in the SchedulerStats of each step. vLLM decodes SchedulerStats as its own dataclass (msgspec,
 v1/serial_utils.py, 0.32), so a new field would be dropped. The free dictionary `kv_connector_stats` is asserted
@@ -110,7 +110,7 @@ _TABLES = ("decisions", "missing_blocks", "evictions")
 
 
 def put(told: Told, into: dict[str, int]) -> None:
-    """Write the record into a dict of vLLM's SchedulerStats."""
+    """Write our scheduler's statistics into a dict of vLLM's SchedulerStats."""
     into[f"{PREFIX}mode {told.mode}"] = 1
     for name in _NUMBERS:
         value = getattr(told, name)
@@ -122,7 +122,7 @@ def put(told: Told, into: dict[str, int]) -> None:
 
 
 def take(found: dict[str, int]) -> Told | None:
-    """Remove the record from a dict of vLLM's SchedulerStats and return it, or None when the dict has none."""
+    """Remove our scheduler's statistics from a dict of vLLM's SchedulerStats and return them, or None."""
     ours = {name.removeprefix(PREFIX): found.pop(name) for name in [*found] if name.startswith(PREFIX)}
     mode = next((name.partition(" ")[2] for name in ours if name.startswith("mode ")), None)
     if mode is None:

@@ -15,7 +15,7 @@ from tonnage.server.engines.niceness import stand_back
 
 
 class WorkerExtension:
-    """Methods that every vLLM worker gets."""
+    """Methods that `worker_extension_cls` adds to each vLLM worker, so that the API process can call them."""
 
     model_runner: Any
 

@@ -63,7 +63,7 @@ def headroom(
 
 
 class Trend:
-    """The growth of reserved blocks over the last two minutes."""
+    """The growth of reserved KV blocks over the last two minutes, for an estimate of the time to full."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()

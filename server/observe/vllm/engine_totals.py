@@ -50,11 +50,11 @@ class EngineTotals:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Return the outcomes that are known."""
+        """Return the request outcomes that are known; vLLM alone reports no aborted and rejected requests."""
         return _REPORTED if self.told is None else OUTCOMES
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Take in one message of the engine.
+        """Add one message of the engine to the totals.
 
         Args:
             scheduler: vLLM's SchedulerStats or None.

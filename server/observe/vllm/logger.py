@@ -104,7 +104,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take in the statistics of one step of an engine."""
+        """Add vLLM's statistics of one scheduler step to an engine's totals."""
         engine = self._engines.get(engine_idx)
         with self._guarded("after a step"):
             if engine is not None:

@@ -19,7 +19,7 @@ class CollectedPage(Page):
         self._families = families
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        """Add a histogram."""
+        """Add a histogram to the collected prometheus_client metrics."""
         family = self._metric(name, "histogram", text)
         count = 0
         for border, count in zip(

@@ -29,10 +29,10 @@ class Server(Protocol):
         """Return how to turn the metrics on, if this kind of server answers without metrics."""
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
-        """Return the facts about the server."""
+        """Return the version, model and flags of the server, which stay the same until it restarts."""
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the state of the server now."""
+        """Return the running requests, pool and counters of the server now."""
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
         """Return the server's own plan, or None."""

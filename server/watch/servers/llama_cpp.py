@@ -36,7 +36,7 @@ class LlamaCppServer:
         return None
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
-        """Return the facts about the server."""
+        """Return the model, context and slots of a llama-server."""
         props = mapping(client.get("/props").json())
         card = next(iter(cards(client.get("/v1/models").json())), {})
         slots, context = number(props.get("total_slots")) or 1, _context(props)
@@ -63,7 +63,7 @@ class LlamaCppServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the state of the server now."""
+        """Return the running requests, slots and counters of a llama-server now."""
         slots = objects(client.get("/slots").json())  # 501 with --no-slots: then only the counters
         replicas, typical = self._slots(samples, slots)
         return Reading(

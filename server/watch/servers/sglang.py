@@ -56,7 +56,7 @@ class SGLangServer:
         return None
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
-        """Return the facts about the server."""
+        """Return the version, model and arguments of an SGLang server."""
         info = _info(client)
         state = next(iter(objects(info.get("internal_states"))), {})
         arguments = {**info, **{key: value for key, value in state.items() if value is not None}}
@@ -77,7 +77,7 @@ class SGLangServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the state of the server now."""
+        """Return the running requests, pools and counters of an SGLang server now."""
         names = samples.values_of("dp_rank", "sglang:num_running_reqs") or [""]
         parts = [samples.where(dp_rank=name) if name else samples for name in names]
         started = samples.total("process_start_time_seconds")

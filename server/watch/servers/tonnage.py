@@ -32,11 +32,11 @@ class TonnageServer:
         return None
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
-        """Return the facts about the server."""
+        """Return the name of the model that a Tonnage server serves; its plan has all other facts."""
         return ServerFacts(self.title, None, text(_memory(client).get("model")), model=None)
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return the server's own plan."""
+        """Return the plan in the server's /memory."""
         try:
             return _planned(mapping(_memory(client)["plan"]))
         except (KeyError, TypeError, IndexError) as error:
@@ -46,7 +46,7 @@ class TonnageServer:
             ) from None
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the state of the server now."""
+        """Return the running requests, pool and counters of a Tonnage server now."""
         memory = _memory(client)
         measured = mapping(memory.get("measured"))
         state = {labels["state"]: round(value) for labels, value in samples.of("tonnage_engine_requests")}

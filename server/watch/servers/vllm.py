@@ -67,7 +67,7 @@ class VLLMServer:
         return read_plan(samples, _served(samples))
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
-        """Return the facts about the server."""
+        """Return the version, model and flags of a vLLM server."""
         version = mapping(client.get("/version").json()).get("version")
         own = next((card for card in cards(client.get("/v1/models").json()) if not card.get("parent")), {})
         flags = _from_labels(samples)
@@ -93,7 +93,7 @@ class VLLMServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the state of the server now."""
+        """Return the running requests, pools and counters of a vLLM server now."""
         engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
         parts = [samples.where(engine=name) if name else samples for name in engines]
         started = samples.total("process_start_time_seconds")

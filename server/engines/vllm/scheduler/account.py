@@ -277,7 +277,7 @@ class Account:
         return shared
 
     def _forget(self, id: str) -> None:
-        """Remove the blocks that leave with a request from `_shared`.
+        """Stop counting the blocks of an ended request as shared, where no other request holds them.
 
         A block may be allocated again for the same tokens and then belongs to one request. A connector may keep
         blocks longer than their request, so with one all blocks are removed: `private` is then too low, which
