@@ -404,7 +404,7 @@ def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) ->
     nobody = f"http://127.0.0.1:{free_port()}"
     with vllm() as other, pages(memory=json.dumps(older)) as old:
         for url, said in (
-            (nobody, "is it started"),
+            (nobody, "is it running"),
             (other.url, f"tonnage watch {other.url} shows vLLM"),
             (old.url, "use the server's release of tonnage"),
         ):

@@ -299,8 +299,8 @@ def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch)
     for manager, why in (
         (manager_of([full()], 8, enable_caching=False), "prefix caching is off"),
         (manager_of([sliding(40)], 8), "no KV cache group with full attention"),
-        (in_use, "in use already"),
-        (other, "other methods"),
+        (in_use, "already in use"),
+        (other, "unknown methods"),
     ):
         assert install(manager) is None
         assert why in said.pop()

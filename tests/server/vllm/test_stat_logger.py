@@ -211,7 +211,7 @@ def test_schedulers_values_pass_through_vllms_messages(made: Any) -> None:
     logger = TonnageStatLogger(made, [0])
     logger.record(got, iteration(finished(FinishReason.STOP, 10, 2), finished(FinishReason.LENGTH, 10, 2)))
     assert got.waiting_lora_adapters == {"an adapter": 1}  # vLLM's own loggers come after
-    assert logger._engines[0].seen.told == TOLD
+    assert logger._engines[0].totals.told == TOLD
     seen = page()
     assert value(seen, "tonnage_admission_info", mode="predictive") == 1
     assert value(seen, "tonnage_admission_decisions_total", outcome="admit", reason="fits") == 7
