@@ -360,11 +360,14 @@ def _is_smooth(between: float, own: float, bound: float) -> bool:
 
 
 def auto_of(policy: Policy, limits: Limits) -> Auto | None:
-    """Return the `Auto` that chooses the rule in mode ``auto``, or None in other modes."""
-    if policy.mode is not AdmissionMode.AUTO:
+    """Return the `Auto` that chooses the rule in mode ``auto``.
+
+    Returns None in other modes, and without groups, because nothing grows and there is nothing to forecast.
+    """
+    if policy.mode is not AdmissionMode.AUTO or not limits.layout.groups:
         return None
     engine = Engine(
-        limits.usable_blocks // max(1, len(limits.layout.groups)), limits.layout.block_size,
+        limits.usable_blocks // len(limits.layout.groups), limits.layout.block_size,
         limits.max_num_batched_tokens, limits.max_num_seqs,
     )  # fmt: skip
     compile_rehearsal()  # before the first request

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from tonnage.cache.admission import decide as decisions
-from tonnage.cache.admission.auto import auto_of
-from tonnage.cache.admission.decide import Newcomer, Rules, State
+from tonnage.cache.admission.adapter import AdmissionAdapter
+from tonnage.cache.admission.decide import Newcomer, State
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.passing import Head, head_start
-from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy
+from tonnage.cache.admission.policy import Policy
 from tonnage.cache.admission.reservation import refusal, reserved_blocks, split_reservation
 from tonnage.cache.admission.safety import Leaving, last_owners
 from tonnage.cache.admission.snapshot import RunningSnapshot
@@ -26,7 +26,7 @@ from tonnage.cache.prefix import hits
 from tonnage.cache.sequences import steps
 
 
-class Admission:
+class Admission(AdmissionAdapter):
     """An admission policy applied to the running requests of a block manager.
 
     `ended` teaches it output lengths, and ``auto`` (None in other modes) the cost of steps. Every other method
@@ -34,24 +34,10 @@ class Admission:
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
-        self.policy, self.reservations = policy, reservations
-        self.limits, self.core = reservations.limits, reservations.core
-        self.auto = auto_of(policy, self.limits)
-        holds = policy if self.auto is None else policy.under(VLLM)
-        self.rules = Rules(holds, self.limits, LengthForecast(holds.quantile, holds.cautious))
+        super().__init__(policy, reservations.limits, LengthForecast())
+        self.reservations, self.core = reservations, reservations.core
         self._rows = columns(self.core.rows)
         self._full = np.flatnonzero(columns(self.core.groups).kind == FULL).tolist()
-
-    @property
-    def mode(self) -> AdmissionMode:
-        """The mode in effect now; ``auto`` alternates between two other modes."""
-        return self.rules.policy.mode
-
-    def choose(self, in_system: int) -> None:
-        """Let mode ``auto`` choose the rule, with ``in_system`` requests running and waiting."""
-        if self.auto is not None:
-            rule = self.auto.rule(in_system)
-            self.rules.follow(self.policy.under(rule), rule.fresh)
 
     # -- requests that start -------------------------------------------------------------------------------
 
@@ -124,23 +110,6 @@ class Admission:
             after, np.append(state.produced, request.produced), [*(state.tenants or ()), request.tenant]
         )
         return head_start(request, int(left[-1]), state.snapshot, left[:-1], self.limits, self.rules.margin)
-
-    def committed(self) -> int:
-        """Return the usable blocks that count as taken for a new request, with the margin to leave free."""
-        return decisions.committed(self._state(), self.rules)
-
-    def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
-        """Learn from a sequence that ended by itself (not cancelled).
-
-        Args:
-            output_tokens: Tokens it produced.
-            tenant: Name of its tenant.
-            prompt_tokens: Tokens of its prompt that were not found in the prefix cache.
-            max_tokens: Upper bound of the tokens it could have produced.
-        """
-        self.rules.forecast.ended(output_tokens, tenant)
-        if self.auto is not None:
-            self.auto.ended(prompt_tokens, output_tokens, max_tokens)
 
     # -- sequences that grow -------------------------------------------------------------------------------
 

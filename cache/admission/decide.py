@@ -102,7 +102,8 @@ _GREEDY = Policy(AdmissionMode.GREEDY)
 class Rules:
     """What decisions follow: the mode in effect, the limits of the pool, and learned lengths.
 
-    ``fresh`` False: requests without output start by vLLM's rule.
+    The policy determines the quantile of ``forecast``. ``fresh`` False: requests without output start by vLLM's
+    rule.
     """
 
     policy: Policy
@@ -113,6 +114,7 @@ class Rules:
     by_sum: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.forecast.quantile, self.forecast.cautious = self.policy.quantile, self.policy.cautious
         self.margin = self.policy.margin(self.limits)
         # A window stops growing: without a full-attention group the sum of reservations is the peak.
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
@@ -122,7 +124,6 @@ class Rules:
         self.fresh = fresh
         if policy != self.policy:
             self.policy = policy
-            self.forecast.quantile, self.forecast.cautious = policy.quantile, policy.cautious
             self.__post_init__()
 
     def lengths(self, state: RunningSnapshot, produced: Int64Array, tenants: list[str] | None) -> Int64Array:

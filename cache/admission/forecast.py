@@ -59,7 +59,7 @@ class LengthForecast:
         CacheConfigError: ``quantile`` is outside (0, 1].
     """
 
-    def __init__(self, quantile: float, cautious: bool = False) -> None:
+    def __init__(self, quantile: float = 1.0, cautious: bool = False) -> None:
         if not 0 < quantile <= 1:
             raise CacheConfigError(
                 f"{quantile} is not in (0, 1]", field="length_quantile", hint="0.5 is the median"

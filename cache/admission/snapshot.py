@@ -8,7 +8,6 @@ request is admitted. A window that releases a shared block therefore changes no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,18 +93,3 @@ class RunningSnapshot:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def with_one(
-        self, used: int, windowed: int, private_lost: Int32Array, entry: Sequence[int]
-    ) -> RunningSnapshot:
-        """Return the snapshot with one more request as its last row.
-
-        Args:
-            used: Referenced blocks that it adds.
-            windowed: Blocks that it sets aside.
-            private_lost: int32 [running]: blocks that each running request holds alone and would share with it.
-            entry: Its value of each column, in order.
-        """
-        rows = np.vstack((self.rows, np.array(entry, np.int32)))
-        rows[:-1, PRIVATE] -= private_lost
-        return RunningSnapshot(self.usable, self.used + used, self.windowed + windowed, rows)

@@ -129,17 +129,13 @@ class Account:
             encoder = sum(request.get_num_encoder_embeds(at) for at in range(request.num_encoder_inputs))
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
-    def snapshot(self, rows: Int32Array | None = None) -> RunningSnapshot:
-        """Return the state of the running requests in vLLM's order; O(running).
-
-        Args:
-            rows: int32 [requests or more, COLUMNS], the array to fill. None allocates one.
-        """
+    def snapshot(self) -> RunningSnapshot:
+        """Return the counts of the running requests in vLLM's order; O(running)."""
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
         find = self._tables.get
         tables = np.fromiter([len(find(request.request_id, ())) for request in running], np.int32, len(running))
-        rows = np.empty((len(order), COLUMNS), np.int32) if rows is None else rows[: len(order)]
+        rows = np.empty((len(order), COLUMNS), np.int32)
         summarize(self._kept, order, computed, tables, groups.lookahead, groups.count, rows)
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
         used = self._used()

@@ -13,16 +13,13 @@ import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Policy, committed_peak
 from tonnage.cache.admission import decide as decisions
-from tonnage.cache.admission.auto import auto_of
-from tonnage.cache.admission.decide import Newcomer, Rules, State
+from tonnage.cache.admission.adapter import AdmissionAdapter
+from tonnage.cache.admission.decide import Newcomer, State
 from tonnage.cache.admission.forecast import FloatArray, LengthForecast
 from tonnage.cache.admission.loops import compile_loops
-from tonnage.cache.admission.policy import VLLM
-from tonnage.cache.admission.snapshot import COLUMNS
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
-from tonnage.server.engines.vllm.scheduler.groups import Groups
 
 # Upper bound of the requests that start in one step. A burst is spread over several steps.
 _WAVE = 32
@@ -35,8 +32,8 @@ class SteadyForecast(LengthForecast):
     the current step.
     """
 
-    def __init__(self, policy: Policy, every: int) -> None:
-        super().__init__(policy.quantile, policy.cautious)
+    def __init__(self, every: int) -> None:
+        super().__init__()
         self.step, self._every, self._until = 0, every, 0
         self._curve: FloatArray | None = None
 
@@ -46,18 +43,13 @@ class SteadyForecast(LengthForecast):
         return self._curve
 
 
-class VllmAdmission:
+class VllmAdmission(AdmissionAdapter):
     """An admission policy applied to the requests of an account. Greedy mode, vLLM's own rule, skips it."""
 
     def __init__(self, policy: Policy, account: Account) -> None:
-        self.policy, self.account = policy, account
-        self.groups: Groups = account.groups
-        self.limits = account.groups.limits
-        # Without a full group no request grows block by block, so there is nothing to forecast.
-        self.auto = auto_of(policy, self.limits) if self.groups.count else None
-        holds = policy.under(VLLM) if policy.mode is AdmissionMode.AUTO else policy
-        self.forecast = SteadyForecast(holds, self.limits.layout.block_size)
-        self.rules = Rules(holds, self.limits, self.forecast)
+        self.account, self.groups = account, account.groups
+        self.forecast = SteadyForecast(account.groups.limits.layout.block_size)
+        super().__init__(policy, account.groups.limits, self.forecast)
         compile_loops()  # before a request pays for it
         # After a refusal, one request is decided on for each that leaves. Once one has left and a quarter of a
         # block's worth of steps is over, all are decided on again: the blocks of one may be enough for two.
@@ -69,25 +61,6 @@ class VllmAdmission:
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
         # Guaranteed mode: blocks that steps may still take before a running request has to skip one.
         self._slack = 0
-
-    @property
-    def mode(self) -> AdmissionMode:
-        """Return the mode in force; with `auto` this is one of two others."""
-        return self.rules.policy.mode
-
-    def choose(self) -> None:
-        """Let ``auto`` choose the rule of the next step."""
-        scheduler = self.account.scheduler
-        if self.auto is not None and scheduler.waiting:
-            rule = self.auto.rule(len(scheduler.running) + len(scheduler.waiting))
-            self.rules.follow(self.policy.under(rule), rule.fresh)
-
-    def ended(self, request: Any) -> None:
-        """Learn from a request that ended by itself. The account must still have its entry."""
-        self.forecast.ended(request.num_output_tokens)
-        if self.auto is not None:
-            found = self.account.found.get(request.request_id, 0)
-            self.auto.ended(request.num_prompt_tokens - found, request.num_output_tokens, request.max_tokens)
 
     # -- requests that can never fit -------------------------------------------------------------------------
 
@@ -122,24 +95,13 @@ class VllmAdmission:
         """Return the blocks that the request lacked if it was the last one refused, else 0."""
         return self._short if self._refused[0] == id else 0
 
-    def committed(self) -> int:
-        """Return the usable blocks that count as taken when a new request is decided on; O(running).
-
-        They include the margin that admission keeps free.
-        """
-        return decisions.committed(self._state(0), self.rules)
-
-    def _state(self, most: int) -> State:
+    def _state(self, most: int = 0) -> State:
         """Return the state of the running requests, with rows for `most` new ones."""
-        rows = np.empty((len(self.account) + most, COLUMNS), np.int32)
-        snapshot = self.account.snapshot(rows)
+        snapshot = self.account.snapshot()
         return State(
-            snapshot,
-            rows,
-            self.account.reserved,
-            snapshot.output.astype(np.int64),
-            outsiders=self.account.outsiders(),
-        )
+            snapshot, decisions.empty_rows(snapshot, most), self.account.reserved,
+            snapshot.output.astype(np.int64), outsiders=self.account.outsiders(),
+        )  # fmt: skip
 
     # -- one step --------------------------------------------------------------------------------------------
 

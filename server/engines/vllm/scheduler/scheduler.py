@@ -110,7 +110,8 @@ class Admitting(Scheduler):
         if not greedy:
             with self._ours("before a step"):
                 self._account.sync()
-                self.admission.choose()
+                if self.waiting:
+                    self.admission.choose(len(self.running) + len(self.waiting))
                 if self.admission.mode is not AdmissionMode.GREEDY:
                     allowed, stalled = self._plan()
                 free = self._account.pool.get_num_free_blocks()
@@ -151,9 +152,13 @@ class Admitting(Scheduler):
         if self.admission is not None:
             with self._ours("when a request ended"):
                 self._account.leave(request.request_id)
+                found = self._account.found.pop(request.request_id, 0)
                 if _by_itself(request):
-                    self.admission.ended(request)
-                self._account.found.pop(request.request_id, None)
+                    self.admission.ended(
+                        request.num_output_tokens,
+                        prompt_tokens=request.num_prompt_tokens - found,
+                        max_tokens=request.max_tokens,
+                    )
         return super()._free_request(request, *args, **named)
 
     def _preempt_request(self, request: Request, *args: Any, **named: Any) -> None:
@@ -315,24 +320,24 @@ class Admitting(Scheduler):
         if allowed is None:
             yield
             return
-        everybody, before = self.waiting, self.running
+        queue, before = self.waiting, self.running
         seats = self._rules.seats
         most = getattr(self, seats)
         passed: list[Request] = []
         out = set(stalled)
         with self._ours("before a step"):
-            if everybody:
+            if queue:
                 self.waiting = create_request_queue(self.policy)
-                passed = self._take(everybody, set(allowed))
+                passed = self._take(queue, set(allowed))
             if stalled:
                 self.running = [request for request in before if request not in out]
                 setattr(self, seats, most - len(stalled))
         if self.admission is None:
             self._gather()
-            everybody, stalled = self.waiting, []
-        elif self.waiting is not everybody:
-            waiting = len(everybody) + len(passed) - len(self.waiting)
-            self._left_out, self._held = (len(stalled), waiting), everybody
+            queue, stalled = self.waiting, []
+        elif self.waiting is not queue:
+            waiting = len(queue) + len(passed) - len(self.waiting)
+            self._left_out, self._held = (len(stalled), waiting), queue
         else:
             self._left_out = len(stalled), 0
         try:
@@ -347,24 +352,24 @@ class Admitting(Scheduler):
                         *(request for request in before if request in still),
                         *(request for request in self.running if request not in known),
                     ]
-                if self.waiting is not everybody:
-                    self._put_back(everybody, passed, allowed)
+                if self.waiting is not queue:
+                    self._put_back(queue, passed, allowed)
             if self.admission is None:
                 self._gather()
 
-    def _take(self, everybody: Any, allowed: set[Request]) -> list[Request]:
+    def _take(self, queue: Any, allowed: set[Request]) -> list[Request]:
         """Move `allowed` into the empty `self.waiting`; return all requests that had to be popped for it."""
         passed: list[Request] = []
         left = len(allowed)
         while left:
-            request = everybody.pop_request()
+            request = queue.pop_request()
             passed.append(request)
             if request in allowed:
                 self.waiting.add_request(request)
                 left -= 1
         return passed
 
-    def _put_back(self, everybody: Any, passed: list[Request], allowed: list[Request]) -> None:
+    def _put_back(self, queue: Any, passed: list[Request], allowed: list[Request]) -> None:
         """Restore the queue that `_take` emptied, with all requests that still wait at its head.
 
         First come requests that vLLM preempted in the step, then the requests of `passed` that did not start,
@@ -374,9 +379,9 @@ class Admitting(Scheduler):
         held = was.difference(allowed)
         first = [request for request in waits if request not in was]
         first += [request for request in passed if request in held or request in waits]
-        self.waiting = everybody
+        self.waiting = queue
         for request in reversed(first):
-            everybody.prepend_request(request)
+            queue.prepend_request(request)
 
     # -- exceptions in our code ------------------------------------------------------------------------------
 
