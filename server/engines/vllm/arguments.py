@@ -96,7 +96,7 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
         "admission_mode": str(policy.mode), "watermark": policy.watermark, "target_itl": policy.target_itl
     }  # fmt: skip
     return {
-        "scheduler_cls": "tonnage.server.engines.vllm.scheduler.ours.BackendScheduler",
+        "scheduler_cls": "tonnage.server.engines.vllm.scheduler.backend_scheduler.BackendScheduler",
         "additional_config": {
             "tonnage": {key: value for key, value in admission.items() if value is not None},
             BACKEND: {"grammars": grammars, "prefixes": [list(prefix) for prefix in sharing.prefixes]},

@@ -1,6 +1,7 @@
 """Statistics of vLLM's engine cores, taken from the messages that they send after each step.
 
-A message has vLLM's own statistics, and what our scheduler adds to them (`tonnage.server.engines.vllm.told`).
+A message has vLLM's own statistics, and the values that our scheduler adds
+(`tonnage.server.engines.vllm.stats_transport`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats, total
-from tonnage.server.engines.vllm.told import Told, take
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, take_stats
 
 
 class CoreStats:
@@ -19,11 +20,11 @@ class CoreStats:
     Args:
         num_blocks: blocks of its pool, with the null block.
         caching: whether prompts are looked up in the prefix cache.
-        told: the values of our scheduler before the first step, None when vLLM's own scheduler runs.
+        admission: our scheduler's statistics before the first step, None when vLLM's own scheduler runs.
     """
 
-    def __init__(self, num_blocks: int, *, caching: bool, told: Told | None = None) -> None:
-        self.num_blocks, self.told = num_blocks, told
+    def __init__(self, num_blocks: int, *, caching: bool, admission: AdmissionStats | None = None) -> None:
+        self.num_blocks, self.admission = num_blocks, admission
         self._caching, self._steps = caching, 0
         self._running = self._waiting = 0
         self._usage = 0.0
@@ -42,9 +43,9 @@ class CoreStats:
             iteration: vLLM's IterationStats or None.
         """
         if scheduler is not None:
-            found = take(scheduler.waiting_lora_adapters)
+            found = take_stats(scheduler.waiting_lora_adapters)
             # The first step shows whether our scheduler runs. It may stop reporting later.
-            self.told = found if self._steps == 0 else found or self.told
+            self.admission = found if self._steps == 0 else found or self.admission
             self._steps += 1
             self._running = scheduler.num_running_reqs
             self._waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
@@ -66,16 +67,16 @@ class CoreStats:
             memory: measured bytes, passed through.
             idle: no request is left, whatever the last message said.
         """
-        told = self.told or Told("greedy")
-        if idle and told.reserved is not None:
-            told = replace(told, reserved=0, committed=0, waste=0)
+        admission = self.admission or AdmissionStats("greedy")
+        if idle and admission.reserved is not None:
+            admission = replace(admission, reserved=0, committed=0, waste=0)
         usable = max(0, self.num_blocks - 1)
         used = 0 if idle else min(usable, round(self._usage * usable))
         # The count is up to one second old, when fewer blocks may have been in use.
-        cached = None if told.cached is None else min(told.cached, usable - used)
+        cached = None if admission.cached is None else min(admission.cached, usable - used)
         evicted: tuple[int, ...] = ()
-        if told.cached is not None:
-            evicted = tuple(told.evictions.get(("blocks", cause), 0) for cause in EVICTION_CAUSES)
+        if admission.cached is not None:
+            evicted = tuple(admission.evictions.get(("blocks", cause), 0) for cause in EVICTION_CAUSES)
         return EngineStats(
             ready=True,
             running=0 if idle else self._running,
@@ -86,20 +87,20 @@ class CoreStats:
                 used,
                 cached,
                 usable - used - (cached or 0),
-                reserved=used if told.reserved is None else max(used, told.reserved),
+                reserved=used if admission.reserved is None else max(used, admission.reserved),
                 evictions=sum(evicted),
                 evictions_by_cause=evicted,
-                committed=told.committed,
-                tail_waste_slots=told.waste,
+                committed=admission.committed,
+                tail_waste_slots=admission.waste,
             ),
             memory=memory,
-            admissions=tuple((*key, count) for key, count in told.decisions.items()),
-            refused_blocks=tuple((*key, count) for key, count in told.missing_blocks.items()),
+            admissions=tuple((*key, count) for key, count in admission.decisions.items()),
+            refused_blocks=tuple((*key, count) for key, count in admission.missing_blocks.items()),
             preemptions=self._preemptions,
             preempted_tokens=self._preempted_tokens if self._caching else None,
-            invariant_violations=told.broken,
-            admission_mode=told.mode,
-            auto=told.auto,
+            invariant_violations=admission.broken,
+            admission_mode=admission.mode,
+            auto=admission.auto,
         )
 
 
@@ -121,8 +122,8 @@ class EngineCores:
         self._cores = {0: self._new(num_blocks)}
 
     def _new(self, num_blocks: int) -> CoreStats:
-        nothing = Told(self._mode, reserved=0, committed=0, waste=0, broken=0, cached=0)
-        return CoreStats(num_blocks, caching=self._caching, told=nothing)
+        nothing = AdmissionStats(self._mode, reserved=0, committed=0, waste=0, broken=0, cached=0)
+        return CoreStats(num_blocks, caching=self._caching, admission=nothing)
 
     def join(self, index: int, num_blocks: int) -> None:
         """Add engine core `index`, which has started with `num_blocks` blocks."""

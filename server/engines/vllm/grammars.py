@@ -33,7 +33,7 @@ logging.getLogger("vllm.v1.core.sched.scheduler").addFilter(
 )
 
 
-class Answer:
+class GrammarState:
     """The grammar state of one request, in the interface of vLLM's StructuredOutputGrammar.
 
     The interface is in v1/structured_output/backend_types.py. The methods that only draft tokens need are
@@ -90,7 +90,7 @@ class Answer:
         return self.done
 
 
-class Backend:
+class GrammarBackend:
     """A factory of grammar states, in the interface of vLLM's StructuredOutputBackend.
 
     A grammar that fails to compile yields a state with the error, which the sequence reports when it ends.
@@ -103,15 +103,15 @@ class Backend:
 
     def compile_grammar(
         self, request_type: object, grammar_spec: str, stop_token_ids: set[int] | None = None
-    ) -> Answer:
+    ) -> GrammarState:
         """Return the grammar state of a request from the encoded grammar of the API process."""
         checked = CheckedGrammar.decode(grammar_spec)
         try:
             ends = tuple(stop_token_ids or ())
             matcher = self._kept.begin(checked.grammar, ends, checked.grammar.text, checked.bytes)
         except TonnageError as error:
-            return Answer(checked.tenant, None, str(error))
-        return Answer(checked.tenant, matcher, None)
+            return GrammarState(checked.tenant, None, str(error))
+        return GrammarState(checked.tenant, matcher, None)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
         """Return a mask that allows every token (int32 [sequences, vocab / 32])."""
@@ -128,7 +128,7 @@ class _Threads:
         self._grammars = ThreadPoolExecutor(1, "grammars")
         self._tags = ThreadPoolExecutor(1, "structural tags")
 
-    def submit(self, create: Callable[[Any], Answer], request: Any) -> Future[Answer]:
+    def submit(self, create: Callable[[Any], GrammarState], request: Any) -> Future[GrammarState]:
         """Compile the grammar of a vLLM request in the thread of its kind."""
         tag = request.structured_output_request.params.structural_tag is not None
         return (self._tags if tag else self._grammars).submit(create, request)
@@ -139,13 +139,13 @@ class _Threads:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-class Bounded(Scheduler):
+class BoundedGrammars(Scheduler):
     """A mixin for vLLM's scheduler that bounds the memory and time of grammars."""
 
     def __init__(self, *args: Any, **flags: Any) -> None:
         super().__init__(*args, **flags)
         manager: Any = self.structured_output_manager
-        manager.backend = Backend(self.vllm_config)
+        manager.backend = GrammarBackend(self.vllm_config)
         manager.executor.shutdown()
         manager.executor = _Threads()
 
@@ -157,7 +157,7 @@ class Bounded(Scheduler):
                 request: Any = self.requests.get(request_id)
                 if request is None or not request.use_structured_output or request.is_prefill_chunk:
                     continue
-                answer: Answer = request.structured_output_request.grammar
+                answer: GrammarState = request.structured_output_request.grammar
                 answer.request = request
                 if answer.matcher is not None and answer.error is None and not answer.done:
                     drawing.append((answer, answer.matcher))

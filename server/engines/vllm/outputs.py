@@ -10,7 +10,7 @@ from tonnage.server.engines.errors import EngineDead, NeverFits
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.vllm.checked_grammar import COMPLETE, CheckedGrammar
 from tonnage.server.engines.vllm.params import prompt_logprobs, token_logprobs
-from tonnage.server.engines.vllm.told import NEVER
+from tonnage.server.engines.vllm.stats_transport import NEVER_FITS
 
 
 class OutputConverter:
@@ -42,7 +42,7 @@ class OutputConverter:
             tokens = tuple(sequence.token_ids)
             finish, wrong = _finish(sequence)
             if wrong is not None:
-                if wrong.startswith(NEVER):
+                if wrong.startswith(NEVER_FITS):
                     raise NeverFits(wrong, field="prompt")
                 tokens = ()
             if sequence.finish_reason == "stop" and tokens and tokens[-1] in self._stops:

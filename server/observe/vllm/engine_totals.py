@@ -13,7 +13,7 @@ from typing import Any
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm.core_stats import CoreStats
-from tonnage.server.engines.vllm.told import Told
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
@@ -44,14 +44,14 @@ class EngineTotals:
         self._prompt_tokens = self._generation_tokens = self._hit_tokens = 0
 
     @property
-    def told(self) -> Told | None:
+    def admission(self) -> AdmissionStats | None:
         """Return the values of our scheduler, or None when it does not run."""
-        return self._core.told
+        return self._core.admission
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """Return the request outcomes that are known; vLLM alone reports no aborted and rejected requests."""
-        return _REPORTED if self.told is None else OUTCOMES
+        return _REPORTED if self.admission is None else OUTCOMES
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         """Add one message of the engine to the totals.
@@ -63,13 +63,13 @@ class EngineTotals:
         self._core.record(scheduler, iteration)
         if iteration is not None:
             self._of_iteration(iteration)
-        if self.told is None:
+        if self.admission is None:
             self.counts.in_flight = self._core.unfinished
         else:
-            self._settle(self.told)
+            self._settle(self.admission)
         self.tenant.in_flight = self.counts.in_flight
 
-    def _settle(self, told: Told) -> None:
+    def _settle(self, admission: AdmissionStats) -> None:
         """Derive aborted requests and requests in flight from our scheduler's counts.
 
         received = outcomes + in flight, so a request that left without an outcome was aborted. At a stop string
@@ -77,11 +77,11 @@ class EngineTotals:
         """
         counts = self.counts
         ended = sum(counts.outcomes[outcome] for outcome in _REPORTED)
-        aborted = max(counts.outcomes["aborted"], told.received - told.unfinished - ended)
+        aborted = max(counts.outcomes["aborted"], admission.received - admission.unfinished - ended)
         counts.outcomes["aborted"] = self.tenant.outcomes["aborted"] = aborted
-        counts.received = told.received + counts.outcomes["rejected"]
-        counts.in_flight = max(0, told.received - ended - aborted)
-        self.tenant.asked_blocks = told.asked or 0
+        counts.received = admission.received + counts.outcomes["rejected"]
+        counts.in_flight = max(0, admission.received - ended - aborted)
+        self.tenant.asked_blocks = admission.asked or 0
 
     def rejected(self, reason: str) -> None:
         """Count a request that vLLM's front end rejected (0.32: `max_num_queued_reqs` or `_tokens`)."""

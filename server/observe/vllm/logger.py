@@ -29,7 +29,7 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm import figures
 from tonnage.server.engines.vllm.client_errors import return_rejections
 from tonnage.server.engines.vllm.deployment import read_config, served_name
-from tonnage.server.engines.vllm.told import take
+from tonnage.server.engines.vllm.stats_transport import take_stats
 from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
@@ -110,7 +110,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             if engine is not None:
                 engine.totals.record(scheduler_stats, iteration_stats)
             elif scheduler_stats is not None:
-                take(scheduler_stats.waiting_lora_adapters)  # keep our values off vLLM's own page
+                take_stats(scheduler_stats.waiting_lora_adapters)  # keep our values off vLLM's own page
 
     def record_admission_rejection(self, reason: str) -> None:
         """Count a request that vLLM's front end rejected."""
@@ -139,7 +139,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         page.counter(
             "tonnage_plugin_errors",
             "Exceptions of Tonnage inside vLLM; they reach nothing of vLLM, but figures may be missing.",
-            self._errors + sum(e.totals.told.failures for e in self._engines.values() if e.totals.told),
+            self._errors
+            + sum(e.totals.admission.failures for e in self._engines.values() if e.totals.admission),
         )
         return families.values()
 
@@ -198,16 +199,18 @@ class EngineMetrics:
         layout = None if plan is None else plan.kv_cache.layout
         if plan is not None:
             self._write_planned(page, plan, stats)
-        told = totals.told
-        engine_families(page, stats, told.mode if told else "greedy", ready=True)
+        admission = totals.admission
+        engine_families(page, stats, admission.mode if admission else "greedy", ready=True)
         pool_families(page, layout, stats)
         engine_request_families(page, stats)
-        if told is not None:
+        if admission is not None:
             admission_families(page, stats, totals.counts.refused)
             auto_families(page, stats.auto)
         request_families(page, totals.counts, totals.outcomes)
         latency_families(page, totals.counts)
-        size = layout.bytes_per_block if layout is not None and told and told.asked is not None else None
+        size = (
+            layout.bytes_per_block if layout is not None and admission and admission.asked is not None else None
+        )
         tenant_families(page, {NO_TENANT: totals.tenant}, size, totals.outcomes)
 
     def _write_planned(self, page: CollectedPage, plan: Plan, stats: EngineStats) -> None:

@@ -18,8 +18,8 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.arguments import scheduling_arguments
 from tonnage.server.engines.vllm.grammars import Bounded
-from tonnage.server.engines.vllm.scheduler.ours import BackendScheduler
-from tonnage.server.engines.vllm.told import take
+from tonnage.server.engines.vllm.scheduler.backend_scheduler import BackendScheduler
+from tonnage.server.engines.vllm.stats_transport import take_stats
 
 POLICIES = [
     Policy(),
@@ -66,7 +66,7 @@ def test_every_mode_runs_and_reports_itself(
     world.run()
     assert set(world.produced.values()) == {60}
     assert ours.fallbacks == 0
-    told = take(ours.make_stats().waiting_lora_adapters)
+    told = take_stats(ours.make_stats().waiting_lora_adapters)
     assert told is not None
     assert (told.mode, told.received, told.unfinished) == (policy.mode, 20, 0)
     assert (world.preemptions > 0) == (policy.mode is AdmissionMode.GREEDY)
@@ -74,7 +74,7 @@ def test_every_mode_runs_and_reports_itself(
 
 def test_scheduler_reports_although_plugins_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")  # the stat logger of a plain vLLM, not our engine
-    assert take(made(plan, Policy()).make_stats().waiting_lora_adapters) is not None
+    assert take_stats(made(plan, Policy()).make_stats().waiting_lora_adapters) is not None
 
 
 @pytest.mark.parametrize(("grammars", "asynchronous"), [(False, True), (True, False)])
@@ -92,7 +92,7 @@ def test_unknown_vllm_version_uses_its_own_scheduler(
         world.add(request(f"r{at}", 3 * BLOCK, 120, priority=at, arrival=at), 60)
     world.run()
     assert set(world.produced.values()) == {60}
-    assert take(own.make_stats().waiting_lora_adapters) is None
+    assert take_stats(own.make_stats().waiting_lora_adapters) is None
 
 
 def test_encoder_keeps_vllms_scheduler(plan: Plan) -> None:

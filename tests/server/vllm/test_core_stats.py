@@ -8,15 +8,15 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, Schedule
 from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import AutoStats, EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm.core_stats import EngineCores
-from tonnage.server.engines.vllm.told import Told, auto_numbers, put
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers, write_stats
 
 BLOCKS = 101
 
 
-def step(told: Told | None = None, **said: float) -> SchedulerStats:
+def step(told: AdmissionStats | None = None, **said: float) -> SchedulerStats:
     stats = SchedulerStats(**said)  # type: ignore[arg-type]
     if told is not None:
-        put(told, stats.waiting_lora_adapters)
+        write_stats(told, stats.waiting_lora_adapters)
     return stats
 
 
@@ -35,7 +35,7 @@ def now(made: EngineCores, *, idle: bool = False) -> EngineStats:
     return stats
 
 
-TOLD = Told(
+TOLD = AdmissionStats(
     "predictive", received=9, unfinished=5, reserved=60, committed=44, asked=80, waste=30, broken=0, cached=20,
     decisions={("admit", "fits"): 4, ("wait", "blocks"): 1}, missing_blocks={("wait", "blocks"): 3},
     evictions={("blocks", "decode"): 6},
@@ -79,7 +79,7 @@ def test_auto_stats_of_engine_cores_are_merged() -> None:
     assert now(made).auto is None  # nothing is told before the first step
     for index, share in ((0, 0.9), (1, 0.6)):
         auto = AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), share, gain=1.1, fallbacks=index)
-        made.record(index, step(Told("auto", **auto_numbers(auto))), None)
+        made.record(index, step(AdmissionStats("auto", **auto_numbers(auto))), None)
     assert now(made).auto == AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), 0.6, gain=1.1, fallbacks=1)
 
 

@@ -337,10 +337,10 @@ def test_scheduler_reports_an_eviction_failure(monkeypatch: pytest.MonkeyPatch) 
     w = Steps(scheduler(TonnageScheduler, config(80, mode="predictive", eviction="learned")))
     w.add(steps_request("first", 40, 60), 50)
     w.step()
-    assert w.scheduler._told(w.scheduler._report).failures == 0
+    assert w.scheduler._admission_stats(w.scheduler._report).failures == 0
     monkeypatch.setattr(w.scheduler.eviction._order, "release", None)
     w.run()
-    told = w.scheduler._told(w.scheduler._report)
+    told = w.scheduler._admission_stats(w.scheduler._report)
     assert (told.mode, told.failures) == ("predictive", 1)
 
 

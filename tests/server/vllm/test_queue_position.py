@@ -13,7 +13,7 @@ from tonnage.server.engines.errors import NeverFits
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.vllm.queue_position import QueuePositions
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
-from tonnage.server.engines.vllm.told import NEVER
+from tonnage.server.engines.vllm.stats_transport import NEVER_FITS
 
 LAYOUT = KVLayout(
     groups=(KVGroup("full", (0, 1)),),
@@ -170,4 +170,4 @@ def test_scheduler_rejection_message_becomes_never_fits() -> None:
     served = Served()
     served.enter("large", 16 * 11, 10)
     served.world.run()
-    assert str(served.world.ended["large"].stop_reason).startswith(NEVER)
+    assert str(served.world.ended["large"].stop_reason).startswith(NEVER_FITS)

@@ -15,7 +15,7 @@ from tonnage.server.engines.stats import AutoStats, stats_of_auto
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler import report as module
 from tonnage.server.engines.vllm.scheduler.account import RESERVED
-from tonnage.server.engines.vllm.told import PREFIX, Told, take
+from tonnage.server.engines.vllm.stats_transport import PREFIX, AdmissionStats, take_stats
 
 BLOCKS = 60
 
@@ -24,12 +24,12 @@ def world(mode: str, blocks: int = BLOCKS, **flags: Any) -> World:
     return World(scheduler(TonnageScheduler, config(blocks + 1, mode=mode, **flags)))
 
 
-def told_by(made: Any) -> Told:
-    told: Told = made._told(made._report)
+def told_by(made: Any) -> AdmissionStats:
+    told: AdmissionStats = made._admission_stats(made._report)
     return told
 
 
-def holds(made: Any) -> Told:
+def holds(made: Any) -> AdmissionStats:
     """The law between what is told and what vLLM has."""
     told = told_by(made)
     assert told.unfinished == len(made.requests)
@@ -50,7 +50,7 @@ def holds(made: Any) -> Told:
     return told
 
 
-def counts_what_is_cached(made: Any, told: Told) -> None:
+def counts_what_is_cached(made: Any, told: AdmissionStats) -> None:
     pool = made.kv_cache_manager.block_pool
     hashed = [block for block in pool.blocks[1:] if block.block_hash is not None]
     twice = len(hashed) - len({block.block_hash for block in hashed})
@@ -76,7 +76,7 @@ def test_report_is_consistent_in_every_step_of_a_busy_pool(
     draw = random.Random(3)
     tried = world(mode, sequences=8, eviction=eviction)
     made = tried.scheduler
-    before = Told("")
+    before = AdmissionStats("")
     pool, removed = made.kv_cache_manager.block_pool, 0
     emit = pool._emit_block_removed_events
 
@@ -156,7 +156,7 @@ def test_waits_and_rejections_are_counted() -> None:
 def test_waits_for_a_sequence_below_the_runners_rows_are_counted() -> None:
     """``--max-num-active-seqs`` of vLLM, below ``--max-num-seqs``."""
     tried = world("guaranteed", sequences=8)
-    setattr(tried.scheduler, tried.scheduler._rules.seats, 2)
+    setattr(tried.scheduler, tried.scheduler._names.seats, 2)
     for number in range(4):
         tried.add(request(f"r{number}", 16, 30), 20 + number)
     tried.run()
@@ -205,7 +205,7 @@ def test_auto_reports_costs_and_rule() -> None:
     for number in range(200):
         tried.add(request(f"r{number}", 32, 400), 60 + draw.randrange(280))
     tried.run()
-    auto, told = made.admission.auto, take(made.make_stats().waiting_lora_adapters)
+    auto, told = made.admission.auto, take_stats(made.make_stats().waiting_lora_adapters)
     known = stats_of_auto(auto)
     assert auto.log.name.startswith("vllm.")
     assert told is not None
@@ -227,7 +227,7 @@ def test_other_modes_report_no_auto_stats() -> None:
 def test_report_travels_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     made = world("guaranteed").scheduler
     stats = made.make_stats()
-    assert take(stats.waiting_lora_adapters) == told_by(made)
+    assert take_stats(stats.waiting_lora_adapters) == told_by(made)
     assert stats.waiting_lora_adapters == {}
     monkeypatch.setenv("VLLM_PLUGINS", "another")  # without our logger nothing would remove the values
     quiet = world("guaranteed").scheduler.make_stats()

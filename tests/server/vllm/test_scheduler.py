@@ -24,19 +24,19 @@ import tonnage.server.engines.vllm.scheduler.scheduler as scheduler_module
 from tonnage.cache.admission import AdmissionMode, is_safe
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler.options import BadOption, read_eviction, read_policy
-from tonnage.server.engines.vllm.scheduler.scheduler import Admitting
-from tonnage.server.engines.vllm.scheduler.versions import rules_of
-from tonnage.server.engines.vllm.told import take
+from tonnage.server.engines.vllm.scheduler.scheduler import AdmissionMixin
+from tonnage.server.engines.vllm.scheduler.versions import names_of
+from tonnage.server.engines.vllm.stats_transport import take_stats
 
-RULES = rules_of(vllm.__version__)
-assert RULES is not None
+NAMES = names_of(vllm.__version__)
+assert NAMES is not None
 MODES = ("predictive", "guaranteed", "no_evict", "greedy")
 HYBRID = [full(), sliding(64), sliding(64)]
 
 
 def each_request_is_listed_once(made: Any) -> None:
     """Assert that each unfinished request is in one of vLLM's lists."""
-    lists = [r.request_id for r in (*made.running, *made.waiting, *getattr(made, RULES.holders))]
+    lists = [r.request_id for r in (*made.running, *made.waiting, *getattr(made, NAMES.holders))]
     assert sorted(lists) == sorted(made.requests)
 
 
@@ -218,13 +218,13 @@ def test_throttled_prefills_take_vllms_own_steps(
 ) -> None:
     """With room for all, held requests count as waiting where vLLM decides whether to defer prefills."""
     if not counts:  # as in vLLM 0.30
-        monkeypatch.delattr(Admitting, "get_request_counts")
+        monkeypatch.delattr(AdmissionMixin, "get_request_counts")
     taken = []
     for cls in (AsyncScheduler, TonnageScheduler):
         made = scheduler(cls, config(2001, mode=None if cls is AsyncScheduler else mode, batched=64))
         w = World(made, interval=8)
         if cls is TonnageScheduler:
-            made._rules = replace(RULES, counts=counts)
+            made._names = replace(NAMES, counts=counts)
         expected = crowd(w)
         w.run()
         assert w.produced == expected
@@ -393,14 +393,14 @@ def test_exception_of_ours_reaches_no_request(
     w.step()
     path, _, name = where.rpartition(".")
     target = attrgetter(path)(w.scheduler) if path else w.scheduler
-    w.scheduler._rules = replace(RULES, mixed=True)  # `_sort_out` is asked
+    w.scheduler._names = replace(NAMES, mixed=True)  # `_sort_out` is asked
     monkeypatch.setattr(target, name, broken)
     w.add(request("late", 40, 50), 20)
     w.run()
     assert w.produced == {**expected, "late": 20}
     assert w.scheduler.fallbacks == 1
     assert caplog.text.count("from now on vLLM schedules on its own") == 1
-    told = take(w.scheduler.make_stats().waiting_lora_adapters)
+    told = take_stats(w.scheduler.make_stats().waiting_lora_adapters)
     assert told is not None
     assert (told.mode, told.failures) == ("greedy", 1)
 

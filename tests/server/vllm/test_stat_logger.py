@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.stats import AutoStats, stats_of_auto
-from tonnage.server.engines.vllm.told import Told, auto_numbers, put
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers, write_stats
 from tonnage.server.observe.vllm import logger as module
 from tonnage.server.observe.vllm.logger import TonnageStatLogger
 from tonnage.server.watch.samples import Samples
@@ -188,7 +188,7 @@ def test_unknown_values_are_absent(made: Any) -> None:
     assert ("tonnage_requests_total", frozenset({("outcome", "aborted")})) not in page()
 
 
-TOLD = Told(
+TOLD = AdmissionStats(
     "predictive", received=9, unfinished=4, failures=0, reserved=12, committed=15, asked=18, waste=300,
     broken=0, cached=5, evictions={("blocks", "decode"): 8},
     decisions={("admit", "fits"): 7, ("wait", "blocks"): 2}, missing_blocks={("wait", "blocks"): 5},
@@ -205,13 +205,13 @@ def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
 
 def test_schedulers_values_pass_through_vllms_messages(made: Any) -> None:
     stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=9 / 21)
-    put(TOLD, stats.waiting_lora_adapters)
+    write_stats(TOLD, stats.waiting_lora_adapters)
     stats.waiting_lora_adapters["an adapter"] = 1
     got = over_the_wire(stats)
     logger = TonnageStatLogger(made, [0])
     logger.record(got, iteration(finished(FinishReason.STOP, 10, 2), finished(FinishReason.LENGTH, 10, 2)))
     assert got.waiting_lora_adapters == {"an adapter": 1}  # vLLM's own loggers come after
-    assert logger._engines[0].totals.told == TOLD
+    assert logger._engines[0].totals.admission == TOLD
     seen = page()
     assert value(seen, "tonnage_admission_info", mode="predictive") == 1
     assert value(seen, "tonnage_admission_decisions_total", outcome="admit", reason="fits") == 7
@@ -249,7 +249,7 @@ def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
     assert known.cost is not None
     assert known.share is not None
     stats = SchedulerStats(num_running_reqs=3)
-    put(replace(TOLD, mode="auto", **auto_numbers(known)), stats.waiting_lora_adapters)
+    write_stats(replace(TOLD, mode="auto", **auto_numbers(known)), stats.waiting_lora_adapters)
     assert {type(count) for count in stats.waiting_lora_adapters.values()} == {int}
     TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
     seen = page()
@@ -268,7 +268,7 @@ def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
 
 def test_auto_without_fit_has_no_costs(made: Any) -> None:
     stats = SchedulerStats()
-    put(Told("auto", **auto_numbers(AutoStats())), stats.waiting_lora_adapters)
+    write_stats(AdmissionStats("auto", **auto_numbers(AutoStats())), stats.waiting_lora_adapters)
     TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
     seen = page()
     assert value(seen, "tonnage_admission_holding", requests="preempted") == 0
@@ -281,7 +281,9 @@ def test_request_ended_at_a_stop_string_is_not_aborted(made: Any) -> None:
 
     def step(received: int, unfinished: int, *ended: FinishedRequestStats) -> tuple[float, float, float]:
         stats = SchedulerStats()
-        put(Told("guaranteed", received=received, unfinished=unfinished), stats.waiting_lora_adapters)
+        write_stats(
+            AdmissionStats("guaranteed", received=received, unfinished=unfinished), stats.waiting_lora_adapters
+        )
         logger.record(stats, iteration(*ended))
         seen = page()
         names = ("tonnage_requests_received_total", "tonnage_requests_in_flight")
@@ -304,7 +306,7 @@ def test_request_ended_at_a_stop_string_is_not_aborted(made: Any) -> None:
 def test_scheduler_failure_is_counted(made: Any) -> None:
     logger = TonnageStatLogger(made, [0])
     stats = SchedulerStats()
-    put(Told("greedy", failures=1), stats.waiting_lora_adapters)
+    write_stats(AdmissionStats("greedy", failures=1), stats.waiting_lora_adapters)
     logger.record(stats, None)
     assert value(page(), "tonnage_plugin_errors_total") == 1
 

@@ -150,7 +150,7 @@ class Account:
         connector.
         """
         scheduler = self.scheduler
-        return bool(getattr(scheduler, scheduler._rules.holders)) or scheduler.connector is not None
+        return bool(getattr(scheduler, scheduler._names.holders)) or scheduler.connector is not None
 
     def waste(self) -> int:
         """Return the token slots of full groups' blocks that hold no token; O(running).

@@ -23,7 +23,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from tonnage.cache.admission import Limits
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.units import ceil_div
-from tonnage.server.engines.vllm.scheduler.versions import Rules
+from tonnage.server.engines.vllm.scheduler.versions import VllmNames
 
 _KEEP_ALL = (FullAttentionManager, SinkFullAttentionManager)
 
@@ -106,14 +106,14 @@ class Groups:
         return full, sum(other.most_blocks(slots, encoder_tokens) for other in self.others)
 
 
-def read_groups(scheduler: Any, rules: Rules) -> Groups:
+def read_groups(scheduler: Any, names: VllmNames) -> Groups:
     """Return the KV cache groups of a newly created vLLM scheduler."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     config = scheduler.vllm_config
     keep_all = [
         (at, manager.block_size)
         for at, manager in enumerate(managers)
-        if type(manager) in _KEEP_ALL and getattr(manager, rules.most_blocks) is None
+        if type(manager) in _KEEP_ALL and getattr(manager, names.most_blocks) is None
     ]
     size = min((size for _, size in keep_all), default=min(manager.block_size for manager in managers))
     full = [at for at, block_size in keep_all if block_size == size]
@@ -123,7 +123,7 @@ def read_groups(scheduler: Any, rules: Rules) -> Groups:
     return Groups(
         full=full[0] if full else None,
         others=tuple(
-            _other(manager, getattr(manager, rules.most_blocks), config)
+            _other(manager, getattr(manager, names.most_blocks), config)
             for at, manager in enumerate(managers)
             if at not in full
         ),

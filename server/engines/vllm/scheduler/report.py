@@ -10,7 +10,7 @@ from typing import Any
 from tonnage.server.engines.stats import stats_of_auto
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.pool import Evictions, cached_blocks
-from tonnage.server.engines.vllm.told import Told, auto_numbers
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers
 
 # Seconds between two O(running) updates. Prometheus scrapes less often than that.
 _LOOK_SECONDS = 1.0
@@ -52,7 +52,7 @@ class Report:
     def stepping(self) -> None:
         """Note that a step begins."""
         scheduler = self._scheduler
-        holding = getattr(scheduler, scheduler._rules.holders)
+        holding = getattr(scheduler, scheduler._names.holders)
         self._evictions.stepping(not (scheduler._inflight_prefills or holding or scheduler.connector))
 
     def stepped(self, output: Any, admission: VllmAdmission | None) -> None:
@@ -76,7 +76,7 @@ class Report:
         short = 0 if admission is None else admission.short_of(head)
         scheduler = self._scheduler
         seated = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-        if seated >= getattr(scheduler, scheduler._rules.seats):
+        if seated >= getattr(scheduler, scheduler._names.seats):
             self._decisions["wait", "sequences"] += 1
         elif short or output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens:
             self._decisions["wait", "blocks"] += 1
@@ -85,7 +85,7 @@ class Report:
             return
         self._waited.add(head)
 
-    def told(self, admission: VllmAdmission | None, mode: str, failures: int) -> Told:
+    def stats(self, admission: VllmAdmission | None, mode: str, failures: int) -> AdmissionStats:
         """Return the statistics of the scheduler now.
 
         Args:
@@ -98,13 +98,13 @@ class Report:
         if look:
             self._looked = now
             self._cached = cached_blocks(self._scheduler.kv_cache_manager)
-        told = Told(
+        stats = AdmissionStats(
             mode, self._received, len(self._asked), failures, cached=self._cached,
             decisions=dict(self._decisions), missing_blocks=dict(self._missing),
             evictions={("blocks", cause): count for cause, count in self._evictions.counts.items()},
         )  # fmt: skip
         if admission is None:
-            return told
+            return stats
         admission.account.sync()  # requests that finished in this step hold nothing
         if look:
             self._reserved_then = admission.account.reserved
@@ -115,6 +115,6 @@ class Report:
         committed = self._committed + reserved - self._reserved_then
         committed = max(0, min(committed, admission.limits.usable_blocks))
         return replace(
-            told, reserved=reserved, committed=committed, asked=self._asked_blocks,
+            stats, reserved=reserved, committed=committed, asked=self._asked_blocks,
             waste=self._waste, broken=self._broken, **auto_numbers(stats_of_auto(admission.auto)),
         )  # fmt: skip

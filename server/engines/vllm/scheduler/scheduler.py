@@ -30,20 +30,20 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.server.engines.vllm.eviction import LearnedQueue, install
 from tonnage.server.engines.vllm.scheduler.account import Account
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
+from tonnage.server.engines.vllm.scheduler.fallback import config_of
 from tonnage.server.engines.vllm.scheduler.groups import read_groups
 from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
-from tonnage.server.engines.vllm.scheduler.own import config_of
 from tonnage.server.engines.vllm.scheduler.report import Report
 from tonnage.server.engines.vllm.scheduler.step_times import StepTimes
-from tonnage.server.engines.vllm.scheduler.versions import rules_of
-from tonnage.server.engines.vllm.told import Told, put
+from tonnage.server.engines.vllm.scheduler.versions import names_of
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_stats
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 _STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # other statuses wait for more than free blocks
 
 
-class Admitting(Scheduler):
+class AdmissionMixin(Scheduler):
     """A mixin with admission for vLLM's synchronous and asynchronous scheduler."""
 
     admission: VllmAdmission | None = None
@@ -63,11 +63,11 @@ class Admitting(Scheduler):
         if read_eviction(self.vllm_config.additional_config) == "learned":
             self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
-        rules = rules_of(vllm.__version__)
-        assert rules is not None  # checked by `tonnage.server.engines.vllm.scheduler`
-        self._rules = rules
-        with self._ours("at start"):
-            self._account = Account(self, read_groups(self, rules))
+        names = names_of(vllm.__version__)
+        assert names is not None  # checked by `tonnage.server.engines.vllm.scheduler`
+        self._names = names
+        with self._guarded("at start"):
+            self._account = Account(self, read_groups(self, names))
             self._plain = VllmAdmission(Policy(AdmissionMode.GREEDY), self._account)
             self.admission = VllmAdmission(policy, self._account)
             if self.admission.auto is not None:
@@ -78,8 +78,8 @@ class Admitting(Scheduler):
                 policy.mode,
                 self._account.groups.limits.usable_blocks,
             )
-        if _is_heard(self.vllm_config):
-            with self._telling():
+        if _is_reported(self.vllm_config):
+            with self._reporting():
                 self._report = Report(self)
 
     # -- methods that vLLM calls -----------------------------------------------------------------------------
@@ -91,11 +91,11 @@ class Admitting(Scheduler):
             return
         blocks = 0
         if self._plain is not None:
-            with self._ours("for a new request"):
+            with self._guarded("for a new request"):
                 blocks = sum(self._account.reservation(request))
                 self._refuse_never(request)
         if self._report is not None:
-            with self._telling():
+            with self._reporting():
                 self._report.added(request.request_id, blocks)
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
@@ -108,7 +108,7 @@ class Admitting(Scheduler):
         stalled: list[Request] = []
         free = 0
         if not greedy:
-            with self._ours("before a step"):
+            with self._guarded("before a step"):
                 self._account.sync()
                 if self.waiting:
                     self.admission.choose(len(self.running) + len(self.waiting))
@@ -117,17 +117,17 @@ class Admitting(Scheduler):
                 free = self._account.pool.get_num_free_blocks()
         begun = self.clock()
         if self._report is not None:
-            with self._telling():
+            with self._reporting():
                 self._report.stepping()
         with self._only(allowed, stalled):
             output = super().schedule(*args, **named)
         if not greedy and self.admission is not None:
-            with self._ours("after a step"):
+            with self._guarded("after a step"):
                 self._account.sync(output.num_scheduled_tokens)
                 self.admission.took(free - self._account.pool.get_num_free_blocks())
                 self._times.scheduled(output, begun)
         if self._report is not None:
-            with self._telling():
+            with self._reporting():
                 self._report.stepped(output, self.admission)
         return output
 
@@ -135,10 +135,10 @@ class Admitting(Scheduler):
         """Return vLLM's outputs of a step, and an error output for each request that can never fit."""
         ended: list[tuple[int, EngineCoreOutput]] = []
         if self._refused:
-            with self._ours("when it refused a request"):
+            with self._guarded("when it refused a request"):
                 ended = self._end_refused()
         if self.admission is not None:
-            with self._ours("when a step came back"):
+            with self._guarded("when a step came back"):
                 self._times.back(args[0] if args else named["scheduler_output"])
         outputs = super().update_from_output(*args, **named)
         for client, each in ended:
@@ -147,13 +147,13 @@ class Admitting(Scheduler):
 
     def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
         if self._report is not None:
-            with self._telling():
+            with self._reporting():
                 self._report.left(request.request_id)
         if self.admission is not None:
-            with self._ours("when a request ended"):
+            with self._guarded("when a request ended"):
                 self._account.leave(request.request_id)
                 found = self._account.found.pop(request.request_id, 0)
-                if _by_itself(request):
+                if _ended_by_itself(request):
                     self.admission.ended(
                         request.num_output_tokens,
                         prompt_tokens=request.num_prompt_tokens - found,
@@ -163,7 +163,7 @@ class Admitting(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **named: Any) -> None:
         if self.admission is not None:
-            with self._ours("when a request was preempted"):
+            with self._guarded("when a request was preempted"):
                 self._account.leave(request.request_id)
         super()._preempt_request(request, *args, **named)
 
@@ -183,37 +183,37 @@ class Admitting(Scheduler):
 
     @prefill_capacity_bound.setter
     def prefill_capacity_bound(self, bound: bool) -> None:
-        if not bound and self._held and not self._rules.counts:
+        if not bound and self._held and not self._names.counts:
             bound = any(request.status in _STARTABLE for request in self._held)
         self._prefill_bound = bound
 
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
         """Return vLLM's statistics with our values added.
 
-        Our stat logger takes the values out again (`tonnage.server.engines.vllm.told`).
+        Our stat logger takes the values out again (`tonnage.server.engines.vllm.stats_transport`).
         """
         stats = super().make_stats(*args, **named)
         if stats is not None and self._report is not None:
-            with self._telling():
-                put(self._told(self._report), stats.waiting_lora_adapters)
+            with self._reporting():
+                write_stats(self._admission_stats(self._report), stats.waiting_lora_adapters)
         return stats
 
-    def _told(self, report: Report) -> Told:
+    def _admission_stats(self, report: Report) -> AdmissionStats:
         admission = self.admission
         failures = self.fallbacks + (0 if self.eviction is None else self.eviction.stats.fallbacks)
         if admission is not None and admission.policy.mode is not AdmissionMode.GREEDY:
-            return report.told(admission, str(admission.policy.mode), failures)
-        return report.told(None, str(AdmissionMode.GREEDY), failures)
+            return report.stats(admission, str(admission.policy.mode), failures)
+        return report.stats(None, str(AdmissionMode.GREEDY), failures)
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def _plan(self) -> tuple[list[Request], list[Request]]:
         """Return the waiting requests that may start in this step, and the running ones that skip it."""
         assert self.admission is not None
-        if self._rules.mixed:
+        if self._names.mixed:
             self._sort_out()
         streaming = self.num_waiting_for_streaming_input
-        room = getattr(self, self._rules.seats) - len(self.running) - streaming
+        room = getattr(self, self._names.seats) - len(self.running) - streaming
         return self.admission.plan(self._candidates(), room, self.current_step)
 
     def _candidates(self) -> Iterator[Request]:
@@ -235,14 +235,14 @@ class Admitting(Scheduler):
         """
         if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
-        return bool(getattr(self, self._rules.ready)(request))
+        return bool(getattr(self, self._names.ready)(request))
 
     def _sort_out(self) -> None:
         """Move requests that a step passed over and that hold no blocks to the head of the queue.
 
         vLLM 0.30 does the same.
         """
-        passed_over = getattr(self, self._rules.holders)
+        passed_over = getattr(self, self._names.holders)
         out = [request for request in passed_over if not _holds_blocks(request)]
         if out:
             passed_over.remove_requests(out)
@@ -277,7 +277,7 @@ class Admitting(Scheduler):
         """
         if self._plain is None or not self.waiting:
             return
-        with self._ours("before a step"):
+        with self._guarded("before a step"):
             head = self.waiting.peek_request()
             if head.request_id in self._refused or (self.admission is not None and not head.num_preemptions):
                 return
@@ -295,7 +295,7 @@ class Admitting(Scheduler):
             if request is None or request.is_finished():
                 del self._refused[id]
                 continue
-            with self._ours("when it refused a request"):
+            with self._guarded("when it refused a request"):
                 reason = RequestStatus.get_finished_reason(status)
                 answer = EngineCoreOutput(
                     request_id=id, new_token_ids=[], finish_reason=reason, stop_reason=why
@@ -321,11 +321,11 @@ class Admitting(Scheduler):
             yield
             return
         queue, before = self.waiting, self.running
-        seats = self._rules.seats
+        seats = self._names.seats
         most = getattr(self, seats)
         passed: list[Request] = []
         out = set(stalled)
-        with self._ours("before a step"):
+        with self._guarded("before a step"):
             if queue:
                 self.waiting = create_request_queue(self.policy)
                 passed = self._take(queue, set(allowed))
@@ -345,7 +345,7 @@ class Admitting(Scheduler):
         finally:
             self._left_out, self._held = (0, 0), ()
             setattr(self, seats, most)
-            with self._ours("after a step"):
+            with self._guarded("after a step"):
                 if stalled:
                     still, known = set(self.running) | out, set(before)
                     self.running = [
@@ -387,7 +387,7 @@ class Admitting(Scheduler):
 
     def _gather(self) -> None:
         """Put requests that an exception of ours left in no list of vLLM back into one."""
-        listed = {*self.running, *self.waiting, *getattr(self, self._rules.holders)}
+        listed = {*self.running, *self.waiting, *getattr(self, self._names.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():
                 continue
@@ -397,7 +397,7 @@ class Admitting(Scheduler):
                 self.waiting.add_request(request)
 
     @contextmanager
-    def _ours(self, when: str) -> Iterator[None]:
+    def _guarded(self, when: str) -> Iterator[None]:
         """Leave scheduling to vLLM after the first exception; after a second one, refuse no request either."""
         try:
             yield
@@ -411,7 +411,7 @@ class Admitting(Scheduler):
             logger.exception("Tonnage failed %s: from now on vLLM schedules on its own", when)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         """Stop reporting statistics from the first exception on; admission continues."""
         try:
             yield
@@ -428,7 +428,7 @@ def _holds_blocks(request: Request) -> bool:
     )
 
 
-def _is_heard(config: Any) -> bool:
+def _is_reported(config: Any) -> bool:
     """Return whether a reader removes our values from vLLM's statistics.
 
     The reader is `tonnage serve --backend vllm`, or our stat logger unless VLLM_PLUGINS leaves it out.
@@ -438,7 +438,7 @@ def _is_heard(config: Any) -> bool:
     return "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(",")
 
 
-def _by_itself(request: Request) -> bool:
+def _ended_by_itself(request: Request) -> bool:
     """Return whether the request's length is a valid sample of output lengths: it ended by itself.
 
     vLLM's front end, which alone sees text, aborts a request that reached a stop string.
@@ -451,11 +451,11 @@ def _by_itself(request: Request) -> bool:
     return request.status != RequestStatus.FINISHED_ERROR
 
 
-class TonnageSyncScheduler(Admitting):
+class TonnageSyncScheduler(AdmissionMixin):
     """The scheduler for `--no-async-scheduling`, and for setups where vLLM switches async scheduling off."""
 
 
-class TonnageScheduler(Admitting, AsyncScheduler):
+class TonnageScheduler(AdmissionMixin, AsyncScheduler):
     """The scheduler for `--scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler`.
 
     vLLM keeps async scheduling on only for subclasses of its AsyncScheduler. Where it is off, the object

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class VllmNames:
     """Attribute names in one vLLM version.
 
     Attributes:
@@ -31,7 +31,7 @@ class Rules:
 
 
 _KNOWN = {
-    "0.30": Rules(
+    "0.30": VllmNames(
         seats="max_num_running_reqs",
         holders="skipped_waiting",
         mixed=True,
@@ -39,13 +39,13 @@ _KNOWN = {
         most_blocks="_max_admission_blocks_per_request",
         counts=False,
     ),
-    "0.31": Rules(),
-    "0.32": Rules(),
-    "0.33": Rules(),
+    "0.31": VllmNames(),
+    "0.32": VllmNames(),
+    "0.33": VllmNames(),
 }
 KNOWN_VERSIONS = tuple(_KNOWN)
 
 
-def rules_of(version: str) -> Rules | None:
+def names_of(version: str) -> VllmNames | None:
     """Return the names of vLLM `version` ("0.32.0+cpu"), or None when the version is unknown."""
     return _KNOWN.get(".".join(version.split(".")[:2]))

@@ -21,7 +21,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.engines.sharing import whole_blocks
 from tonnage.server.engines.vllm.arguments import BACKEND
-from tonnage.server.engines.vllm.scheduler.ours import BackendScheduler
+from tonnage.server.engines.vllm.scheduler.backend_scheduler import BackendScheduler
 from tonnage.server.settings import load_settings
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")

@@ -12,9 +12,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tonnage.server.engines.vllm.arguments import BACKEND
-from tonnage.server.engines.vllm.scheduler.own import config_of, warn
-from tonnage.server.engines.vllm.scheduler.sharing import Sharing
-from tonnage.server.engines.vllm.scheduler.versions import rules_of
+from tonnage.server.engines.vllm.scheduler.fallback import config_of, warn_unknown_version
+from tonnage.server.engines.vllm.scheduler.shared_prefixes import SharedPrefixes
+from tonnage.server.engines.vllm.scheduler.versions import names_of
 
 
 class BackendScheduler(AsyncScheduler):
@@ -26,18 +26,19 @@ class BackendScheduler(AsyncScheduler):
         parts = _admission(asynchronous=config.scheduler_config.async_scheduling)
         wanted = config.additional_config[BACKEND]
         if wanted["prefixes"]:
-            parts = (Sharing, *parts)
+            parts = (SharedPrefixes, *parts)
         if wanted["grammars"]:
-            from tonnage.server.engines.vllm.grammars import Bounded  # needs llguidance, which is optional
+            # Imported here because grammars need llguidance, which is optional.
+            from tonnage.server.engines.vllm.grammars import BoundedGrammars
 
-            parts = (Bounded, *parts)
+            parts = (BoundedGrammars, *parts)
         return type(cls.__name__, parts, {"__module__": __name__})(*args, **named)
 
 
 def _admission(*, asynchronous: bool) -> tuple[type, ...]:
     """Return the scheduler class with admission, or vLLM's own class when vLLM's version is unknown."""
-    if rules_of(vllm.__version__) is None:
-        warn()
+    if names_of(vllm.__version__) is None:
+        warn_unknown_version()
         return (AsyncScheduler if asynchronous else Scheduler,)
     # Imported here because an unknown vLLM may lack names that this module imports.
     from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler, TonnageSyncScheduler

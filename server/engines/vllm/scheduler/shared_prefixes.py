@@ -18,7 +18,7 @@ from tonnage.server.engines.sharing import whole_blocks
 from tonnage.server.engines.vllm.arguments import BACKEND
 
 
-class Sharing(Scheduler):
+class SharedPrefixes(Scheduler):
     """A mixin for vLLM's scheduler that shares the configured prefixes between cache salts."""
 
     def __init__(self, *args: Any, **named: Any) -> None:

@@ -17,13 +17,13 @@ from tonnage.server.engines.stats import AutoStats
 
 PREFIX = "tonnage "
 # Beginning of the stop_reason of a request that our scheduler ended because it can never fit.
-NEVER = "the request needs "
+NEVER_FITS = "the request needs "
 
 Reasons = dict[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class AdmissionStats:
     """Counts of our scheduler since its start, and its blocks of all KV cache groups now.
 
     Attributes:
@@ -109,19 +109,19 @@ _NUMBERS = (
 _TABLES = ("decisions", "missing_blocks", "evictions")
 
 
-def put(told: Told, into: dict[str, int]) -> None:
+def write_stats(stats: AdmissionStats, into: dict[str, int]) -> None:
     """Write our scheduler's statistics into a dict of vLLM's SchedulerStats."""
-    into[f"{PREFIX}mode {told.mode}"] = 1
+    into[f"{PREFIX}mode {stats.mode}"] = 1
     for name in _NUMBERS:
-        value = getattr(told, name)
+        value = getattr(stats, name)
         if value is not None:
             into[PREFIX + name] = value
     for name in _TABLES:
-        for (outcome, reason), count in getattr(told, name).items():
+        for (outcome, reason), count in getattr(stats, name).items():
             into[f"{PREFIX}{name} {outcome} {reason}"] = count
 
 
-def take(found: dict[str, int]) -> Told | None:
+def take_stats(found: dict[str, int]) -> AdmissionStats | None:
     """Remove our scheduler's statistics from a dict of vLLM's SchedulerStats and return them, or None."""
     ours = {name.removeprefix(PREFIX): found.pop(name) for name in [*found] if name.startswith(PREFIX)}
     mode = next((name.partition(" ")[2] for name in ours if name.startswith("mode ")), None)
@@ -133,4 +133,4 @@ def take(found: dict[str, int]) -> Told | None:
         if table in tables:
             outcome, reason = key
             tables[table][outcome, reason] = count
-    return Told(mode, **{name: ours[name] for name in _NUMBERS if name in ours}, **tables)  # type: ignore[arg-type]
+    return AdmissionStats(mode, **{name: ours[name] for name in _NUMBERS if name in ours}, **tables)  # type: ignore[arg-type]

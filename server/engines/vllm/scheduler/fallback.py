@@ -20,7 +20,7 @@ def config_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named["vllm_config"] if "vllm_config" in named else args[0]
 
 
-def warn() -> None:
+def warn_unknown_version() -> None:
     """Log a warning that vLLM schedules and evicts on its own."""
     logger.warning(
         "Tonnage supports vLLM %s, this is %s: vLLM schedules and evicts on its own, without admission",
@@ -29,7 +29,7 @@ def warn() -> None:
     )
 
 
-class OwnScheduler(AsyncScheduler):
+class FallbackScheduler(AsyncScheduler):
     """A factory that creates vLLM's own scheduler with a warning. Invalid options still raise an error."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
@@ -37,6 +37,6 @@ class OwnScheduler(AsyncScheduler):
         config = config_of(args, named)
         read_policy(config.additional_config)
         read_eviction(config.additional_config)
-        warn()
+        warn_unknown_version()
         made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
         return made(*args, **named)
