@@ -17,7 +17,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.arguments import scheduling_arguments
-from tonnage.server.engines.vllm.grammars import Bounded
+from tonnage.server.engines.vllm.grammars import BoundedGrammars
 from tonnage.server.engines.vllm.scheduler.backend_scheduler import BackendScheduler
 from tonnage.server.engines.vllm.stats_transport import take_stats
 
@@ -57,7 +57,7 @@ def test_every_mode_runs_and_reports_itself(
 ) -> None:
     ours = made(plan, policy, grammars=grammars, asynchronous=asynchronous)
     assert isinstance(ours, AsyncScheduler) == asynchronous
-    assert isinstance(ours, Bounded) == grammars
+    assert isinstance(ours, BoundedGrammars) == grammars
     found = ours.admission.policy
     assert (found.mode, found.quantile, found.reserve) == (policy.mode, policy.quantile, policy.reserve)
     world = World(ours)
@@ -85,7 +85,7 @@ def test_unknown_vllm_version_uses_its_own_scheduler(
     own = made(plan, Policy(), grammars=grammars, asynchronous=asynchronous)
     assert "this is 0.99.1" in caplog.text
     assert isinstance(own, AsyncScheduler if asynchronous else Scheduler)
-    assert isinstance(own, Bounded) == grammars
+    assert isinstance(own, BoundedGrammars) == grammars
     assert not hasattr(own, "admission")
     world = World(own)
     for at in range(20):
