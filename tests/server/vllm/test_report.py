@@ -236,7 +236,7 @@ def test_report_travels_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_failed_report_does_not_stop_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = world("guaranteed")
-    monkeypatch.setattr(tried.scheduler._report, "told", None)
+    monkeypatch.setattr(tried.scheduler._report, "stats", None)
     tried.add(request("r0", 16, 30), 20)
     tried.run()
     assert tried.scheduler.admission is not None
