@@ -29,7 +29,7 @@ class Exporter:
         self._url = url
         self._model = ""
         self._page = Page(model="")
-        self._look: Observation | None = None
+        self._last: Observation | None = None
         self._failures = 0
         self._text = b""
         self._write()
@@ -71,12 +71,12 @@ class Exporter:
 
     def show(self, observation: Observation) -> None:
         """Replace the exported metrics by a new observation."""
-        self._look = observation
+        self._last = observation
         self._write()
 
     def lost(self, error: WatchError) -> None:
         """Remove the exported metrics of a server that does not answer."""
-        self._look = None
+        self._last = None
         self._failures += 1
         self._write()
 
@@ -86,34 +86,34 @@ class Exporter:
         self._server.server_close()
 
     def _write(self) -> None:
-        observation = self._look
-        model = observation.facts.served or "" if observation is not None else self._model
+        now = self._last
+        model = now.facts.served or "" if now is not None else self._model
         if model != self._model:
             self._model, self._page = model, Page(model=model)
         page = self._page
-        if observation is not None:
-            families(page, observation)
+        if now is not None:
+            families(page, now)
         page.gauge(
             "tonnage_watch_up",
             "1 when the watched server answered the last request.",
-            int(observation is not None),
+            int(now is not None),
         )
         page.counter("tonnage_watch_failures", "Observations that failed.", self._failures)
         self._text = page.take().encode()
 
 
-def families(page: Page, observation: Observation) -> None:
+def families(page: Page, now: Observation) -> None:
     """Write the metrics of an observation. Counters are the watched server's own, so they restart with it."""
-    facts, reading, planned = observation.facts, observation.reading, observation.planned
+    facts, reading, planned = now.facts, now.reading, now.planned
     page.info(
         "tonnage_watch_info",
         "The server that is watched; always 1.",
         ("server", "version", "url"),
-        [(facts.title, facts.version or "", observation.url)],
+        [(facts.title, facts.version or "", now.url)],
     )
-    page.gauge("tonnage_watch_timestamp_seconds", "Time of the last observation.", observation.at)
-    page.counter("tonnage_watch_restarts", "Times the watched server was started again.", observation.restarts)
-    _memory(page, observation)
+    page.gauge("tonnage_watch_timestamp_seconds", "Time of the last observation.", now.at)
+    page.counter("tonnage_watch_restarts", "Times the watched server was started again.", now.restarts)
+    _memory(page, now)
     if planned is not None:
         page.info(
             "tonnage_plan_info",
@@ -129,7 +129,7 @@ def families(page: Page, observation: Observation) -> None:
                 )
             ],
         )
-    _pool(page, observation)
+    _pool(page, now)
     states = {(name,): reading.sum_of(name) for name in ("running", "waiting")}
     page.gauges(
         "tonnage_engine_requests",
@@ -137,7 +137,7 @@ def families(page: Page, observation: Observation) -> None:
         ("state",),
         {key: count for key, count in states.items() if count is not None},
     )
-    _headroom(page, observation)
+    _headroom(page, now)
     auto_families(page, reading.auto)
     counters = reading.counters
     for name, text, value in (
@@ -161,8 +161,8 @@ def families(page: Page, observation: Observation) -> None:
         )
 
 
-def _memory(page: Page, observation: Observation) -> None:
-    planned = observation.planned
+def _memory(page: Page, now: Observation) -> None:
+    planned = now.planned
     if planned is None:
         return
     page.gauges(
@@ -175,7 +175,7 @@ def _memory(page: Page, observation: Observation) -> None:
         "tonnage_memory_measured_bytes",
         "Bytes that the server holds, by component; absent where not measured.",
         ("device", "component"),
-        {(planned.device, name): size for name, size in observation.measured.items()},
+        {(planned.device, name): size for name, size in now.measured.items()},
     )
     page.gauges(
         "tonnage_memory_measured_to_planned_ratio",
@@ -183,14 +183,14 @@ def _memory(page: Page, observation: Observation) -> None:
         ("device", "component"),
         {
             (planned.device, name): size / expected
-            for name, size in observation.measured.items()
+            for name, size in now.measured.items()
             if name != "free" and (expected := planned.components.get(name))
         },
     )
 
 
-def _pool(page: Page, observation: Observation) -> None:
-    reading, planned = observation.reading, observation.planned
+def _pool(page: Page, now: Observation) -> None:
+    reading, planned = now.reading, now.planned
     total, usable = reading.blocks("num_blocks"), reading.blocks("usable")
     used, cached = reading.blocks("used"), reading.blocks("cached")
     if total is None or usable is None:
@@ -218,8 +218,8 @@ def _pool(page: Page, observation: Observation) -> None:
         page.gauge("tonnage_pool_usage_ratio", "Used blocks over usable blocks.", used / usable)
 
 
-def _headroom(page: Page, observation: Observation) -> None:
-    room, planned = observation.headroom, observation.planned
+def _headroom(page: Page, now: Observation) -> None:
+    room, planned = now.headroom, now.planned
     if room is None:
         return
     page.gauge("tonnage_headroom_blocks", "KV blocks that no running request holds.", room.blocks)
@@ -237,9 +237,9 @@ def _headroom(page: Page, observation: Observation) -> None:
     page.gauge(
         "tonnage_headroom_prompt_tokens", "Largest prompt that could start now; 0: none.", room.prompt_tokens
     )
-    if observation.full_in is not None:
+    if now.full_in is not None:
         page.gauge(
             "tonnage_time_to_full_seconds",
             "Seconds until no block is free, at the growth of the last two minutes; 86400: not within a day.",
-            observation.full_in,
+            now.full_in,
         )

@@ -17,50 +17,46 @@ from tonnage.server.watch.watcher import Observation
 _BAR, _NEARLY_FULL = 40, 0.9
 
 
-def headline(observation: Observation) -> list[str]:
+def headline(now: Observation) -> list[str]:
     """Return the lines that name the server and its plan."""
-    facts, planned = observation.facts, observation.planned
+    facts, planned = now.facts, now.planned
     version = f" {facts.version}" if facts.version else ""
-    lines = [
-        f"{facts.title}{version} at {observation.url}" + (f", serving {facts.served}" if facts.served else "")
-    ]
+    lines = [f"{facts.title}{version} at {now.url}" + (f", serving {facts.served}" if facts.served else "")]
     if planned is not None:
         length = f", max_model_len {planned.max_model_len:,}" if planned.max_model_len else ""
         lines.append(f"planned as {planned.model} ({planned.architecture}) on {planned.engine}{length}")
     return lines
 
 
-def _rows(observation: Observation) -> list[Row]:
-    return memory_rows(
-        {} if observation.planned is None else observation.planned.components, observation.measured
-    )
+def _rows(now: Observation) -> list[Row]:
+    return memory_rows({} if now.planned is None else now.planned.components, now.measured)
 
 
-def line(observation: Observation) -> str:
+def line(now: Observation) -> str:
     """Return an observation as one line."""
-    return f"{time.strftime('%H:%M:%S', time.localtime(observation.at))} " + "; ".join(_parts(observation))
+    return f"{time.strftime('%H:%M:%S', time.localtime(now.at))} " + "; ".join(_parts(now))
 
 
-def _parts(observation: Observation) -> Iterable[str]:
-    reading = observation.reading
+def _parts(now: Observation) -> Iterable[str]:
+    reading = now.reading
     running, waiting = reading.sum_of("running"), reading.sum_of("waiting")
     if running is not None:
         yield f"{running} running" + ("" if waiting is None else f", {waiting} waiting")
-    if pool := pool_line(observation):
+    if pool := pool_line(now):
         yield pool
-    if observation.headroom is not None:
-        yield headroom_line(observation)
-    if rates := rates_line(observation):
+    if now.headroom is not None:
+        yield headroom_line(now)
+    if rates := rates_line(now):
         yield rates
-    if observation.reading.auto is not None:
-        yield f"admission {auto_text(observation.reading.auto.to_dict())}"
-    if observation.restarts:
-        yield f"restarted {observation.restarts} x"
+    if now.reading.auto is not None:
+        yield f"admission {auto_text(now.reading.auto.to_dict())}"
+    if now.restarts:
+        yield f"restarted {now.restarts} x"
 
 
-def pool_line(observation: Observation) -> str | None:
+def pool_line(now: Observation) -> str | None:
     """Return the use of the KV pool, or None when it is unknown."""
-    reading = observation.reading
+    reading = now.reading
     used, usable = reading.blocks("used"), reading.blocks("usable")
     if used is None or not usable:
         return None
@@ -72,26 +68,26 @@ def pool_line(observation: Observation) -> str | None:
     return text if cached is None else f"{text}, {cached:,} cached"
 
 
-def headroom_line(observation: Observation) -> str:
+def headroom_line(now: Observation) -> str:
     """Return the headroom of an observation that has one."""
-    room = observation.headroom
+    room = now.headroom
     assert room is not None
     text = f"room for {room.requests:,} more, the largest prompt {room.prompt_tokens:,} tokens"
-    if observation.full_in == 0:
+    if now.full_in == 0:
         text += ", full"
-    elif observation.full_in is not None and observation.full_in < FOREVER_SECONDS:
-        text += f", full in {observation.full_in:,.0f} s"
+    elif now.full_in is not None and now.full_in < FOREVER_SECONDS:
+        text += f", full in {now.full_in:,.0f} s"
     return text
 
 
-def rates_line(observation: Observation) -> str | None:
+def rates_line(now: Observation) -> str | None:
     """Return the token rates, preemptions and prefix hits, or None when all are unknown."""
-    counters, change = observation.reading.counters, observation.change
+    counters, change = now.reading.counters, now.change
     parts = []
-    if change is not None and observation.seconds > 0:
+    if change is not None and now.seconds > 0:
         for count, name in ((change.generation_tokens, "generated"), (change.prompt_tokens, "prompt")):
             if count is not None:
-                parts.append(f"{count / observation.seconds:,.0f} {name} tokens/s")
+                parts.append(f"{count / now.seconds:,.0f} {name} tokens/s")
     if counters.preemptions is not None:
         more = "" if change is None or not change.preemptions else f" (+{change.preemptions:.0f})"
         parts.append(f"{counters.preemptions:.0f} preemptions{more}")
@@ -100,11 +96,11 @@ def rates_line(observation: Observation) -> str | None:
     return ", ".join(parts) or None
 
 
-def _head(observation: Observation) -> list[str]:
+def _head(now: Observation) -> list[str]:
     """Return the lines about the server, its plan and its memory that precede the lines of observations."""
-    table = aligned(_rows(observation))
-    lines = [*headline(observation), *(["", *table, ""] if table else [])]
-    return lines + [f"Note: {note}" for note in observation.notes]
+    table = aligned(_rows(now))
+    lines = [*headline(now), *(["", *table, ""] if table else [])]
+    return lines + [f"Note: {note}" for note in now.notes]
 
 
 def lines() -> Callable[[Observation], str]:
@@ -114,49 +110,49 @@ def lines() -> Callable[[Observation], str]:
     """
     last: object = None
 
-    def text(observation: Observation) -> str:
+    def text(now: Observation) -> str:
         nonlocal last
-        head = (observation.facts, observation.planned, observation.notes)
+        head = (now.facts, now.planned, now.notes)
         new, last = head != last, head
-        return "\n".join([*(_head(observation) if new else ()), line(observation)])
+        return "\n".join([*(_head(now) if new else ()), line(now)])
 
     return text
 
 
-def drawn(observation: Observation, shades: str, trouble: str | None = None) -> Any:
+def drawn(now: Observation, shades: str, trouble: str | None = None) -> Any:
     """Return an observation as a rich renderable.
 
     Args:
-        observation: the observation.
+        now: the observation.
         shades: characters of its bar, from full to empty.
         trouble: error of a newer observation, None if there is none.
     """
     from rich.console import Group  # only on a terminal
     from rich.markup import escape
 
-    first, *rest = headline(observation)
-    parts: list[Any] = [f"[bold]{escape(first)}[/]", *map(escape, rest), "", *map(escape, _parts(observation))]
-    used, usable = observation.reading.blocks("used"), observation.reading.blocks("usable")
+    first, *rest = headline(now)
+    parts: list[Any] = [f"[bold]{escape(first)}[/]", *map(escape, rest), "", *map(escape, _parts(now))]
+    used, usable = now.reading.blocks("used"), now.reading.blocks("usable")
     if used is not None and usable:
         full = cells(used, usable, _BAR)
         colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
         parts.append(f"[{colour}]{shades[0] * full}[/]{shades[-1] * (_BAR - full)}")
-    parts += ["", MemoryTable(_rows(observation)), ""]  # at the end, because a low window cuts off the end
-    parts += [f"[dim]Note: {escape(note)}[/]" for note in observation.notes]
-    clock = time.strftime("%H:%M:%S", time.localtime(observation.at))
+    parts += ["", MemoryTable(_rows(now)), ""]  # at the end, because a low window cuts off the end
+    parts += [f"[dim]Note: {escape(note)}[/]" for note in now.notes]
+    clock = time.strftime("%H:%M:%S", time.localtime(now.at))
     parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")
     return Group(*parts)
 
 
-def to_dict(observation: Observation) -> dict[str, Any]:
+def to_dict(now: Observation) -> dict[str, Any]:
     """Return the JSON object of an observation: bytes are integers, unknown values are left out."""
-    facts, planned, reading = observation.facts, observation.planned, observation.reading
+    facts, planned, reading = now.facts, now.planned, now.reading
     pool = {name: reading.blocks(name) for name in ("num_blocks", "usable", "used", "cached")}
     sizes = {one.pool.block_size for one in reading.replicas if one.pool is not None}
     return _known(
         {
-            "time": round(observation.at, 3),
-            "url": observation.url,
+            "time": round(now.at, 3),
+            "url": now.url,
             "server": facts.title,
             "version": facts.version,
             "model": facts.served,
@@ -174,24 +170,22 @@ def to_dict(observation: Observation) -> dict[str, Any]:
                     "bytes_per_block": planned.bytes_per_block,
                 }
             ),
-            "measured_bytes": dict(observation.measured),
+            "measured_bytes": dict(now.measured),
             "requests": {"running": reading.sum_of("running"), "waiting": reading.sum_of("waiting")},
             "pool": pool | {"block_size": next(iter(sizes), None)},
             "headroom": None
-            if observation.headroom is None
-            else asdict(observation.headroom) | {"full_in_seconds": observation.full_in},
+            if now.headroom is None
+            else asdict(now.headroom) | {"full_in_seconds": now.full_in},
             "admission": None if reading.auto is None else {"auto": reading.auto.to_dict()},
             "counters": {part.name: getattr(reading.counters, part.name) for part in fields(Counters)},
             "per_second": None
-            if observation.change is None or observation.seconds <= 0
+            if now.change is None or now.seconds <= 0
             else {
-                part.name: None
-                if (count := getattr(observation.change, part.name)) is None
-                else count / observation.seconds
+                part.name: None if (count := getattr(now.change, part.name)) is None else count / now.seconds
                 for part in fields(Counters)
             },
-            "restarts": observation.restarts,
-            "notes": list(observation.notes),
+            "restarts": now.restarts,
+            "notes": list(now.notes),
         }
     )
 
