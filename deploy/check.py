@@ -113,7 +113,7 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
             "plan": {"id": "p", "gpus": 1, "hostBytes": 3 << 30},
             "resources": {"memoryBytes": 2 << 30, "gpus": 1},
         },
-        "is less than the 3221225472 bytes of the host that plan p holds",
+        "is less than the 3221225472 bytes of host memory that plan p needs",
     ),
     ({"sharedMemoryBytes": 3 << 30}, "sharedMemoryBytes: 3221225472 is more than"),
     ({"plan": {"id": "p", "gpus": 2}, "resources": {"gpus": 1}}, "but plan p needs 2"),

@@ -26,11 +26,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- $host := int64 $v.plan.hostBytes -}}
 {{- if and $host $memory (lt $memory $host) -}}
-{{- fail (printf "resources.memoryBytes: %d is less than the %d bytes of the host that plan %s holds beside its GPUs" $memory $host $v.plan.id) -}}
+{{- fail (printf "resources.memoryBytes: %d is less than the %d bytes of host memory that plan %s needs" $memory $host $v.plan.id) -}}
 {{- end -}}
 {{- $shared := int64 $v.sharedMemoryBytes -}}
 {{- if and $memory (gt $shared $memory) -}}
-{{- fail (printf "sharedMemoryBytes: %d is more than the container's memory, %d (resources.memoryBytes): /dev/shm counts for it" $shared $memory) -}}
+{{- fail (printf "sharedMemoryBytes: %d is more than the container's memory, %d (resources.memoryBytes), which includes /dev/shm" $shared $memory) -}}
 {{- end -}}
 {{- if and $v.plan.id (ne (int $v.resources.gpus) (int $v.plan.gpus)) -}}
 {{- fail (printf "resources.gpus: %d, but plan %s needs %d (tensor x pipeline parallel)" (int $v.resources.gpus) $v.plan.id (int $v.plan.gpus)) -}}
@@ -44,7 +44,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail (printf "settings.device_memory: %d bytes, but the container gets %d (resources.memoryBytes)" $device $memory) -}}
 {{- end -}}
 {{- if and (int $v.resources.gpus) (eq (toString (default "cpu" $v.settings.device)) "cpu") -}}
-{{- fail "settings.device: cpu, but resources.gpus asks for GPUs" -}}
+{{- fail "settings.device: cpu, but resources.gpus requests GPUs; set settings.device: cuda or resources.gpus: 0" -}}
 {{- end -}}
 {{- $grace := add (int $v.preStopSeconds) (int $v.drainSeconds) 5 -}}
 {{- if lt (int $v.terminationGracePeriodSeconds) (int $grace) -}}
@@ -55,14 +55,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail (printf "vllmServe.enabled: true, but backend is %s: make the plan with --engine vllm" $v.backend) -}}
 {{- end -}}
 {{- if eq $v.model "demo" -}}
-{{- fail "model: demo is Tonnage's own; vllm serve takes a hub id or a folder" -}}
+{{- fail "model: demo is Tonnage's own; vllm serve needs a hub id or a folder" -}}
 {{- end -}}
 {{- if and $v.apiKeys.secretName (eq $v.apiKeys.secretKey "keys.toml") -}}
-{{- fail "apiKeys.secretKey: vllm serve takes one key in plain text, and no file of keys" -}}
+{{- fail "apiKeys.secretKey: keys.toml is a file of keys, but vllm serve needs one key in plain text" -}}
 {{- end -}}
 {{- else if and $v.apiKeys.secretName (not $v.apiKeys.metricsPublic) -}}
 {{- if and $v.serviceMonitor.enabled (not $v.apiKeys.metricsSecretKey) -}}
-{{- fail "apiKeys.metricsSecretKey: with keys serviceMonitor needs the one that may read /metrics (or apiKeys.metricsPublic)" -}}
+{{- fail "apiKeys.metricsSecretKey: serviceMonitor needs an API key that may read /metrics; set it, or apiKeys.metricsPublic: true" -}}
 {{- end -}}
 {{- if $v.inferencePool.enabled -}}
 {{- fail "apiKeys.metricsPublic: false, but the endpoint picker of inferencePool reads /metrics without a key" -}}
