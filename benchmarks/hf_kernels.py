@@ -57,8 +57,7 @@ def main() -> int:
         inputs = {k: torch.randn(rows, k).bfloat16() for k in (HIDDEN, INNER)}
         heads = {k: wide[:32] for k, wide in inputs.items()}  # a step computes logits for few rows
 
-        # Type: ignore[no-untyped-def].
-        def each(run: Callable[[torch.Tensor, int], object], inputs=inputs, heads=heads) -> None:
+        def each(run: Callable[[torch.Tensor, int], object], inputs=inputs, heads=heads) -> None:  # type: ignore[no-untyped-def]
             for number, weight in enumerate(weights):
                 chosen = heads if weight.shape[0] == VOCABULARY else inputs
                 run(chosen[weight.shape[1]], number)

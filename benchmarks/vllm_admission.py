@@ -64,8 +64,8 @@ ROOT = Path(__file__).parents[1]
 TRACE = ROOT / "tests" / "data" / "traces" / "azure_conversation_300.csv"
 MODES = ("default", "auto", "guaranteed", "predictive")
 SCHEDULER = "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
-MAX_TOKENS = 1000  # that each request asks for, before the scale
-BLOCK = 32  # the smallest that vLLM 0.32's attention on a CPU takes
+MAX_TOKENS = 1000  # max_tokens of each request, before scaling
+BLOCK = 32  # smallest block of vLLM 0.32's CPU attention
 VOCABULARY, TOKEN_BYTES = 49_152, 30 * 2 * 3 * 64 * 2  # SmolLM2-135M; K and V of a token in bf16, all layers
 
 
@@ -106,7 +106,8 @@ def engine(mode: str, arguments: argparse.Namespace) -> None:
                 seen["preemptions"] += iteration_stats.num_preempted_reqs
             if scheduler_stats is not None and scheduler_stats.prefix_cache_stats is not None:
                 found = scheduler_stats.prefix_cache_stats
-                # As many as it had, less what was still cached and the one token it is resumed for.
+                # Recomputed are a preempted request's tokens, except cached ones and the token of its
+                # resumption.
                 seen["recomputed"] += found.preempted_queries - found.preempted_hits - found.preempted_requests
 
     flags: dict[str, Any] = {}
@@ -254,7 +255,7 @@ def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
             arguments, MODES, order, lambda mode, name: one_run(engines[mode], order, f"{name} {mode}")
         )
     finally:
-        # vLLM's engine core is a child of each, which outlives it; both are in a session of their own.
+        # vLLM's engine core is a child that outlives its parent; both are in a session of their own.
         for process in engines.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -382,7 +383,7 @@ def one_simulated(world: Any, order: dict[str, Any], name: str, steps: Any) -> d
     else:
         times = deque(repeat(0.0, order["clients"]))
     now, done, preempted, taken = 0.0, 0, world.preemptions, world.steps
-    last: dict[str, float] = {}  # when each came, or its last token
+    last: dict[str, float] = {}  # time of each request's arrival or last token
     first: list[float] = []
     between: list[float] = []
     while done < len(order["lengths"]):
@@ -493,11 +494,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cold", type=int, default=200, help="requests of a first loop that does not count")
+    parser.add_argument("--cold", type=int, default=200, help="requests of a first loop that is not counted")
     parser.add_argument("--loops", nargs="+", choices=("closed", "poisson"), default=("closed", "poisson"))
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--load", type=float, default=2.0)
-    parser.add_argument("--rate", type=float, default=0.0, help="Poisson arrivals a second instead of --load")
+    parser.add_argument("--rate", type=float, default=0.0, help="Poisson arrivals per second instead of --load")
     parser.add_argument("--prompt-scale", type=float, default=64)
     parser.add_argument("--output-scale", type=float, default=2.5)
     parser.add_argument("--blocks", type=int, default=96, help=f"usable blocks of {BLOCK} tokens")
@@ -510,12 +511,12 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--step-ms", type=float, default=17)
     parser.add_argument("--token-ms", type=float, default=1)
-    parser.add_argument("--json", action="store_true", help="nothing but the last line on stdout")
+    parser.add_argument("--json", action="store_true", help="print only the last line on stdout")
     arguments = parser.parse_args()
     if arguments.engine:
         engine(arguments.engine, arguments)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the engines together with this process
     result: dict[str, Any] = {}
     if not arguments.serve_only and not arguments.simulate:
         result["schedule"] = schedule(arguments)

@@ -92,11 +92,11 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     # FlashInfer from 0.2.3 on is no longer used.
     ((0, 8, 3), {"sampler": "sort"}),
-    # pull request 16158
+    # Pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
-    # pull request 17885
+    # Pull request 17885.
     ((0, 9, 0), {"large_batches": "memory"}),
-    # pull request 18974: memory_profiling counts from the first snapshot
+    # Pull request 18974: memory_profiling counts from the first snapshot.
     ((0, 9, 1), {"counts_context": False}),
     # V1's hybrid KV cache manager.
     ((0, 9, 2), {"hybrid_groups": True}),
@@ -112,36 +112,38 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 14, 0), {"huge_batches": True}),
     # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
-    # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py), first in 0.17.0;
-    # starts of 0.16.0 and 0.17.0 in tests/data/startups: 5.64 and 2.23 GiB of activations
+    # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py) first appear in 0.17.0.
+    # Starts of 0.16.0 and 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations.
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
-    # profile_cudagraph_memory and the experts in one piece (VLLM_FUSED_MOE_CHUNK_SIZE is gone), first in 0.18.0
+    # profile_cudagraph_memory first appears in 0.18.0, and VLLM_FUSED_MOE_CHUNK_SIZE is removed: no expert
+    # chunks.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
-    # pull request 37252 (March 2026)
+    # Pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
-    # pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0
-    # and MambaModelConfig in model_executor/models/config.py of 0.20.1 (of older ones not known)
+    # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
+    # model_executor/models/config.py of 0.20.1 (not known for older versions).
     ((0, 20, 0), {"graphs_subtracted": True, "default_utilization": 0.92, "every_state": True}),
-    # pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1
+    # Pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1.
     ((0, 20, 1), {"token_line": "concurrency"}),
-    # VLLM_USE_FLASHINFER_SAMPLER on in envs.py, fused all-reduce with pipeline and data parallelism;
-    # update_block_size_for_backend in platforms/cpu.py
+    # VLLM_USE_FLASHINFER_SAMPLER is on in envs.py; all-reduce is fused with pipeline and data parallelism too;
+    # update_block_size_for_backend in platforms/cpu.py.
     ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False, "cpu_states": True}),
-    # DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py, here and below
-    # and _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, not in 0.21.0's
+    # runner_v2, in all rows: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py.
+    # gemma4_batches: _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, which 0.21.0 lacks.
     ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",), "gemma4_batches": True}),
-    # and unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py
+    # padded_pages: unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py.
     (
         (0, 24, 0),
         {
             "runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
             "padded_pages": True,
-            # pull request 46176 of transformers, merged before this release (June 2026)
+            # Pull request 46176 of transformers, merged before this release (June 2026).
             "one_hot_positions": False,
         },
     ),
-    # and _resolve_fi_ar_backend of 0.24.0 and 0.25.1, _largest_kernel_block_within in
-    # model_executor/layers/attention/attention.py of 0.24.0, 0.25.1, 0.29.0 and 0.30.0
+    # fused_all_reduce: _resolve_fi_ar_backend of 0.24.0 and 0.25.1. sliding_kernel_block:
+    # _largest_kernel_block_within in model_executor/layers/attention/attention.py of 0.24.0, 0.25.1, 0.29.0,
+    # 0.30.0.
     (
         (0, 25, 0),
         {
@@ -151,29 +153,30 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "sliding_kernel_block": True,
         },
     ),
-    # pull request 47728 (July 2026; not yet in 0.25.1's logs)
-    # and _get_workspace_buffer in v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0
+    # Pull request 47728 (July 2026; not yet in 0.25.1's logs); _get_workspace_buffer in
+    # v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0.
     ((0, 26, 0), {"in_flight_batches": 2, "sized_workspace": True}),
-    # worker/gpu_worker.py and total_consumed in utils/mem_utils.py, first in 0.27.0;
-    # profile_run of v1/worker/gpu/model_runner.py
+    # worker/gpu_worker.py, and total_consumed in utils/mem_utils.py, which first appears in 0.27.0; profile_run
+    # in v1/worker/gpu/model_runner.py.
     ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
-    # pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0), default_prefix_caching in
-    # engine/arg_utils.py; "align" instead of "all" in MambaModelConfig (model_executor/models/config.py)
-    # and mm_device_do_normalize in config/multimodal.py
+    # hybrid_prefix_caching: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0),
+    # default_prefix_caching in engine/arg_utils.py. every_state: "align" instead of "all" in MambaModelConfig
+    # (model_executor/models/config.py). pixels_as_bytes: mm_device_do_normalize in config/multimodal.py.
     ((0, 28, 0), {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True}),
-    # v1/attention/backends/mla/prefill/cpu_sdpa.py and models/pixtral.py
-    # and profile_cudagraph_memory of v1/worker/gpu/cudagraph_utils.py, 0 in 0.28 (pull request 53306)
+    # v1/attention/backends/mla/prefill/cpu_sdpa.py; models/pixtral.py; profile_cudagraph_memory in
+    # v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28 (pull request 53306).
     (
         (0, 29, 0),
         {"runner_v2": ("*",), "cpu_latents": True, "pixtral_mask": False, "runner_v2_graphs": True},
     ),
-    # in 0.30's own source (model_executor/layers/attention/attention.py, utils/torch_utils.py
-    # resolve_kv_cache_dtype_string); of older ones not known. models/deepseek_v4: on a CPU, where it first
-    # runs, as in 0.32 (tests/data/oracles/vllm_versions.json)
+    # stored_kv_dtype: resolve_kv_cache_dtype_string in utils/torch_utils.py of 0.30 (older: unknown).
+    # sliding_kernel_block: model_executor/layers/attention/attention.py of 0.30. compressed_cache:
+    # models/deepseek_v4 runs on a CPU from 0.30 on, with the rules of 0.32
+    # (tests/data/oracles/vllm_versions.json).
     ((0, 30, 0), {"stored_kv_dtype": True, "sliding_kernel_block": False, "compressed_cache": True}),
-    # model_executor/models/config.py GlmMoeDsaForCausalLM (not in 0.31); num_prefill_checkpoint_blocks in
-    # model_executor/layers/mamba/mamba_mixer2.py; models/qwen3_vl.py mrope_positions_factor (pull request 44738
-    # measured four times the length for Qwen3-VL in June 2026); MambaCacheMode in config/cache.py
+    # GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31); num_prefill_checkpoint_blocks in
+    # model_executor/layers/mamba/mamba_mixer2.py; mrope_positions_factor in models/qwen3_vl.py (pull request
+    # 44738 measured four times the length for Qwen3-VL in June 2026); MambaCacheMode in config/cache.py.
     (
         (0, 32, 0),
         {
@@ -184,8 +187,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         },
     ),
     # get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache and
-    # _limit_max_model_len_to_draft in config/vllm.py, init_device in v1/worker/gpu_worker.py; the pool is
-    # planned in v1/core/kv_cache_planning.py and as before
+    # _limit_max_model_len_to_draft in config/vllm.py, init_device in v1/worker/gpu_worker.py. The pool's rules
+    # moved to v1/core/kv_cache_planning.py without a change.
     (
         (0, 33, 0),
         {
