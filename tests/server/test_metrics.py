@@ -345,7 +345,7 @@ async def test_vllm_names_are_off_by_default(server) -> None:
 
 
 async def test_missing_blocks_are_counted_by_outcome(run_server, small_plan) -> None:
-    """A pool of 63 blocks: one request of 50 runs, a second one lacks 37; a third needs 126 and never fits."""
+    """In a pool of 63 blocks a request of 50 blocks runs, a second one lacks 37, and one of 126 never fits."""
     engine = FakeEngine(small_plan(64), token_rate=100, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 400, max_tokens=400)) for n in range(2)]

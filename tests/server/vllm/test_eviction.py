@@ -1,4 +1,4 @@
-"""Learned eviction inside vLLM's own KVCacheManager: vLLM's laws after every call, our own pool's decisions."""
+"""Tests of learned eviction in vLLM's KVCacheManager: invariants, and the same choices as our own pool."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_failed_allocation_does_not_start_a_request() -> None:
 
 class _OtherQueue(FreeKVCacheBlockQueue):
     def popright(self) -> None:
-        """Of a vLLM to come."""
+        """A method that only a future vLLM would have."""
 
 
 def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_scheduler_installs_learned_eviction(asynchronous: bool) -> None:
-    """Conversations in a pool too small for them, through vLLM's scheduler with our admission."""
+    """Conversations run through vLLM's scheduler with our admission in a pool that cannot hold all of them."""
     ended = {}
     for kind in ("lru", "learned"):
         made = config(80, mode="predictive", asynchronous=asynchronous, eviction=kind)
@@ -348,8 +348,10 @@ def test_scheduler_reports_an_eviction_failure(monkeypatch: pytest.MonkeyPatch) 
 def test_learned_queue_evicts_as_our_own_pool(
     kind: str, blocks: int, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request finds as many blocks in vLLM's manager as in ours, and as many are evicted: the rules are
-    the same, and learned, as LRU finds less."""
+    """Every request finds as many blocks in vLLM's manager as in ours, and equally many are evicted.
+
+    The rule is the learned one, since LRU finds fewer blocks.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     traces, adapters, driver = (import_module(name) for name in ("traces", "adapters", "kv_manager"))
     loads = [each for each in traces.synthetic(kind, 250) if each.prompt_tokens < 10_000]

@@ -1,4 +1,4 @@
-"""What the log lines of vLLM's GPU workers come to on the page."""
+"""Tests of the memory figures that are read from the log lines of vLLM's GPU workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USAGE = (
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a fresh process of vLLM's keeps its figures."""
+    """Return the folder in which a new process of vLLM keeps its figures."""
     monkeypatch.delenv(figures.FOLDER, raising=False)
     log = logging.getLogger("vllm")
     before = [*log.handlers]
@@ -68,7 +68,7 @@ def test_figures_of_a_gpu_worker_are_read(folder: Path) -> None:
 
 
 def test_cuda_graph_estimate_counts_once(folder: Path) -> None:
-    """From 0.27 on the printed peak has the estimate of the graphs, which are a component of their own."""
+    """Since vLLM 0.27 the printed peak includes the estimate of CUDA graphs, a component of its own."""
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)
     log.info("Estimated CUDA graph memory: %.2f GiB total", 0.41)

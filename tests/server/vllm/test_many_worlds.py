@@ -24,7 +24,7 @@ MOST = 120  # tokens of an answer
 
 @dataclass(frozen=True)
 class Shape:
-    """What one world is like."""
+    """The shape of one random world: its groups, pool, mode and requests."""
 
     blocks: int
     groups: int

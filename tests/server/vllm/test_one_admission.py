@@ -1,4 +1,4 @@
-"""One admission, two adapters: our scheduler over our blocks, and vLLM's over its own, decide the same."""
+"""Tests that both admission adapters, for our block manager and for vLLM, make the same decisions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ours:
 
 
 def vllm_step(world: World) -> tuple[list[int], list[int]]:
-    """Run a step of vLLM's scheduler; return the same two."""
+    """Run a step of vLLM's scheduler; return the ids that started and the ids that computed."""
     made, running = world.scheduler, {r.request_id for r in world.scheduler.running}
     output = world.step()
     assert made.fallbacks == 0

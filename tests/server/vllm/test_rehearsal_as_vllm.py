@@ -1,4 +1,4 @@
-"""Rehearsals held against vLLM's own scheduler and block pool on the same requests under the same clock."""
+"""Tests of rehearsals against vLLM's own scheduler and block pool, with the same requests and clock."""
 
 from __future__ import annotations
 

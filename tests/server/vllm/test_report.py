@@ -30,7 +30,7 @@ def told_by(made: Any) -> AdmissionStats:
 
 
 def holds(made: Any) -> AdmissionStats:
-    """The law between what is told and what vLLM has."""
+    """Assert that the reported statistics agree with vLLM's lists and tables, and return them."""
     told = told_by(made)
     assert told.unfinished == len(made.requests)
     if told.mode == "greedy":
@@ -154,7 +154,7 @@ def test_waits_and_rejections_are_counted() -> None:
 
 
 def test_waits_for_a_sequence_below_the_runners_rows_are_counted() -> None:
-    """``--max-num-active-seqs`` of vLLM, below ``--max-num-seqs``."""
+    """vLLM runs with ``--max-num-active-seqs`` below ``--max-num-seqs``."""
     tried = world("guaranteed", sequences=8)
     setattr(tried.scheduler, tried.scheduler._names.seats, 2)
     for number in range(4):
@@ -187,7 +187,7 @@ def test_aborted_requests_leave_the_counts() -> None:
 
 
 def test_auto_reports_costs_and_rule() -> None:
-    """200 requests on a clock of 17 ms a step + 1 ms a prefilled token, in a pool that preempts."""
+    """The load is 200 requests in a pool that preempts, with 17 ms a step and 1 ms a prefilled token."""
     draw = random.Random(3)
     tried = world("auto", sequences=32)
     made, now = tried.scheduler, 0.0

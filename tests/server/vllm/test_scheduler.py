@@ -41,7 +41,7 @@ def each_request_is_listed_once(made: Any) -> None:
 
 
 def account_holds(made: Any) -> None:
-    """What the account says of the running is what vLLM's tables say, or safer."""
+    """Assert that the account's figures equal vLLM's tables or err on the safe side."""
     if made.admission is None or made.admission.policy.mode is AdmissionMode.GREEDY:
         return
     account = made._account
@@ -73,7 +73,7 @@ def world(mode: str | None, blocks: int = 200, *, specs: Any = None, **flags: An
 
 
 def conversations(draw: random.Random, number: int, most: int) -> list[tuple[list[int], int]]:
-    """(prompt, true output length) of each; some share prefixes."""
+    """Return (prompt, true output length) of each request; some share prefixes."""
     documents = [[draw.randrange(50_000) for _ in range(draw.randrange(20, 200))] for _ in range(4)]
     out = []
     for _ in range(number):
@@ -159,7 +159,7 @@ def test_block_taken_again_for_the_same_tokens_has_one_owner(seed: int) -> None:
 
 
 def test_blocks_freed_without_a_departure_let_the_next_request_start() -> None:
-    """As a connector frees them once it has sent what a request left behind."""
+    """A connector frees blocks this way after it has sent the blocks of an ended request."""
     w = world("guaranteed", 20, asynchronous=False)
     w.law = None  # its account knows no blocks of a connector
     pool = w.scheduler.kv_cache_manager.block_pool
@@ -216,7 +216,7 @@ def test_greedy_mode_takes_vllms_own_steps(asynchronous: bool) -> None:
 def test_throttled_prefills_take_vllms_own_steps(
     mode: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for all, held requests count as waiting where vLLM decides whether to defer prefills."""
+    """With enough blocks, held requests count as waiting when vLLM decides whether to defer prefills."""
     if not counts:  # as in vLLM 0.30
         monkeypatch.delattr(AdmissionMixin, "get_request_counts")
     taken = []
@@ -234,7 +234,7 @@ def test_throttled_prefills_take_vllms_own_steps(
 
 @pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
 def test_held_requests_end_the_throttling_of_prefills(mode: str) -> None:
-    """As in vLLM, which defers no prefill while requests wait for room."""
+    """vLLM itself defers no prefill while requests wait for blocks."""
     taken = []
     for interval in (1, 8):
         w = World(scheduler(TonnageScheduler, config(61, mode=mode)), interval=interval)
@@ -251,7 +251,7 @@ def test_scheduler_class_follows_the_async_flag() -> None:
 
 
 def test_requests_with_one_prompt_share_its_blocks() -> None:
-    """n = 8: vLLM makes a request of each; together they need 8 blocks of prompt and not 64."""
+    """For n = 8 vLLM makes eight requests, which together need 8 blocks of prompt and not 64."""
     w = world("guaranteed", 30)
     prompt = list(range(128))
     w.add(request("first", prompt, 32), 30)
@@ -348,7 +348,7 @@ def test_request_that_never_fits_is_ended_and_blocks_no_other(mode: str) -> None
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_max_tokens_beyond_the_pool_by_mode(asynchronous: bool) -> None:
-    """Guaranteed mode refuses it at once. The others run it as far as the pool goes: its answer ends there."""
+    """Guaranteed mode rejects the request at once. The other modes run it until its output fills the pool."""
     longest = 20 * BLOCK - 40 + 1
     for mode, produced in (("guaranteed", 0), ("predictive", longest), ("greedy", longest)):
         w = world(mode, 20, length=2048, asynchronous=asynchronous)
@@ -486,7 +486,7 @@ def test_exception_of_vllm_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_external_preemption_of_all_requests() -> None:
-    """As after new weights: vLLM puts all running ones back, and they are admitted again."""
+    """After a weight update vLLM preempts all running requests, and they are admitted again."""
     w = world("guaranteed", 60, asynchronous=False)
     expected = crowd(w)
     for _ in range(5):
@@ -501,7 +501,7 @@ def test_external_preemption_of_all_requests() -> None:
 def test_unknown_vllm_version_uses_its_own_scheduler(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even one that lacks names we import."""
+    """This holds even for a version that lacks names which our scheduler imports."""
     package = vllm_engine.__name__
     monkeypatch.setattr("vllm.__version__", "0.99.1")
     monkeypatch.delattr(single_type_kv_cache_manager, "SinkFullAttentionManager")

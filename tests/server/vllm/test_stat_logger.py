@@ -1,5 +1,7 @@
-"""The plugin's page from hand-made statistics of vLLM and a real VllmConfig: the same families, absent what is
-unknown, and nothing that goes wrong in it reaches vLLM."""
+"""Tests of the stat logger's page, with hand-made statistics of vLLM and a real VllmConfig.
+
+It has our server's metrics, without unknown values, and its exceptions never reach vLLM.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What the plugin logs, whatever vLLM's logging is configured to."""
+    """Return the lines that the plug-in logs, whatever vLLM's logging configuration is."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
@@ -74,7 +76,7 @@ def said() -> Iterator[list[str]]:
 
 
 def page() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Ours of the registry that vLLM serves; the label model is on all."""
+    """Return our metrics in the registry that vLLM serves; all of them have the label model."""
     found = {}
     for family in text_string_to_metric_families(generate_latest(REGISTRY).decode()):
         for sample in family.samples:
@@ -196,7 +198,7 @@ TOLD = AdmissionStats(
 
 
 def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
-    """As the API process gets it from the engine core."""
+    """Return the statistics as the API process decodes them from the engine core's message."""
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
     got = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
     assert isinstance(got, SchedulerStats)
@@ -241,7 +243,7 @@ def test_schedulers_values_pass_through_vllms_messages(made: Any) -> None:
 
 
 def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
-    """A plain ``vllm serve`` has the families, and a watch reads them as they were."""
+    """A plain ``vllm serve`` has the metrics of mode auto, and watch reads the same values."""
     auto = busy()
     auto.rule(40)
     known = stats_of_auto(auto)
@@ -373,7 +375,7 @@ def test_several_api_servers_are_logged(made: Any, monkeypatch: Any, said: list[
 
 
 def test_names_and_types_equal_our_own_server(made: Any) -> None:
-    """One declaration: what is here is in the contract of our own /metrics."""
+    """Each metric of the plug-in is part of the contract of our own /metrics."""
     TonnageStatLogger(made, [0])
     text = generate_latest(REGISTRY).decode()
     types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE tonnage_"))

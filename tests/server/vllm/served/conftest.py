@@ -1,4 +1,4 @@
-"""One bare vLLM and one server with the vLLM backend for all files here: the demo model and two adapters."""
+"""Fixtures of one plain vLLM and one server with the vLLM backend: the demo model with two adapters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bare(adapters: dict[str, Path]) -> Bare:
 
 @pytest.fixture(scope="package")
 def kv_events(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the server publishes its KV events, of the topic kv."""
+    """Return the address at which the server publishes its KV events under the topic kv."""
     return f"ipc://{tmp_path_factory.mktemp('kv')}/events"
 
 
@@ -100,7 +100,7 @@ def server(
 
 @pytest.fixture(scope="package")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the plain vLLM has its log."""
+    """Return the folder with the log of the plain vLLM."""
     return tmp_path_factory.mktemp("plain")
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters behind vLLM on a CPU: routed by the model's name, equal to bare vLLM's greedy tokens."""
+"""Tests of LoRA adapters behind vLLM on a CPU: selected by model name, with plain vLLM's greedy tokens."""
 
 from __future__ import annotations
 

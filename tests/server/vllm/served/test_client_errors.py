@@ -49,7 +49,7 @@ def test_completion_that_never_fits_gets_400(http: httpx.Client) -> None:
 
 
 def test_chat_that_never_fits_gets_400_and_default_length_fits(http: httpx.Client) -> None:
-    """vLLM fills in max_tokens: all of 4,096 tokens, 32 blocks."""
+    """vLLM sets the default max_tokens to all of 4,096 tokens, which need 32 blocks."""
     said = [{"role": "user", "content": "hello"}]
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": said})
     assert answer.status_code == 400, answer.text

@@ -1,4 +1,4 @@
-"""A real VllmConfig -> our Deployment, field by field: whatever flag vLLM is started with is in the plan."""
+"""Tests that convert a real VllmConfig into our Deployment, field by field, for every flag of vLLM."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_compose_file_flags_exist_in_vllm(planned: bool) -> None:
-    """What a plan writes for compose reaches vLLM; what is not said is vLLM's own default."""
+    """Settings that a plan writes for compose reach vLLM, and all others keep vLLM's defaults."""
     plan = make_plan(
         "demo", Deployment(engine="vllm", kv_cache_memory_bytes=POOL, max_model_len=2048, max_num_seqs=17)
     )

@@ -167,7 +167,7 @@ def test_request_that_never_fits_gets_400_with_numbers(server: str, client: open
 
 
 def stream_until(leave: threading.Event, server: str, number: int) -> None:
-    """A client that hangs up after ``leave``; one in line gets its first line when the others have left."""
+    """Stream a request and disconnect after `leave`; a waiting request gets its first line later."""
     body = {
         "model": "demo",
         "prompt": f"Story {number}: ",
@@ -191,7 +191,7 @@ def stream_until(leave: threading.Event, server: str, number: int) -> None:
 
 
 def waiting(server: str) -> float:
-    """Requests in line, from /metrics."""
+    """Return the number of waiting requests in /metrics."""
     for line in httpx.get(f"{server}/metrics", trust_env=False, timeout=PATIENCE).text.splitlines():
         if line.startswith("tonnage_engine_requests{") and 'state="waiting"' in line:
             return float(line.rsplit(" ", 1)[1])
@@ -204,13 +204,15 @@ def pool_is_full(server: str) -> bool:
 
 
 def is_full_or_over(server: str, streams: list[Future[None]]) -> bool:
-    """Wait until the pool is full and a request waits, or a stream has ended with an error in its result."""
+    """Return whether the pool is full and a request waits, or a stream has ended."""
     return any(stream.done() for stream in streams) or (pool_is_full(server) and waiting(server) > 0)
 
 
 @needs_vllm
 def test_disconnected_clients_free_their_blocks(server: str, client: openai.OpenAI) -> None:
-    """Streams of up to 2,000 tokens: eleven or more fill the pool, the others wait; all are cut off. Twice."""
+    """Eleven or more streams of up to 2,000 tokens fill the pool, others wait, and all clients disconnect,
+    twice.
+    """
     for _ in range(2):
         leave = threading.Event()
         with ThreadPoolExecutor(24) as threads:
@@ -233,7 +235,7 @@ def test_disconnected_clients_free_their_blocks(server: str, client: openai.Open
 
 @needs_vllm
 def test_supported_parameters_reach_vllm(client: openai.OpenAI) -> None:
-    """Log probabilities, scoring of a prompt, biases, penalties, grammars, the best of several."""
+    """Log probabilities, prompt scoring, biases, penalties, grammars and n work behind vLLM."""
     prompt = "The capital of France is"
     same: dict[str, Any] = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 3}
     scored = client.completions.create(**same, logprobs=2, echo=True).choices[0]
@@ -324,9 +326,9 @@ async def test_stopped_or_killed_vllm_restarts_among_20_streams(
 @needs_vllm
 @pytest.mark.parametrize("by_vllm", [False, True])
 async def test_failed_shutdown_leaves_no_open_files(by_vllm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks each process that it kills for its name, and raises where that has just ended.
+    """vLLM asks each process that it kills for its name, and raises if the process has just ended.
 
-    ``by_vllm``: in its own thread, which sees the end of its core first.
+    ``by_vllm``: the error occurs in vLLM's own thread, which sees the end of its core first.
     """
     from vllm.v1 import utils
 
@@ -356,7 +358,7 @@ async def test_failed_shutdown_leaves_no_open_files(by_vllm: bool, monkeypatch: 
 
 
 def open_files(process: psutil.Process) -> list[str]:
-    """What each file descriptor is."""
+    """Return the target of each open file descriptor."""
     found = []
     for file in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -365,7 +367,7 @@ def open_files(process: psutil.Process) -> list[str]:
 
 
 def is_child_of(process: psutil.Process, server: str) -> bool:
-    """Whether it descends from the process that listens on the address ``server``."""
+    """Return whether the process descends from the process that listens on the address `server`."""
     try:
         return any(listens(parent, server) for parent in process.parents())
     except psutil.NoSuchProcess:

@@ -24,4 +24,4 @@ def http(server: str) -> Iterator[httpx.Client]:
 
 
 class TestVllm(checked(ONCE)):
-    """Each check once."""
+    """Run each check once on vLLM."""

@@ -1,4 +1,4 @@
-"""What the grammar of one request may not do to vLLM's engine core and to others; how answers end by theirs."""
+"""Tests of limits on grammars inside vLLM's engine core, and of the ends of outputs with grammars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complete(server: str, **said: Any) -> httpx.Response:
 
 
 def test_hostile_grammars_do_not_stop_the_engine(server: str) -> None:
-    """Each is served within the step's budget, or refused as its client's fault; others are served."""
+    """Each grammar is served within the step's budget or gets a client error; other requests are served."""
     for name, grammar in HOSTILE.items():
         kind = "json" if grammar.kind == "json_schema" else grammar.kind
         wish = {kind: json.loads(grammar.text) if kind == "json" else grammar.text}
@@ -39,7 +39,7 @@ def test_hostile_grammars_do_not_stop_the_engine(server: str) -> None:
 
 
 def test_grammar_over_budget_during_generation_is_a_client_error(server: str) -> None:
-    """It passes its trial; its first tokens have gone out."""
+    """The grammar passes its trial, and the budget is exceeded after the first tokens were sent."""
     said = complete(
         server, structured_outputs={"regex": "(((a{1,50}){1,50}){1,50}){1,50}"}, max_tokens=200, stream=True
     ).text.splitlines()

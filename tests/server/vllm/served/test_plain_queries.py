@@ -1,4 +1,4 @@
-"""Every query of every panel and rule on a real Prometheus that scrapes a plain vLLM with our plugin."""
+"""Tests of every panel query and alert rule on a real Prometheus that scrapes a plain vLLM with our plug-in."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_metrics_page_of_plain_vllm(busy: str, tmp_path_factory: pytest.TempPath
 
 
 def test_workers_report_their_memory(busy: str) -> None:
-    """On a CPU they have only the size of the pool to tell; it comes the way a GPU's figures do."""
+    """On a CPU the workers log only the pool's size, which takes the same path as a GPU's figures."""
     (api,) = [child for child in psutil.Process().children(recursive=True) if listens(child, busy)]
     family = api.children(recursive=True)  # another vLLM may be running
     folders = {folder for child in family if (folder := child.environ().get(figures.FOLDER))}
@@ -89,7 +89,7 @@ def test_workers_report_their_memory(busy: str) -> None:
 
 
 def test_counters_equal_the_clients_counts(busy: str) -> None:
-    """vLLM's own counters are the other witness: equal, but on a page that is written while a request ends."""
+    """Our counters equal vLLM's own, except on a page that is written while a request ends."""
     deadline = time.monotonic() + PATIENCE
     while wrong := counted_otherwise(httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text):
         assert time.monotonic() < deadline, wrong
@@ -97,7 +97,7 @@ def test_counters_equal_the_clients_counts(busy: str) -> None:
 
 
 def counted_otherwise(text: str) -> list[tuple[str, float, float]]:
-    """The counters on a page that differ from vLLM's: name, ours, vLLM's."""
+    """Return the counters on a page that differ from vLLM's: name, our value, vLLM's value."""
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     errors = float(samples['tonnage_requests_total{model="demo",outcome="error"}'])
     found = []

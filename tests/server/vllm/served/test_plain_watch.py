@@ -1,4 +1,4 @@
-"""``tonnage watch`` beside a real ``vllm serve``: by the plan of our plug-in, and by vLLM's own families."""
+"""Tests of ``tonnage watch`` on a real ``vllm serve``, with and without our plug-in's metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ask(url: str, number: int) -> None:
 
 
 def under_load(url: str, watcher: Watcher) -> Observation:
-    """A look while requests run; at the end they are answered."""
+    """Return an observation made while requests run, and wait for their responses."""
     threads = [threading.Thread(target=ask, args=(url, number)) for number in range(4)]
     for thread in threads:
         thread.start()
@@ -51,7 +51,7 @@ def test_watch_uses_the_plan_of_the_plug_in(plain: str) -> None:
 
 
 def test_watch_reads_plain_vllm_metrics(plain: str) -> None:
-    """The same figures from a page without ours: the plan is the watch's."""
+    """Without our metrics on the page, watch makes the plan itself and has the same figures."""
 
     def fetched(path: str) -> str:
         return httpx.get(f"{plain}{path}", trust_env=False, timeout=PATIENCE).text

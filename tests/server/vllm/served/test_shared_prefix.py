@@ -1,4 +1,4 @@
-"""--shared-system-prompt and --kv-events-config inside vLLM: in its real scheduler, and on the server."""
+"""Tests of --shared-system-prompt and --kv-events-config in vLLM's real scheduler and on the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def served(*prefixes: list[int]) -> World:
 
 
 def found(world: World, name: str, prompt: list[int], salt: str | None, output: int = 1) -> int:
-    """Tokens that a request finds in the prefix cache; it is run to its end."""
+    """Return the tokens that a request finds in the prefix cache, and run it to its end."""
     world.add(request(name, prompt, output, salt=salt), output)
     (new,) = world.step().scheduled_new_reqs
     world.run()
@@ -62,7 +62,7 @@ def test_tenants_share_nothing_without_the_option() -> None:
 
 
 def test_blocks_behind_the_prefix_are_not_shared() -> None:
-    """A prompt of its whole blocks only: the first block with the salt is one of the answer."""
+    """The prompt has the prefix's whole blocks only, so the first block with the salt holds output."""
     world, prompt = served(PREFIX), PREFIX[: 3 * BLOCK]
     assert found(world, "first", prompt, "one tenant", output=40) == 0
     answered = prompt + [7] * 39

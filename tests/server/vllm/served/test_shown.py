@@ -1,4 +1,4 @@
-"""What docs/vllm.md shows of a plain ``vllm serve``: its lines, what it logs, what it answers."""
+"""Tests of the commands, log lines and responses that docs/vllm.md shows of a plain ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fenced(kind: str) -> str:
 
 @pytest.mark.parametrize("line", serve_lines(), ids=" ".join)
 def test_documented_command_is_valid_for_vllm(line: list[str]) -> None:
-    """``plain`` is started with the one that says most."""
+    """The fixture `plain` is started with the longest documented command."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     engine = EngineArgs.from_cli_args(parser.parse_args(["--model", *line]))
     assert engine.scheduler_cls == "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
