@@ -1,4 +1,4 @@
-"""Tests of ``tonnage watch`` on a real llama-server (built by ``make test-watch``; LLAMA_SERVER is its path)."""
+"""Tests of ``tonnage watch`` on a real llama-server (built by ``make test-watch``; path: LLAMA_SERVER)."""
 
 from __future__ import annotations
 

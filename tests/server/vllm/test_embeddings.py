@@ -51,9 +51,11 @@ def client() -> Iterator[openai.OpenAI]:
 
 @needs_vllm
 def test_encoder_embeddings_equal_transformers_means() -> None:
-    """all-MiniLM-L6-v2: the mean over the tokens, normalized, as its sentence-transformers files say. Its
-    tokenizer.json cuts at 128 tokens and fills up to 128: the model takes 256, and padding has no place in a
-    mean."""
+    """all-MiniLM-L6-v2: the embedding is the normalized mean over the tokens, as its own files say.
+
+    Its tokenizer.json truncates at 128 tokens and pads to 128. The model takes 256, and padding must not enter
+    the mean.
+    """
     folder = minilm_folder()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float()
     texts = [*TEXTS, "Rain fell on the hills. " * 30]

@@ -106,8 +106,10 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def plain(plain_folder: Path) -> Iterator[str]:
-    """URL of a plain ``vllm serve`` with our entry points, started with the flags of docs/vllm.md that ask for
-    most; a few requests fill its pool, and one can be larger than it."""
+    """Yield the URL of a plain ``vllm serve`` with our entry points and the longest command of docs/vllm.md.
+
+    A few requests fill its pool, and a single request can be larger than it.
+    """
     flags = ["--served-model-name", "demo", "--enforce-eager", "--max-model-len", "4096"]
     flags += ["--kv-cache-memory-bytes", "48M", "--max-num-seqs", "6", "--max-num-batched-tokens", "256"]
     flags += max(serve_lines(), key=len)[1:]

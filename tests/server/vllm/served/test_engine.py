@@ -210,9 +210,7 @@ def is_full_or_over(server: str, streams: list[Future[None]]) -> bool:
 
 @needs_vllm
 def test_disconnected_clients_free_their_blocks(server: str, client: openai.OpenAI) -> None:
-    """Eleven or more streams of up to 2,000 tokens fill the pool, others wait, and all clients disconnect,
-    twice.
-    """
+    """Twice, eleven or more streams of up to 2,000 tokens fill the pool, others wait, and all disconnect."""
     for _ in range(2):
         leave = threading.Event()
         with ThreadPoolExecutor(24) as threads:
