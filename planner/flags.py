@@ -151,11 +151,11 @@ class Flag:
         elif self.kind == "Path":
             value = Path(text)
         else:
-            value = self.meant(text)
+            value = self.canonical(text)
         self.check(value, field)
         return value
 
-    def meant(self, text: str) -> str:
+    def canonical(self, text: str) -> str:
         """Return the value that `text` spells, such as float16 for `FP16`; else `text` itself."""
         if self.choices:
             word = text.strip().lower()
@@ -174,10 +174,10 @@ class Flag:
             return
         wrong, hint = self._wrong(value), self.hint
         if wrong and self.choices and isinstance(value, str):
-            other = self.meant(value)
+            other = self.canonical(value)
             usual = (
                 *self.choices,
-                *(name for names in SPELLINGS for name in names if self.meant(name) != name),
+                *(name for names in SPELLINGS for name in names if self.canonical(name) != name),
             )
             hint = f"did you mean {other}?" if other in self.choices else did_you_mean(value, usual) or hint
         if wrong:
@@ -218,7 +218,7 @@ class Flag:
         return isinstance(value, str)
 
     @property
-    def said(self) -> str:
+    def help_line(self) -> str:
         """Return the line of `--help`."""
         text = f"{self.engine}: {self.help}" if self.engine else self.help
         if self.choices and self.metavar:
@@ -237,14 +237,18 @@ class Flag:
         names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
             parser.add_argument(
-                *names, dest=self.name, action=argparse.BooleanOptionalAction, default=default, help=self.said
+                *names,
+                dest=self.name,
+                action=argparse.BooleanOptionalAction,
+                default=default,
+                help=self.help_line,
             )
             return
         metavar = self.metavar or "|".join(self.choices) or _METAVARS.get(self.unit)
         if not metavar:
             metavar = "N" if self.kind == "int" else self.name.rsplit("_", 1)[-1].upper()
         parser.add_argument(
-            *names, dest=self.name, type=self.read, metavar=metavar, default=default, help=self.said
+            *names, dest=self.name, type=self.read, metavar=metavar, default=default, help=self.help_line
         )
 
 

@@ -107,7 +107,7 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
     add_flags(p, Deployment, _REPLAYED)
     policies = flags_of(Options)["admission_mode"]
     p.add_argument(
-        "--policy", default="guaranteed", type=policies.meant, choices=policies.choices,
+        "--policy", default="guaranteed", type=policies.canonical, choices=policies.choices,
         metavar="|".join(policies.choices), help="mode of admission (default: guaranteed)",
     )  # fmt: skip
     p.add_argument(

@@ -60,7 +60,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
         flag.check(value, info.field_name)
         return value
 
-    field = Field(flag.default, description=flag.said)
+    field = Field(flag.default, description=flag.help_line)
     kind = _KINDS.get(flag.kind, str)
     if flag.optional:
         kind = kind | None

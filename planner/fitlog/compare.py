@@ -122,14 +122,14 @@ class Comparison:
         wrong = [row for row in self.rows if not row.agrees]
         count = f"{len(self.rows) - len(wrong)} of {len(self.rows)} terms agree"
         pool = next((row for row in self.rows if row.term == "kv_pool_bytes"), None)
-        said = f"; the KV pool was planned {_off(pool)}" if pool is not None and pool.logged else ""
+        said = f"; the KV pool was planned {_deviation(pool)}" if pool is not None and pool.logged else ""
         if not wrong:
             return f"{start or 'the plan holds: '}{count}{said}"
         worst = max(wrong, key=lambda row: abs(row.planned - row.logged) / max(abs(row.logged), 1.0))
-        return f"{start or 'the plan does not hold: '}{count}; furthest off {worst.term}, {_off(worst)}{said}"
+        return f"{start or 'the plan does not hold: '}{count}; worst: {worst.term}, {_deviation(worst)}{said}"
 
 
-def _off(row: Row) -> str:
+def _deviation(row: Row) -> str:
     if not row.logged:
         return "where the log has none"
     share = 100 * (row.planned - row.logged) / abs(row.logged)
@@ -150,15 +150,15 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     source = resolve_model(model)
     flags = deployment_of(found, args)
     flags, notes = _with_format(flags, found, source)
-    notes += _against_the_log(found, args)
+    notes += _option_notes(found, args)
     size, sized = _size(source, flags, found, args, notes)
     engine = engine_of(flags.engine)
     skipped = _not_compared(engine, size, source, found, args, notes)
-    rows = [row for row in _whole(size, engine, found, sized) if row.term not in skipped]
+    rows = [row for row in _engine_rows(size, engine, found, sized) if row.term not in skipped]
     ranks = [
         row
         for rank, told in found.ranks.items()
-        for row in _of_rank(size, rank, told, sized)
+        for row in _rank_rows(size, rank, told, sized)
         if row.term not in skipped
     ]
     weights = next((row for row in ranks if row.term == "weights_bytes" and row.logged > 0), None)
@@ -213,7 +213,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
         asked.setdefault("device_memory", int(found.figures["device_bytes"]))
     if found.version is not None:
         asked.setdefault("engine_version", found.version)
-    said = _said(found)
+    said = _logged_flags(found)
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
@@ -228,7 +228,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     return flags
 
 
-def _said(found: StartLog | LogFigures) -> dict[str, Any]:
+def _logged_flags(found: StartLog | LogFigures) -> dict[str, Any]:
     """Return the flags that a log contains."""
     said = {name: value for name in _LOGGED if (value := _logged(name, found.flags)) is not None}
     if length := found.figures.get("max_model_len"):
@@ -236,9 +236,9 @@ def _said(found: StartLog | LogFigures) -> dict[str, Any]:
     return said
 
 
-def _against_the_log(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
+def _option_notes(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
     """Yield a note for each option that differs from the log; `auto` never differs."""
-    asked, said = given(args, Deployment), _said(found)
+    asked, said = given(args, Deployment), _logged_flags(found)
     for name in asked:
         if name in said and asked[name] not in ("auto", said[name]):
             yield f"{flags_of(Deployment)[name].option} {asked[name]} is not used: the log says {said[name]}"
@@ -311,7 +311,7 @@ def _not_compared(
     return skipped
 
 
-def _of_rank(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator[Row]:
+def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator[Row]:
     stage = _stage(size, rank)
     figures = told.figures
     bounds = stage.intervals()
@@ -345,7 +345,7 @@ def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float,
     return planned, logged, planned - (high - stage.rank.used_bytes), planned + (stage.rank.used_bytes - low)
 
 
-def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
+def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
     """Yield rows for blocks, tokens and concurrency, as planned and as computed from the logged pool."""
     held = size.held
     planned = {"num_blocks": held.num_blocks, "tokens": held.tokens, "max_concurrency": held.max_concurrency}
@@ -366,7 +366,7 @@ def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator
             continue
         if sized:
             yield Row(
-                name, value, found.figures[name], value * (1 - below), value * (1 + above), _printed(name)
+                name, value, found.figures[name], value * (1 - below), value * (1 + above), _half_digit(name)
             )
     if engine.sized_by_context or not pools:
         return
@@ -375,10 +375,10 @@ def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator
     for name in planned:
         if name in found.figures and getattr(middle, name):
             yield Row(f"{name}{suffix}", getattr(middle, name), found.figures[name], getattr(low, name),
-                      getattr(high, name), _printed(name))  # fmt: skip
+                      getattr(high, name), _half_digit(name))  # fmt: skip
 
 
-def _printed(name: str) -> float:
+def _half_digit(name: str) -> float:
     """Return half of the last printed digit: a concurrency has two decimals ("55.43x"), counts are exact."""
     return 0.005 if name == "max_concurrency" else 0.0
 

@@ -144,12 +144,12 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
     )
 
 
-def copies_by_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
+def tied_copies_in_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
     """Return the tied tensors that the checkpoint stores beside their source, from its index alone."""
     return stored_tied_copies(architecture, _named(index))
 
 
-def strangers(architecture: Architecture, index: CheckpointIndex) -> list[str]:
+def unknown_modules(architecture: Architecture, index: CheckpointIndex) -> list[str]:
     """Return the modules in an index that the config does not have, with their number of tensors.
 
     The largest come first. Layer indices that occur several times are replaced by `*`. The list is empty for a

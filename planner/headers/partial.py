@@ -10,7 +10,7 @@ from pathlib import Path
 _WHOLE: dict[str, int] = {}
 
 
-def begins(path: Path, size: int) -> None:
+def register(path: Path, size: int) -> None:
     """Register that `path` holds the first bytes of a file of `size` bytes."""
     _WHOLE[str(path.absolute())] = size
 

@@ -70,7 +70,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _as_model_not_found(name: str) -> Iterator[None]:
     """Convert connection errors to ModelNotFound; an HTTPError is a valid answer and passes unchanged."""
     try:
         yield
@@ -115,7 +115,7 @@ class Remote:
         answer = self._get(name, None)
         if answer is None:
             return None
-        with answer, _told(name):
+        with answer, _as_model_not_found(name):
             stated = answer.headers.get("Content-Length")
             if stated is not None and stated.isdigit() and int(stated) > limit:
                 raise CheckpointError(f"has {int(stated):,} bytes; at most {limit:,} are read", field=name)
@@ -151,7 +151,7 @@ class Remote:
         answer = self._get(name, f"bytes={start}-{start + count - 1}")
         if answer is None:
             raise CheckpointError("is missing", field=name)
-        with answer, _told(name):
+        with answer, _as_model_not_found(name):
             if answer.status != 206:
                 raise CheckpointError(
                     "the server does not answer range requests; weights are not read", field=name
@@ -165,7 +165,7 @@ class Remote:
     def _get(self, name: str, span: str | None) -> Any:
         """Return the response to a request for a file, or None if the model has no such file."""
         try:
-            with _told(name):
+            with _as_model_not_found(name):
                 request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")

@@ -17,7 +17,7 @@ def at_most(held: float, limit: int | None) -> float:
     return held if limit is None else min(held, limit)
 
 
-def most_at_once(usable: int, peak: int, each: int) -> int:
+def capacity_by_growth(usable: int, peak: int, each: int) -> int:
     """Return how many requests fit when they are admitted one after the other and grow until no block is free.
 
     Args:
@@ -28,7 +28,7 @@ def most_at_once(usable: int, peak: int, each: int) -> int:
     return 0 if peak > usable else 1 + (usable - peak) // each
 
 
-def never_preempted(usable: int, blocks: RequestBlocks, together: int) -> int:
+def capacity_without_preemption(usable: int, blocks: RequestBlocks, together: int) -> int:
     """Return how many requests run at once without any preemption, at whatever step each of them is.
 
     Requests whose prompt is being computed hold their arrival blocks. All others hold the blocks of the fullest
@@ -53,7 +53,7 @@ class RequestCapacity:
 
     Attributes:
         bytes: bytes of one request at the fullest step of its decode.
-        at_once: requests that run without any preemption (`never_preempted`).
+        at_once: requests that run without any preemption (`capacity_without_preemption`).
         bounds: lower and upper bound of `at_once`, from the interval of the pool's size.
         at_last: requests that fit if they are admitted one by one and have grown to their last tokens.
         started: requests that fit once their prompts are processed; above `at_once`, some are preempted later.
@@ -132,11 +132,11 @@ def hold(
         limit: --max-num-seqs.
     """
     blocks, together = law.blocks(prompt, output), law.together(prompt)
-    planned, low, high = (never_preempted(count, blocks, together) for count in usable)
+    planned, low, high = (capacity_without_preemption(count, blocks, together) for count in usable)
     return RequestCapacity(
         prompt, output, blocks, blocks.fullest * law.bytes_per_block, planned, (low, high),
-        most_at_once(usable[0], blocks.peak, blocks.last),
-        most_at_once(usable[0], blocks.arrival, blocks.started), together, limit,
+        capacity_by_growth(usable[0], blocks.peak, blocks.last),
+        capacity_by_growth(usable[0], blocks.arrival, blocks.started), together, limit,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class GroupLaw:
             return self.blocks
         return ceil_div(slots, self.block_size)
 
-    def given_back(self, processed: int) -> int:
+    def freed(self, processed: int) -> int:
         """Return the leading blocks that can be freed once `processed` tokens are processed.
 
         vLLM computes them in get_num_skipped_tokens.
@@ -69,7 +69,7 @@ class GroupLaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RequestStep:
     """One step of a request: it computes the tokens from `start` to `end` - 1.
 
     Attributes:
@@ -176,9 +176,9 @@ class RequestLaw:
         early = [self._held(history, place) for place in range(len(steps), len(history))]
         started = early[-1]
         final = prompt + output - 2
-        later = (self._decoding(at) for at in self._borders(prompt + settled, final))
+        later = (self._held_while_decoding(at) for at in self._steps_taking_blocks(prompt + settled, final))
         fullest = max(started, max(later, default=0))
-        last = started if output - 1 == settled else self._decoding(final)
+        last = started if output - 1 == settled else self._held_while_decoding(final)
         arrival = max(asked, *held, *early)
         return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
 
@@ -189,15 +189,15 @@ class RequestLaw:
         """
         return self.in_flight * (self.step_tokens // prompt) + 1
 
-    def _prefill(self, prompt: int) -> Iterator[Step]:
+    def _prefill(self, prompt: int) -> Iterator[RequestStep]:
         ends = [0]
         while ends[-1] < prompt:
             ends.append(self._chunk_end(ends[-1], prompt))
             yield self._step(ends, len(ends) - 1, prompt)
 
-    def _step(self, ends: list[int], place: int, prompt: int) -> Step:
+    def _step(self, ends: list[int], place: int, prompt: int) -> RequestStep:
         end = ends[place]
-        return Step(ends[place - 1], end, ends[max(0, place - self.in_flight)], end == prompt)
+        return RequestStep(ends[place - 1], end, ends[max(0, place - self.in_flight)], end == prompt)
 
     def _chunk_end(self, start: int, prompt: int) -> int:
         """Return the end of the prompt chunk that begins at `start`; chunks end where a state is kept."""
@@ -242,26 +242,26 @@ class RequestLaw:
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 
-    def _history(self, steps: list[Step], decoded: int) -> list[Step]:
+    def _history(self, steps: list[RequestStep], decoded: int) -> list[RequestStep]:
         """Return the steps of the prompt, followed by `decoded` steps of one token."""
         prompt = steps[-1].end
         ends = [0, *(step.end for step in steps), *range(prompt + 1, prompt + decoded + 1)]
         behind = range(len(steps) + 1, len(ends))
         return [*steps, *(self._step(ends, place, prompt) for place in behind)]
 
-    def _held(self, steps: list[Step], place: int) -> int:
+    def _held(self, steps: list[RequestStep], place: int) -> int:
         """Return the blocks held at the step with index `place`."""
         step = steps[place]
         return sum(
             self._states(group, steps, place)
             if group.aligned
-            else group.needed(step.end) - group.given_back(step.processed)
+            else group.needed(step.end) - group.freed(step.processed)
             for group in self.groups
         )
 
-    def _states(self, group: GroupLaw, steps: list[Step], place: int) -> int:
+    def _states(self, group: GroupLaw, steps: list[RequestStep], place: int) -> int:
         """Return the number of states that a group holds at a step."""
-        kept, low = set(), group.given_back(steps[place].processed)
+        kept, low = set(), group.freed(steps[place].processed)
         for step in (steps[at] for at in range(place, -1, -1)):
             block = ceil_div(step.end, group.block_size) - 1
             if block < low:
@@ -271,12 +271,12 @@ class RequestLaw:
                 kept.add(block - 1)
         return sum(block >= low for block in kept)
 
-    def _decoding(self, at: int) -> int:
+    def _held_while_decoding(self, at: int) -> int:
         """Return the blocks held when token `at` is computed and the prompt is processed."""
         processed = at - self.in_flight + 1
-        return sum(group.needed(at + 1) - group.given_back(processed) for group in self.groups)
+        return sum(group.needed(at + 1) - group.freed(processed) for group in self.groups)
 
-    def _borders(self, low: int, high: int) -> Iterator[int]:
+    def _steps_taking_blocks(self, low: int, high: int) -> Iterator[int]:
         """Yield the steps from `low` to `high` that take a block, because only these can hold a maximum.
 
         The blocks of groups that free blocks repeat with their block sizes, and the other groups only grow. The

@@ -34,7 +34,7 @@ _KV_CACHE_DTYPES = {
     "llama.cpp": ("f16", "q8_0", "q4_0"),
     "hf": ("bfloat16", "float16", "float32"),
 }
-_readings: dict[str, Any] = {}
+_remotes: dict[str, Any] = {}
 _TRAINING = ("stack", "method", "precision", "optimizer", "checkpointing", "attention", "strategy")
 
 
@@ -69,13 +69,13 @@ def choices() -> str:
     )
 
 
-def anew(path: str) -> None:
+def forget_model(path: str) -> None:
     """Drop stored data of a model whose files are about to be written again."""
     forget(path)
     forget(str(Path(path).parent))
 
 
-def begins(path: str, size: int) -> bool:
+def register_partial(path: str, size: int) -> bool:
     """Register a file that holds the first bytes of a checkpoint and return whether its header is complete.
 
     A GGUF header may need more bytes. A safetensors header states its length, so that the page provides all of
@@ -85,7 +85,7 @@ def begins(path: str, size: int) -> bool:
         path: the file, which was just written.
         size: bytes of the whole checkpoint file.
     """
-    partial.begins(Path(path), size)
+    partial.register(Path(path), size)
     if not path.endswith(".gguf"):
         return True
     try:
@@ -102,21 +102,24 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
         name: the model's name or address.
         answers: status, headers, body and error of each request wanted before; empty at the beginning.
     """
-    from tonnage.planner.page.hub import Answer, Reading  # loads an HTTP client, slow in a browser
+    from tonnage.planner.page.hub import BrowserRemote, BrowserResponse  # loads an HTTP client: slow
 
-    given = [Answer(status, tuple(headers), bytes(body), failed) for status, headers, body, failed in answers]
+    given = [
+        BrowserResponse(status, tuple(headers), bytes(body), failed)
+        for status, headers, body, failed in answers
+    ]
     try:
         if not given:
             if (model := hub_model(name)) is None:
                 raise ModelNotFound("is no name of the hub's", field="model", hint='name it "org/name"')
-            _readings[name] = Reading(model)
-        reading = _readings[name]
-        done = reading.go_on(given)
+            _remotes[name] = BrowserRemote(model)
+        reading = _remotes[name]
+        done = reading.advance(given)
     except TonnageError as error:
-        _readings.pop(name, None)
+        _remotes.pop(name, None)
         return json.dumps({"refused": str(error)})
     if done:
-        del _readings[name]
+        del _remotes[name]
         return json.dumps({"model": str(reading.model), "note": reading.note})
     return json.dumps({"wanted": reading.wanted})
 

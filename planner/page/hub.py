@@ -24,7 +24,7 @@ from tonnage.planner.source.resolve import ModelSource, keep
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BrowserResponse:
     """The browser's response to one request.
 
     Attributes:
@@ -38,7 +38,7 @@ class Answer:
     failed: str = ""
 
 
-class _Wanted(Exception):
+class _Pending(Exception):
     """Signal that a response is not available yet."""
 
 
@@ -46,7 +46,7 @@ class _NoRange(Exception):
     """Signal that the first bytes of a file cannot be requested."""
 
 
-class Reading(Remote):
+class BrowserRemote(Remote):
     """The connection to a hub model that requests files through the browser.
 
     Attributes:
@@ -59,10 +59,10 @@ class Reading(Remote):
         self.model = model
         self.wanted: list[tuple[str, str, int]] = []
         self.note = ""
-        self._answers: dict[tuple[str, str], Answer] = {}
+        self._answers: dict[tuple[str, str], BrowserResponse] = {}
         self._headers: dict[str, tuple[HeaderTensor, ...]] = {}
 
-    def go_on(self, answers: list[Answer]) -> bool:
+    def advance(self, answers: list[BrowserResponse]) -> bool:
         """Process the responses to the wanted requests and return whether the model is complete.
 
         Raises:
@@ -73,11 +73,11 @@ class Reading(Remote):
         self.wanted = []
         try:
             config, found = read(self.model, self, headers=not self.note)
-        except _Wanted:
+        except _Pending:
             return False
         except _NoRange as error:
             self.note = str(error)
-            return self.go_on([])
+            return self.advance([])
         name = str(self.model)
         keep(ModelSource(name, name, config, "hub", found.tensors, found.index))
         if self.note:
@@ -91,10 +91,10 @@ class Reading(Remote):
             if name not in self._headers:
                 try:
                     self._headers[name] = self.header(name)
-                except _Wanted:
+                except _Pending:
                     continue  # all headers are requested together
         if self.wanted:
-            raise _Wanted
+            raise _Pending
         return [self._headers[name] for name in names]
 
     def _answer(self, request: Request, timeout: float) -> Any:
@@ -104,7 +104,7 @@ class Reading(Remote):
             first, _, last = span.removeprefix("bytes=").partition("-")
             most = int(last) - int(first) + 1 if span else MAX_INDEX_BYTES
             self.wanted.append((request.full_url, span, most + 1))
-            raise _Wanted
+            raise _Pending
         if answer.failed and span:
             raise _NoRange(f"the browser cannot read the first bytes of a file there ({answer.failed})")
         if answer.failed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tonnage.planner.families.registry import family_of
-from tonnage.planner.headers.check import copies_by_index, strangers
+from tonnage.planner.headers.check import tied_copies_in_index, unknown_modules
 from tonnage.planner.headers.index import INDEX, CheckpointIndex
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
@@ -62,7 +62,7 @@ def against_index(
     """
     if index.total_bytes is None:
         return (), (f"{INDEX} has no total_size: config.json gives the bytes",)
-    total, copies = index.total_bytes, copies_by_index(architecture, index)
+    total, copies = index.total_bytes, tied_copies_in_index(architecture, index)
     size = checkpoint_size(architecture, read_quantization(config, None), config, dtype, copies)
     if size.low <= total <= size.high:
         shards = len(set(index.files.values()))
@@ -73,7 +73,7 @@ def against_index(
         f"{INDEX} states {total:,} bytes of tensors, config.json gives {nearest:,} in {dtype}: "
         f"{abs(total - nearest):,} {how} in the files"
     )
-    others = strangers(architecture, index)
+    others = unknown_modules(architecture, index)
     if others:
         note += f"; of no module planned: {', '.join(others[:3])}" + (" ..." if len(others) > 3 else "")
     return (), (note,)

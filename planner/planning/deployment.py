@@ -22,7 +22,7 @@ def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` with alias values replaced by their canonical spelling, for example fp16 by float16."""
     flags = flags_of(Deployment)
     return {
-        name: flags[name].meant(value) if isinstance(value, str) and name in flags else value
+        name: flags[name].canonical(value) if isinstance(value, str) and name in flags else value
         for name, value in given.items()
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tonnage.planner.headers.check import (
     check_index,
     check_tensors,
-    copies_by_index,
     floating_dtype,
     stored_tied_copies,
+    tied_copies_in_index,
 )
 from tonnage.planner.headers.gguf_config import check_gguf
 from tonnage.planner.model.architecture import Architecture
@@ -22,7 +22,7 @@ def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[T
     """Check that the checkpoint holds the tensors its config promises; return tied tensors stored twice."""
     if source.index is not None:
         check_index(architecture, source.index, read_quantization(source.config, None))
-        return copies_by_index(architecture, source.index)
+        return tied_copies_in_index(architecture, source.index)
     if source.tensors is None:
         return ()
     if source.kind == "gguf":

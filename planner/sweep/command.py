@@ -50,7 +50,7 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     """
     many = args.sweep or wanted is not None
     here = not many and not choices.gpus
-    deployment = _settled(choices, deployment, wanted, args.engine is not None or here)
+    deployment = _common_flags(choices, deployment, wanted, args.engine is not None or here)
     prices = read_prices(args.price or ())
     top = None if args.top is None else parse_count(args.top, "--top")
     if args.sort is not None:
@@ -97,7 +97,9 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     return 0 if any(row.fits for row in rows) else 1
 
 
-def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engine_given: bool) -> Deployment:
+def _common_flags(
+    choices: Choices, deployment: Deployment, wanted: int | None, engine_given: bool
+) -> Deployment:
     """Return the flags that are the same in every row.
 
     Raises:

@@ -72,13 +72,13 @@ def sweep(
         for kv_dtype, scheme in product(grid.kv_cache_dtypes, grid.quantizations):
             row = SweepRow(gpu.name, ranks, scheme, kv_dtype, False, model=source.id)
             try:
-                rows.append(_filled(row, parts, gpu, price, lengths))
+                rows.append(_planned_row(row, parts, gpu, price, lengths))
             except TonnageError as error:
                 rows.append(replace(row, refused=str(error)))
     return rows
 
 
-def _filled(
+def _planned_row(
     row: SweepRow, parts: Parts, gpu: Gpu, price: Cost | None, lengths: Sequence[tuple[int, int]]
 ) -> SweepRow:
     """Return the row of one combination with its figures.

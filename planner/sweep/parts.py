@@ -71,7 +71,7 @@ class Parts:
             chosen, notes = within_draft(self.architecture, found)
             return chosen, (*notes, *notes_of_calibration(chosen))
 
-        return self._once(("resolve", gpu.name, kv_dtype, ranks), make)
+        return self._cached(("resolve", gpu.name, kv_dtype, ranks), make)
 
     def pool(self, chosen: Resolved) -> PoolSpec:
         """Return the geometry of the block pool."""
@@ -80,12 +80,12 @@ class Parts:
             draft = add_draft(self._source, self.architecture, chosen.flags)
             return self.engine.build_pool(draft.architecture, chosen)
 
-        return self._once(("pool", *_of_pool(chosen)), make)
+        return self._cached(("pool", *_pool_key(chosen)), make)
 
     def law(self, chosen: Resolved) -> RequestLaw:
         """Return the rules by which a request's blocks follow from its lengths."""
-        return self._once(
-            ("law", *_of_pool(chosen)),
+        return self._cached(
+            ("law", *_pool_key(chosen)),
             lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
         )
 
@@ -111,7 +111,7 @@ class Parts:
             return held, Added(lora_bytes(self.architecture, flags), draft.weights, draft.high)
 
         key = ("weights", scheme, asked.tensor_parallel_size, asked.device, asked.dtype, kernel)
-        return self._once(key, make)
+        return self._cached(key, make)
 
     def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
         """Return the engine's memory for a step.
@@ -129,7 +129,7 @@ class Parts:
             )
 
         key = ("runtime", flags.gpu, flags.kv_cache_dtype, flags.tensor_parallel_size, kind)
-        return self._once(key, make)
+        return self._cached(key, make)
 
     def support(self, chosen: Resolved, scheme: str) -> Support:
         """Return whether the engine runs the combination, whatever the memory."""
@@ -139,17 +139,17 @@ class Parts:
             stored = stored_format(self._source, self._quantization(scheme))
             return support(self.engine, chosen, stored, self.architecture)
 
-        return self._once(("support", flags.gpu, scheme, flags.kv_cache_dtype, flags.dtype), make)
+        return self._cached(("support", flags.gpu, scheme, flags.kv_cache_dtype, flags.dtype), make)
 
     def _quantization(self, scheme: str) -> Quantization:
-        return self._once(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
+        return self._cached(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
 
     def _part(self, ranks: int) -> Architecture:
         """Return the share of the model that one of `ranks` GPUs holds."""
         flags = replace(self._deployment, tensor_parallel_size=ranks)
-        return self._once(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
+        return self._cached(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
+    def _cached(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
         """Return the value of `key`, computed on first use; a TonnageError is stored and raised again."""
         if key not in self._found:
             try:
@@ -168,7 +168,7 @@ def _flag(scheme: str) -> str | None:
     return None if scheme == "as is" else scheme
 
 
-def _of_pool(chosen: Resolved) -> tuple[object, ...]:
+def _pool_key(chosen: Resolved) -> tuple[object, ...]:
     """Return the values on which a pool's geometry depends."""
     flags = chosen.flags
     return flags.kv_cache_dtype, flags.device, flags.tensor_parallel_size, chosen.max_num_batched_tokens

@@ -33,7 +33,7 @@ _DEFAULTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReleaseChange:
     """A release at which the plan changes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Upgrade:
 
     before: Plan
     after: Plan
-    steps: tuple[Step, ...]
+    steps: tuple[ReleaseChange, ...]
 
 
 def compare_versions(source: ModelSource, deployment: Deployment, since: str, until: str) -> Upgrade:
@@ -95,12 +95,12 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         except TonnageError:  # a version in between may reject what both ends accept
             continue
         if found != known:
-            steps.append(Step(text, reasons, known, found))
+            steps.append(ReleaseChange(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
     if found != known:  # no known rule: the version is rejected, or has no class for the model
-        steps.append(Step(until if low == first else since, (), known, found))
+        steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
         steps = [replace(step, before=step.after, after=step.before) for step in reversed(steps)]
@@ -212,7 +212,7 @@ def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
     """Return name, both figures and difference of each term that is not zero in both versions."""
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     return [
-        (_word(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
+        (_term_name(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
         for name, value in before.items()
         if value or after[name]
     ]
@@ -233,17 +233,17 @@ def _steps(upgrade: Upgrade) -> list[tuple[str, str]]:
     for step in upgrade.steps:
         told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
         release = f"{step.version}: {'; '.join(step.reasons) or 'no rule known here'}"
-        lines.append((release, ", ".join(_told(name, step) for name in told)))
+        lines.append((release, ", ".join(_change_text(name, step) for name in told)))
     return lines
 
 
-def _told(name: str, step: Step) -> str:
+def _change_text(name: str, step: ReleaseChange) -> str:
     old, new = step.before[name], step.after[name]
     difference = _difference(old, new)
-    return f"{_word(name)} {difference or f'{_shown(name, old)} -> {_shown(name, new)}'}"
+    return f"{_term_name(name)} {difference or f'{_shown(name, old)} -> {_shown(name, new)}'}"
 
 
-def _word(name: str) -> str:
+def _term_name(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ").replace("cuda", "CUDA").replace("kv", "KV")
 
 

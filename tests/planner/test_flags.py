@@ -79,16 +79,16 @@ def test_a_value_of_another_type_is_refused(flag):
 
 
 def test_the_help_tells_the_engines_own_defaults():
-    """The figures of two help texts are those of the engines."""
+    """Two help texts contain the figures that the engines use."""
     for name in ENGINES:
         engine = engine_of(name)
         share = engine.default_utilization(engine.newest)
-        assert f"{share:g}" in flags_of(Deployment)["gpu_memory_utilization"].said
+        assert f"{share:g}" in flags_of(Deployment)["gpu_memory_utilization"].help_line
         for size in engine.blocks.values():
-            assert str(size) in flags_of(Deployment)["block_size"].said
+            assert str(size) in flags_of(Deployment)["block_size"].help_line
     vllm = engine_of("vllm")
     assert (vllm.default_utilization((0, 19, 1)), vllm.default_utilization((0, 20, 0))) == (0.9, 0.92)
-    assert "vllm from 0.20 on 0.92" in flags_of(Deployment)["gpu_memory_utilization"].said
+    assert "vllm from 0.20 on 0.92" in flags_of(Deployment)["gpu_memory_utilization"].help_line
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])

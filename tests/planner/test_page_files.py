@@ -82,7 +82,7 @@ def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="truncated"):
         read_header(file)
-    browser.begins(str(file), 8 + len(header) + 4000)
+    browser.register_partial(str(file), 8 + len(header) + 4000)
     try:
         assert read_header(file)[0].nbytes == 4000
     finally:

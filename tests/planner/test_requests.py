@@ -12,7 +12,7 @@ from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner import plan
 from tonnage.planner.command import run
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
-from tonnage.planner.model.capacity import most_at_once
+from tonnage.planner.model.capacity import capacity_by_growth
 
 MIB = 1 << 20
 
@@ -63,7 +63,7 @@ def test_the_same_figures_in_text_json_table_page_and_explain(hybrid, capsys, tm
     usable = out["kv_cache"]["usable_blocks"]
     assert first["blocks"] == {"arrival": 8, "peak": 9, "started": 5, "fullest": 9, "last": 6}
     assert first["at_once"] == usable // 9
-    assert first["at_last"] == most_at_once(usable, 9, 6)
+    assert first["at_last"] == capacity_by_growth(usable, 9, 6)
     low, high = out["intervals"]["num_blocks"]
     assert first["bounds"] == [(low - 1) // 9, (high - 1) // 9]
     assert second["at_once"] == usable // 4 == second["running"]

@@ -16,7 +16,7 @@ from shown import how_exact
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.model.capacity import hold, most_at_once
+from tonnage.planner.model.capacity import capacity_by_growth, hold
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.source.resolve import resolve_model
 
@@ -144,9 +144,9 @@ def test_as_many_requests_as_the_real_manager(case, answers):
         for prompt, output in REQUESTS:
             blocks, real = law.blocks(prompt, output), next(counts)
             ours = {
-                "started": most_at_once(BLOCKS - 1, blocks.arrival, blocks.started),
-                "fullest": most_at_once(BLOCKS - 1, blocks.peak, blocks.fullest),
-                "last": most_at_once(BLOCKS - 1, blocks.peak, blocks.last),
+                "started": capacity_by_growth(BLOCKS - 1, blocks.arrival, blocks.started),
+                "fullest": capacity_by_growth(BLOCKS - 1, blocks.peak, blocks.fullest),
+                "last": capacity_by_growth(BLOCKS - 1, blocks.peak, blocks.last),
             }
             assert ours == {name: real[name] for name in ours}, (batches, prompt, output, blocks)
             if real["unpreempted"] is not None:

@@ -64,7 +64,7 @@ def test_an_option_of_the_plan_is_made_from_its_field(command: str) -> None:
         for flag in {options[option] for option in action.option_strings if option in options}:
             assert action.dest == flag.name
             several = SEVERAL.get(flag.name, "") if command in ("plan", "replicas") else ""
-            assert action.help == flag.said + several
+            assert action.help == flag.help_line + several
             assert action.type == (None if flag.kind == "bool" else flag.read)
             assert action.default in (None, argparse.SUPPRESS)
             assert action.choices is None
@@ -95,7 +95,7 @@ def test_the_settings_of_the_plan_are_its_fields() -> None:
     for name in PLANNED:
         field = Settings.model_fields[name]
         assert field.default == OURS[name].default, name
-        assert field.description == OURS[name].said
+        assert field.description == OURS[name].help_line
     for name in Settings.model_fields.keys() & OURS.keys():
         assert name in PLANNED
     assert not BaseModel.model_fields.keys() & OURS.keys()

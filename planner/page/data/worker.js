@@ -57,10 +57,10 @@ const KINDS = {
     python.FS.mkdirTree(folder);
     if (first) {
       empty(folder);
-      browser.anew(path);
+      browser.forget_model(path);
     }
     python.FS.writeFile(full, content);
-    return size > content.length ? browser.begins(full, size) : true;
+    return size > content.length ? browser.register_partial(full, size) : true;
   },
   // the text of a model's file, or null if it does not exist
   read: ({ path }) => {
