@@ -59,7 +59,7 @@ def plan(model: str, **fields: Any) -> Plan:
 
 @lru_cache(1)  # the browser page plans the same source again with other flags
 def _sizer_of(source: ModelSource) -> Sizer:
-    """Return the cached computation of sizes for a source."""
+    """Return the `Sizer` of a model source, cached for the latest source."""
     return Sizer(source)
 
 

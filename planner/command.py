@@ -118,7 +118,7 @@ def _output_flags(p: _Group) -> None:
 
 
 def _trace_flags(p: _Group) -> None:
-    """Add the options that read request traces.
+    """Add the options of `tonnage plan` that read request traces.
 
     commands.trace_concurrency and commands.replicas of the server implement them. The command `tonnage` calls
     these modules where --trace or --replicas is given.

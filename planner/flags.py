@@ -219,7 +219,7 @@ class Flag:
 
     @property
     def help_line(self) -> str:
-        """Return the line of `--help`."""
+        """Return the flag's help text with its choices and default."""
         text = f"{self.engine}: {self.help}" if self.engine else self.help
         if self.choices and self.metavar:
             text += f": {', '.join(self.choices)}"

@@ -101,7 +101,7 @@ font-size:.875rem}}
 
 
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
-    """Return a table in a box that scrolls horizontally.
+    """Return an HTML table in a box that scrolls horizontally.
 
     A table of more than three columns shows each row as a card on a phone. Rows after the first `FIRST` are
     hidden until the reader asks for them.
@@ -121,7 +121,7 @@ def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = ()
 
 
 def figures(shown: Iterable[tuple[str, str, str]]) -> str:
-    """Return a list of the most important figures.
+    """Return an HTML list of the most important figures.
 
     Args:
         shown: (name, value, note) of each figure.
@@ -135,7 +135,7 @@ def figures(shown: Iterable[tuple[str, str, str]]) -> str:
 
 
 def bar(parts: Iterable[tuple[str, int]], total: int, whole: bool = False) -> str:
-    """Return a stacked bar.
+    """Return the HTML of a stacked bar.
 
     Args:
         parts: (CSS class, bytes) of each part.
@@ -148,12 +148,12 @@ def bar(parts: Iterable[tuple[str, int]], total: int, whole: bool = False) -> st
 
 
 def key(kind: str, name: str) -> str:
-    """Return `name` with a square in the colour of the CSS class `kind`."""
+    """Return `name` as HTML, after a square in the colour of the CSS class `kind`."""
     return f'<i class="key {kind}"></i>{escape(name)}'
 
 
 def paragraphs(lines: Iterable[str], kind: str = "") -> str:
-    """Return each line as a paragraph, with the CSS class `kind` if it is given."""
+    """Return each line as an HTML paragraph, with the CSS class `kind` if it is given."""
     return "".join(
         f'<p class="{kind}">{escape(line)}</p>' if kind else f"<p>{escape(line)}</p>" for line in lines
     )
@@ -163,7 +163,7 @@ def memory_section(
     title: str, subtitle: str, verdict: tuple[Iterable[str], bool], first: Iterable[tuple[str, str, str]],
     rows: Sequence[tuple[str, int, str]], total: int, lines: Iterable[str],
 ) -> str:  # fmt: skip
-    """Return the section of a page that shows one plan.
+    """Return the HTML section that shows one plan.
 
     Args:
         title: text of the heading.

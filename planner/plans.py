@@ -78,7 +78,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that was planned.
+    """The model of a plan: names, shape source and size.
 
     Attributes:
         path: local folder or file from which the engine loads; not part of the JSON.
@@ -100,7 +100,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Bytes on one rank by component.
+    """Planned bytes on one rank by component.
 
     Attributes:
         total_bytes: bytes of the device.
@@ -158,7 +158,7 @@ def check_components(components: dict[str, int], rank: RankPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Capacity of the block pool.
+    """Planned capacity of the KV block pool.
 
     Attributes:
         usable_blocks: `num_blocks` - 1, because block 0 is the null block.
@@ -390,7 +390,7 @@ class Plan:
         return lines + [f"Note: {note}" for note in self.notes]
 
     def __repr__(self) -> str:
-        """Return a few readable lines; `plan_to_dict` returns the fields."""
+        """Return a short readable summary; `plan_to_dict` returns all fields."""
         rows = [f"{name} {gib(size)}" for name, size, _ in self.memory_rows() if name != "device"]
         memory = f"{', '.join(rows)} of {gib(self.rank.total_bytes)}"
         verdict = "Fits." if self.fits else f"Does not fit: {'; '.join(self.reasons)}"

@@ -83,7 +83,7 @@ def parse_count(text: str, field: str, *, least: int = 1) -> int:
 
 
 def parse_port(text: str) -> int:
-    """Return the port number of `--port`.
+    """Parse the port number of the option `--port`.
 
     Raises:
         DeploymentError: the text is not a port number from 0 to 65535.

@@ -51,7 +51,7 @@ _OTHER_WEIGHTS = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One term of a comparison.
+    """One memory term of a start-up log compared with its planned value.
 
     Attributes:
         planned: the planned value, expected between `low` and `high`.
@@ -69,12 +69,12 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Return whether files and flags determine the term, so that it has no interval."""
+        """Return whether the planned value is exact, so that it has no interval."""
         return self.low is None or self.high is None or self.low == self.high
 
     @property
     def agrees(self) -> bool:
-        """Return whether the true value may lie in the planned interval."""
+        """Return whether the logged value, within its rounding, lies in the planned interval."""
         low = self.planned if self.low is None else self.low
         high = self.planned if self.high is None else self.high
         rounding = self.rounding + (_EXACT * abs(self.logged) if self.term == "weights_bytes" else 0.0)
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of one log.
+    """The comparison of one start-up log with its plan, term by term.
 
     Attributes:
         rows: terms of the rank that decides.
@@ -115,7 +115,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return one sentence about the whole comparison."""
+        """Return one sentence that says how well the plan agrees with the log."""
         start = "the start failed; " if self.failure else ""
         if not self.rows:
             return f"{start}nothing to compare"
@@ -229,7 +229,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
 
 
 def _logged_flags(found: StartLog | LogFigures) -> dict[str, Any]:
-    """Return the flags that a log contains."""
+    """Return the engine flags that a start-up log contains."""
     said = {name: value for name in _LOGGED if (value := _logged(name, found.flags)) is not None}
     if length := found.figures.get("max_model_len"):
         said["max_model_len"] = int(length)

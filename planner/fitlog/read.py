@@ -48,7 +48,7 @@ _LEAST = ("tokens", "num_blocks", "max_concurrency")  # the smallest value of se
 
 @dataclass(slots=True)
 class StartLog:
-    """The figures of one start of an engine.
+    """The figures in the start-up log of an engine.
 
     Attributes:
         ranks: figures of each rank, by its name in the log ("" if it has none).
@@ -74,7 +74,7 @@ class StartLog:
 
 
 def read_log(path: Path) -> StartLog:
-    """Read a start-up log.
+    """Read an engine's start-up log from a file.
 
     Raises:
         ConfigError: the file cannot be read, or has no line that any engine recognizes.
@@ -138,7 +138,7 @@ class _Reader:
         self._ready = False
 
     def read(self, record: str) -> None:
-        """Parse one record."""
+        """Parse one record of a start-up log and store its figures under its rank."""
         if self._is_another_start(record):
             self._starts += 1
             self._begin()
@@ -172,7 +172,7 @@ class _Reader:
         return begins and any("weights_bytes" in rank.figures for rank in self._ranks.values())
 
     def settle(self) -> StartLog:
-        """Return the figures of the start after the last record."""
+        """Return the figures of the engine's start once all records are parsed."""
         whole = StartLog(flags=self._flags, ready=self._ready, starts=self._starts)
         for rank in self._ranks.values():
             for engine in self._engines:

@@ -131,7 +131,7 @@ def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
 
 
 def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> tuple[TensorSpec, ...]:
-    """Return the tied tensors that the checkpoint stores beside their source.
+    """Return the tied tensors that the checkpoint stores in addition to the tensors they share storage with.
 
     transformers 5.19 ties them only if the values are equal (modeling_utils.py, tie_weights), which a header
     does not show.
@@ -145,7 +145,7 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
 
 
 def tied_copies_in_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
-    """Return the tied tensors that the checkpoint stores beside their source, from its index alone."""
+    """Return the tied tensors that a checkpoint stores as additional copies, from its index alone."""
     return stored_tied_copies(architecture, _named(index))
 
 

@@ -35,14 +35,14 @@ _MAX_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """An array that is too long to keep, represented by its length."""
+    """A GGUF metadata array that is too long to keep, represented by its length."""
 
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """The header of a GGUF file.
+    """The metadata and tensor descriptions in the header of a GGUF file.
 
     Attributes:
         metadata: key -> str, int, float, bool, list or GGUFArray.
@@ -65,11 +65,11 @@ class _Cursor:
         self.longest = longest  # items; longer arrays are not kept
 
     def fail(self, what: str) -> CheckpointError:
-        """Return a CheckpointError that names the current position."""
+        """Return a CheckpointError that names the current byte position."""
         return CheckpointError(f"{what} at byte {self.at:,}", field=self.where)
 
     def skip(self, length: int) -> int:
-        """Advance by `length` bytes and return the position before."""
+        """Advance the read position by `length` bytes and return the old position."""
         start = self.at
         if length < 0 or start + length > len(self.data):
             raise self.fail(f"the header is truncated: {length:,} bytes are claimed")
@@ -84,7 +84,7 @@ class _Cursor:
         return struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0]
 
     def string(self) -> str:
-        """Read a string."""
+        """Read a GGUF string (length, then UTF-8 bytes)."""
         length = self.scalar(10)
         start = self.skip(length)
         try:
@@ -137,7 +137,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path, longest: int = _KEPT_ITEMS) -> GGUFHeader:
-    """Read the header of a GGUF file.
+    """Read the metadata and tensor descriptions of a GGUF file.
 
     Args:
         path: the file.

@@ -38,7 +38,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The readable parts of a checkpoint.
+    """The readable parts of a safetensors checkpoint: headers, or an index alone.
 
     Attributes:
         tensors: tensors from the headers, or None if no header is available.
@@ -84,7 +84,7 @@ def _read(index: Path) -> bytes:
 
 
 def parse_index(text: bytes) -> CheckpointIndex:
-    """Parse the bytes of an index.
+    """Parse the bytes of a safetensors index.
 
     Raises:
         CheckpointError: the text is no index, or has no map from tensors to files.
@@ -111,7 +111,7 @@ def _total(metadata: Any) -> int | None:
 
 
 def shards_of(index: CheckpointIndex) -> list[str]:
-    """Return the sorted names of the files that an index names.
+    """Return the sorted names of the shards in a safetensors index.
 
     Raises:
         CheckpointError: a name has a path, or there are too many files.
@@ -128,7 +128,7 @@ def shards_of(index: CheckpointIndex) -> list[str]:
 def merge_shards(
     headers: dict[str, tuple[HeaderTensor, ...]], index: CheckpointIndex
 ) -> tuple[HeaderTensor, ...]:
-    """Return the tensors of all shards.
+    """Return the tensors of all shards, checked against the index.
 
     Raises:
         CheckpointError: index and shards disagree.

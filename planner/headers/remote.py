@@ -92,7 +92,7 @@ class Remote:
     """Files of one model at `<endpoint>/<repo>/resolve/<revision>/`."""
 
     def __init__(self, model: HubModel, open: Callable[..., Any] | None = None) -> None:
-        """Prepare requests for a model's files.
+        """Prepare HTTP requests for a model's files on the hub.
 
         Args:
             model: the model.
@@ -183,7 +183,7 @@ class Remote:
             raise ModelNotFound(why, field=name, hint=hint) from None
 
     def _refused(self, code: int, headers: Message) -> tuple[str, str]:
-        """Return the meaning of an HTTP error and a hint.
+        """Return a message and a hint for an HTTP error of the hub.
 
         The hub uses the error codes that hf_raise_for_status of huggingface_hub 1.x defines (utils/_http.py).
         """

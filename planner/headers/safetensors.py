@@ -26,7 +26,7 @@ _MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is a
 
 
 def read_header(path: Path) -> tuple[HeaderTensor, ...]:
-    """Return the tensors of one file in file order.
+    """Return the tensors that a safetensors file describes, in file order.
 
     Raises:
         CheckpointError: the header is truncated or contradicts itself or the file.
@@ -57,7 +57,7 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
-    """Return the tensors that a header describes.
+    """Return the tensors that the JSON of a safetensors header describes.
 
     Args:
         text: the header's JSON.

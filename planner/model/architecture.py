@@ -33,7 +33,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """The cache of one layer.
+    """The KV cache or recurrent state of one layer.
 
     A `full`, `sliding`, `chunked` or `cross` layer stores kv_heads x (head_size + value_head_size) elements per
     token. An `mla` layer stores one latent of head_size elements per token (compressed KV and the rotary key),

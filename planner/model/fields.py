@@ -36,7 +36,7 @@ _NEUTRAL = (None, False, 0, "", "none")
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a config.json.
+    """Read and check a config.json file.
 
     Raises:
         ConfigError: the file cannot be read, is too large, or is not a JSON object in UTF-8.
@@ -53,7 +53,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def parse_config(data: bytes, where: str) -> dict[str, Any]:
-    """Parse the bytes of a config.json.
+    """Parse and check the bytes of a config.json.
 
     Args:
         data: JSON in UTF-8.
@@ -132,7 +132,7 @@ class Fields:
         aliases: Mapping[str, str] | None = None,
         absent: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the access to one config.
+        """Create checked access to the fields of one config.
 
         Args:
             config: the parsed config.json.
@@ -145,7 +145,7 @@ class Fields:
         self._read: set[str] = set()
 
     def name(self, field: str) -> str:
-        """Return the name under which the file has a field.
+        """Return the name under which the config file has a field.
 
         Raises:
             ConfigError: the file has the field under both names, with different values.
@@ -166,11 +166,11 @@ class Fields:
         return self.config[name] if name in self.config else self._absent.get(field)
 
     def ignore(self, *fields: str) -> None:
-        """Mark fields as read that change neither shapes nor the cache."""
+        """Mark config fields as read that change neither shapes nor the cache."""
         self._read.update(fields)
 
     def integer(self, field: str, default: int | None = None, *, limit: str, minimum: int = 1) -> int:
-        """Return an integer field.
+        """Return an integer field of the config.
 
         Args:
             field: name of the field.
@@ -224,7 +224,7 @@ class Fields:
         return value
 
     def number(self, field: str, default: float) -> float:
-        """Return a field as a float, or `default` where it is absent.
+        """Return a config field as a float, or `default` where it is absent.
 
         Raises:
             ConfigError: the value is not a number.
@@ -254,7 +254,7 @@ class Fields:
         return int(width)
 
     def mapping(self, field: str) -> dict[str, Any] | None:
-        """Return a field that is an object, or None where it is absent.
+        """Return a config field that is a JSON object, or None where it is absent.
 
         Raises:
             ConfigError: the value is not an object.

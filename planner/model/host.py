@@ -45,17 +45,17 @@ class HostMemory:
 
     @property
     def value(self) -> int:
-        """Return the expected peak in bytes."""
+        """Return the expected peak of host memory in bytes."""
         return self._most([(part.when, part.value) for part in self.parts])
 
     @property
     def low(self) -> int:
-        """Return the lower bound of the peak in bytes."""
+        """Return the lower bound of the host memory's peak in bytes."""
         return self._most([(part.when, part.low) for part in self.parts])
 
     @property
     def high(self) -> int:
-        """Return the upper bound of the peak in bytes."""
+        """Return the upper bound of the host memory's peak in bytes."""
         return self._most([(part.when, part.high) for part in self.parts])
 
     @property
@@ -64,6 +64,6 @@ class HostMemory:
         return sum(part.high for part in self.parts if part.shared)
 
     def _most(self, held: list[tuple[str, int]]) -> int:
-        """Return the larger of the loading peak and the serving peak, in bytes."""
+        """Return the larger of the host memory's peaks while loading and while serving, in bytes."""
         sums = {when: sum(size for other, size in held if other == when) for when, _ in held}
         return sums.get("always", 0) + max(sums.get("loading", 0), sums.get("serving", 0))

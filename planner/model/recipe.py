@@ -52,13 +52,13 @@ class Heads:
 
     @property
     def value_size(self) -> int:
-        """Return the elements of V per head."""
+        """Return the elements of V per attention head."""
         return self.head_size if self.value is None else self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalization over `size` values.
+    """A normalization layer over `size` values.
 
     Attributes:
         groups: how many groups of `size` values one token has.
@@ -173,12 +173,12 @@ class LatentAttention:
 
     @property
     def entry(self) -> int:
-        """Return the elements cached per token and layer."""
+        """Return the elements of the MLA latent cached per token and layer."""
         return self.kv_rank + self.rotary
 
     @property
     def head_size(self) -> int:
-        """Return the elements of q and k per head."""
+        """Return the elements of q and k per attention head."""
         return self.nope + self.rotary
 
 
@@ -293,7 +293,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer.
+    """A decoder layer with its residual branches.
 
     Attributes:
         parallel: whether every branch reads the layer's input; a branch without a norm uses the preceding norm.
@@ -364,7 +364,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A whole decoder as data.
+    """A whole decoder as data: embedding, layers, final norm and head.
 
     Attributes:
         at: name of the list of layers; a layer's name is `at`.index.
@@ -398,7 +398,7 @@ def layer_of(
     dropouts: tuple[float, float] = (0.0, 0.0),
     extra: tuple[TensorSpec, ...] = (),
 ) -> Layer:
-    """Return a layer of one attention and one MLP.
+    """Return a decoder layer of one attention module and one MLP.
 
     Args:
         flow: position of the norms: before each module (`pre`), after each (`post`), after each sum (`summed`),

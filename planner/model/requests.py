@@ -49,7 +49,7 @@ class GroupLaw:
     checkpoint: bool = False
 
     def needed(self, slots: int) -> int:
-        """Return the blocks of `slots` tokens before any block is freed."""
+        """Return the KV blocks that `slots` tokens need before any block is freed."""
         if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
             return self.blocks
         return ceil_div(slots, self.block_size)
@@ -85,7 +85,7 @@ class RequestStep:
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """Blocks of one request over all groups of layers.
+    """KV blocks of one request over all groups of layers.
 
     Attributes:
         arrival: maximum until the prompt is processed, including the blocks that its admission asks for.
@@ -156,7 +156,7 @@ class RequestLaw:
         return tuple(sorted(found.items()))
 
     def blocks(self, prompt: int, output: int) -> RequestBlocks:
-        """Return the blocks of a request that shares no prefix.
+        """Return the KV blocks of a request that shares no prefix.
 
         Args:
             prompt: tokens of the prompt.
@@ -238,7 +238,7 @@ class RequestLaw:
 
     @staticmethod
     def _asked(group: GroupLaw, tokens: int) -> int:
-        """Return the blocks of `tokens` tokens, at most the group's cap."""
+        """Return the KV blocks that `tokens` tokens need in a group, at most its cap."""
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 
@@ -250,7 +250,7 @@ class RequestLaw:
         return [*steps, *(self._step(ends, place, prompt) for place in behind)]
 
     def _held(self, steps: list[RequestStep], place: int) -> int:
-        """Return the blocks held at the step with index `place`."""
+        """Return the KV blocks that a request holds at the step with index `place`."""
         step = steps[place]
         return sum(
             self._states(group, steps, place)
@@ -260,7 +260,7 @@ class RequestLaw:
         )
 
     def _states(self, group: GroupLaw, steps: list[RequestStep], place: int) -> int:
-        """Return the number of states that a group holds at a step."""
+        """Return how many recurrent states a group holds for a request at one step."""
         kept, low = set(), group.freed(steps[place].processed)
         for step in (steps[at] for at in range(place, -1, -1)):
             block = ceil_div(step.end, group.block_size) - 1

@@ -55,7 +55,7 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements."""
+        """Return the tensor's number of elements."""
         return prod(self.shape)
 
     @property

@@ -22,7 +22,7 @@ Tower = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The largest input item of one modality.
+    """The largest input item (picture, video, sound) of one modality.
 
     Attributes:
         tokens: embeddings that the language model receives.

@@ -42,7 +42,7 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """Return the significant bits of a value."""
+        """Return the bits of one value: sign, exponent and mantissa."""
         return 1 + self.exponent + self.mantissa
 
     @property
@@ -57,18 +57,18 @@ class FloatFormat:
 
     @property
     def largest(self) -> float:
-        """Return the largest finite number."""
+        """Return the largest finite number of the format."""
         mantissa = (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
         return math.ldexp((1 << self.mantissa) + mantissa, self.top - self.bias - self.mantissa)
 
     @property
     def smallest_normal(self) -> float:
-        """Return the smallest positive normal number."""
+        """Return the smallest positive normal number of the format."""
         return math.ldexp(1.0, 1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """Return the smallest positive (subnormal) number."""
+        """Return the smallest positive (subnormal) number of the format."""
         return math.ldexp(1.0, 1 - self.bias - self.mantissa)
 
     def decode(self, sign: int, exponent: int, mantissa: int) -> float:

@@ -24,7 +24,7 @@ SCRATCH_BYTES = GiB
 
 
 def emit(plan: Plan, form: str) -> str:
-    """Return the text of one form of settings.
+    """Return a plan as deployment settings, for example Helm values.
 
     Args:
         plan: the plan.

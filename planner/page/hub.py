@@ -25,7 +25,7 @@ from tonnage.planner.source.resolve import ModelSource, keep
 
 @dataclass(frozen=True, slots=True)
 class BrowserResponse:
-    """The browser's response to one request.
+    """The browser's response to one HTTP request for a model file.
 
     Attributes:
         body: the content; for a range request only the range.
@@ -39,11 +39,11 @@ class BrowserResponse:
 
 
 class _Pending(Exception):
-    """Signal that a response is not available yet."""
+    """Signal that the browser has not yet made a required request."""
 
 
 class _NoRange(Exception):
-    """Signal that the first bytes of a file cannot be requested."""
+    """Signal that the server does not allow requests for the first bytes of a file."""
 
 
 class BrowserRemote(Remote):

@@ -38,7 +38,7 @@ class Choices:
 
     @property
     def lists(self) -> tuple[tuple[object, ...], ...]:
-        """Return the values of each flag."""
+        """Return the given values of each flag that a sweep can vary."""
         return self.models, self.gpus, self.quantizations, self.kv_cache_dtypes
 
     @property
@@ -48,7 +48,7 @@ class Choices:
 
     @property
     def of_models(self) -> Choices:
-        """Return choices with the models only."""
+        """Return these choices with the models only."""
         return Choices(self.models)
 
 

@@ -100,7 +100,7 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
 def _common_flags(
     choices: Choices, deployment: Deployment, wanted: int | None, engine_given: bool
 ) -> Deployment:
-    """Return the flags that are the same in every row.
+    """Return the flags that are the same in every row of a sweep.
 
     Raises:
         DeploymentError: a flag has a value that a table cannot have.
@@ -175,7 +175,7 @@ def _print_all(
 
 
 def _notes(rows: Sequence[SweepRow]) -> list[str]:
-    """Return each note of the rows once."""
+    """Return each note of a sweep's rows once."""
     return [f"Note: {note}" for note in dict.fromkeys(note for row in rows for note in row.notes)]
 
 

@@ -81,7 +81,7 @@ def sweep(
 def _planned_row(
     row: SweepRow, parts: Parts, gpu: Gpu, price: Cost | None, lengths: Sequence[tuple[int, int]]
 ) -> SweepRow:
-    """Return the row of one combination with its figures.
+    """Return the sweep row of one combination with its figures.
 
     Raises:
         TonnageError: a part of the plan is not possible.

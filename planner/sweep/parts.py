@@ -37,13 +37,13 @@ V = TypeVar("V")
 
 
 class Parts:
-    """The shared parts of all plans of one model.
+    """The cached parts that all plans of a sweep over one model share.
 
     A part that cannot be computed raises its TonnageError again for every combination that uses it.
     """
 
     def __init__(self, source: ModelSource, deployment: Deployment) -> None:
-        """Read the model.
+        """Read the model whose plans share these parts.
 
         Args:
             source: the model.
@@ -114,7 +114,7 @@ class Parts:
         return self._cached(key, make)
 
     def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
-        """Return the engine's memory for a step.
+        """Return the engine's memory beside weights and pool: activations, framework, CUDA graphs.
 
         Of all quantizations only MXFP4 changes it, because its experts need no buffer of their own.
         """

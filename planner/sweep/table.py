@@ -14,7 +14,7 @@ _Column = tuple[str, str, Callable[[SweepRow], str]]  # title, side, text of a r
 
 
 def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], file: TextIO) -> None:
-    """Print rows as a table.
+    """Print the rows of a sweep as a text table.
 
     Weights and pool are GiB of one GPU. Prices are USD per hour, of all GPUs of a row and of each sequence that
     certainly runs.
@@ -58,7 +58,7 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
 
 
 def device_cell(row: SweepRow) -> str:
-    """Return the GPU of a row with its count."""
+    """Return the GPU of a sweep row with its count."""
     return f"{row.gpus} x {row.gpu}" if row.gpus > 1 else row.gpu
 
 

@@ -34,7 +34,7 @@ _DEFAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChange:
-    """A release at which the plan changes.
+    """A release of an engine at which the plan changes.
 
     Attributes:
         version: the release.
@@ -50,7 +50,7 @@ class ReleaseChange:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Return the names of the terms that differ."""
+        """Return the names of the terms that this release changes."""
         return tuple(name for name, value in self.after.items() if self.before.get(name) != value)
 
 
