@@ -22,6 +22,7 @@ from tonnage.cache.blocks.state import (
     NULL_BLOCK,
     ONE_CHILD,
     Core,
+    Evictable,
     columns,
 )
 from tonnage.cache.compiled import inlined
@@ -38,7 +39,7 @@ def push_free(core: Core, block: int) -> None:
 
 
 @inlined
-def enlist(core: Core, block: int, node: int, end: int) -> None:
+def enlist(core: Evictable, block: int, node: int, end: int) -> None:
     """Insert a cached block into the eviction list of its node's class; ``end`` 1 is young, 0 is old."""
     pool, kind = core.pool[0], core.kind[node] & CLASS_MASK
     sentinel = pool.num_blocks + kind
@@ -50,7 +51,7 @@ def enlist(core: Core, block: int, node: int, end: int) -> None:
 
 
 @inlined
-def unlink(core: Core, block: int) -> None:
+def unlink(core: Evictable, block: int) -> None:
     """Remove a cached block from its eviction list, if it is in one, and from the count of cached blocks."""
     pool, after = core.pool[0], core.next[block]
     if after != NULL_BLOCK:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tonnage.cache.blocks.groups import ALIGNED, FULL, GROUP, group_records
 from tonnage.cache.blocks.memory import lazy, resident
-from tonnage.cache.eviction.model import CLASSES, ENTRY, MODEL, new_model
+from tonnage.cache.eviction.model import CLASSES, ENTRY, MODEL, OrderArrays, history_buckets, new_model
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.units import ceil_div
@@ -177,6 +177,9 @@ class Core(NamedTuple):
     stored: Int32Array = _array(i4, "log")
 
 
+Evictable = Core | OrderArrays  # the arrays that the functions of eviction take
+
+
 def new_core(
     layout: KVLayout,
     num_blocks: int,
@@ -211,7 +214,7 @@ def new_core(
         "max_hashes": ceil_div(max_model_len, size) if caching else 1,
         "max_model_len": max_model_len,
         "history": history,
-        "history_buckets": 1 << max(0, (history // 2).bit_length() - 1),
+        "history_buckets": history_buckets(history),
         "log": num_blocks if logged else 1,
     }
     fields = Core._field_defaults
@@ -241,7 +244,11 @@ def new_core(
 
 def _new(spec: _Array, sizes: dict[str, int]) -> npt.NDArray[Any]:
     shape = [axis if isinstance(axis, int) else sizes[axis] for axis in spec.shape]
-    array = (lazy if spec.lazy else resident)(*shape, dtype=spec.dtype)
+    return records((lazy if spec.lazy else resident)(*shape, dtype=spec.dtype))
+
+
+def records(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array of records as compiled and uncompiled code can read it, and any other array unchanged."""
     # Uncompiled code reads record fields by attribute, which numpy allows only in a recarray; it costs 1 us per
     # call.
     return array.view(np.recarray) if numba.config.DISABLE_JIT and array.dtype.names else array

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from tonnage.cache.blocks.pool import enlist
-from tonnage.cache.blocks.state import BY_RESET, CLASS_MASK, CLOCK_MASK, Core
+from tonnage.cache.blocks.state import BY_RESET, CLASS_MASK, CLOCK_MASK, Evictable
 from tonnage.cache.compiled import inlined, inner
 from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU
 from tonnage.cache.eviction.reuse import age_level
@@ -36,7 +36,7 @@ OLDEST, YOUNGEST = 0, 1  # ends of a list
 
 
 @inner
-def choose_rule(core: Core) -> None:
+def choose_rule(core: Evictable) -> None:
     """Choose between learned eviction and LRU, at the start of a request."""
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0:
@@ -54,14 +54,14 @@ def choose_rule(core: Core) -> None:
 
 
 @inlined
-def age_of(core: Core, block: int) -> int:
+def age_of(core: Evictable, block: int) -> int:
     """Return the number of blocks released since the cached block was."""
     pool = core.pool[0]
     return int((pool.clock - core.stamp[block]) & CLOCK_MASK)
 
 
 @inner
-def choose_list(core: Core) -> tuple[int, int, int]:
+def choose_list(core: Evictable) -> tuple[int, int, int]:
     """Return the class, the end of its list and the number of blocks to evict next.
 
     At least one list must not be empty.
@@ -81,7 +81,7 @@ def choose_list(core: Core) -> tuple[int, int, int]:
 
 
 @inlined
-def enlist_by_age(core: Core, node: int) -> None:
+def enlist_by_age(core: Evictable, node: int) -> None:
     """List a cached node whose last child is gone, at the end of its class's list that is closer to its age."""
     size = core.pool[0].num_blocks
     oldest = core.next[size + (core.kind[node] & CLASS_MASK)]

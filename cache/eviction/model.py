@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -62,6 +64,30 @@ MODEL = np.dtype(
         ("widths", f8, (AGES,)),  # blocks between two ages
     ]
 )
+
+
+class OrderArrays(NamedTuple):
+    """The arrays of an `EvictionOrder`, named like the fields of `Core` that eviction reads."""
+
+    pool: npt.NDArray[np.void]
+    refs: npt.NDArray[np.int32]
+    next: npt.NDArray[np.int32]
+    prev: npt.NDArray[np.int32]
+    stamp: npt.NDArray[np.int32]
+    node_of: npt.NDArray[np.int32]
+    parent: npt.NDArray[np.int32]
+    kind: npt.NDArray[np.int32]
+    chain: npt.NDArray[np.int32]
+    node_hash: npt.NDArray[np.uint64]
+    heads: npt.NDArray[np.int32]
+    history: npt.NDArray[np.void]
+    history_heads: npt.NDArray[np.int32]
+    model: npt.NDArray[np.void]
+
+
+def history_buckets(history: int) -> int:
+    """Return the number of hash buckets of a history of so many entries, a power of two."""
+    return 1 << max(0, (history // 2).bit_length() - 1)
 
 
 def new_model(num_blocks: int, learning: bool) -> tuple[npt.NDArray[np.void], int]:

@@ -8,9 +8,9 @@ and ages of released blocks, and the parent of each block, so that a prefix outl
 the same tokens at the same time leave two blocks, which our own pool would merge. The second block is a
 *spare*: it is evicted before all others, and its release counts as a release of the first.
 
-**Arrays** are a `Core`'s, with one row for the request of the current call. ``refs`` is 0 for the blocks held
-here and 1 for all others. Other groups of the same pool (`follow`) have nodes of their own, in the class of the
-first group's block at the same place. Blocks of windowed groups have no nodes: each may be evicted separately.
+**Arrays** have the names and the meaning of `Core`'s. ``refs`` is 0 for the blocks held here and 1 for all
+others. Other groups of the same pool (`follow`) have nodes of their own, in the class of the first group's
+block at the same place. Blocks of windowed groups have no nodes: each may be evicted separately.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tonnage.cache.blocks.memory import resident
 from tonnage.cache.blocks.pool import enlist, unlink
 from tonnage.cache.blocks.state import (
     BY_RESET,
@@ -27,18 +28,17 @@ from tonnage.cache.blocks.state import (
     FOR_PREFILL,
     NULL_BLOCK,
     ONE_CHILD,
+    POOL,
     ROOT,
-    Core,
     Int32Array,
     UInt64Array,
     columns,
-    new_core,
+    records,
 )
 from tonnage.cache.compiled import compiled, inlined, inner
 from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, choose_list, choose_rule, enlist_by_age
-from tonnage.cache.eviction.model import CLASSES, LEARNED
+from tonnage.cache.eviction.model import CLASSES, ENTRY, LEARNED, OrderArrays, history_buckets, new_model
 from tonnage.cache.eviction.reuse import observe_end, observe_start
-from tonnage.planner.model.layout import KVGroup, KVLayout
 
 SPARE = CLASSES  # an additional list: blocks whose content another block has too
 
@@ -54,29 +54,12 @@ class EvictionOrder:
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_blocks: int, *, learning: bool = True) -> None:
-        one_full_group = KVLayout((KVGroup("full", (0,)),), block_size, 1, 1, 1, "bfloat16", 2)
-        core = new_core(
-            one_full_group,
-            num_blocks,
-            rows=1,
-            max_model_len=max_blocks * block_size,
-            max_step=max_blocks * block_size,
-            caching=True,
-            seed=0,
-            logged=False,
-            learning=learning,
-        )
-        links = np.zeros((2, num_blocks + SPARE + 1), np.int32)
-        links[:, num_blocks:] = np.arange(num_blocks, num_blocks + SPARE + 1)
-        # arrays of nodes that are unused here: tokens and blocks of other groups
-        unused = np.zeros((1, 1), np.int32)
-        self.core = core._replace(next=links[0], prev=links[1], node_tokens=unused, node_blocks=unused)
-        self.core.refs[:] = 1
-        self._room = max_blocks
+        self.arrays = _new_arrays(num_blocks, block_size, learning)
+        self._hashes, self._table = np.zeros(max_blocks, np.uint64), np.zeros(max_blocks, np.int32)
         self._classes = np.zeros(max_blocks, np.int32)
         self._ended = 0  # blocks of the last request that ended: entries of `_classes`
         self._out = np.zeros(num_blocks, np.int32)
-        self._counts, self._model = columns(self.core.pool), columns(self.core.model)
+        self._counts, self._model = columns(self.arrays.pool), columns(self.arrays.model)
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -90,8 +73,8 @@ class EvictionOrder:
             free: Blocks of the pool without content.
         """
         self._counts.free[0] = free
-        count = self._enter(hashes, hit)
-        return int(_start(self.core, min(count, len(hit)), tokens))
+        count = min(self._enter(hashes, hit), len(hit))
+        return int(_start(self.arrays, self._hashes, self._table, count, tokens))
 
     def end(self, hashes: UInt64Array, blocks: Sequence[int], prompt: int, tokens: int, turn: int) -> None:
         """Record the end of a request, before its blocks are released.
@@ -104,7 +87,8 @@ class EvictionOrder:
             turn: The result of `start`.
         """
         self._ended = min(self._enter(hashes, blocks), len(blocks))
-        _end(self.core, self._ended, prompt, tokens, turn, self._classes)
+        _publish(self.arrays, self._hashes, self._table, self._ended, np.uint64(0))
+        _end(self.arrays, self._hashes, self._table, self._ended, prompt, tokens, turn, self._classes)
 
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
@@ -114,18 +98,21 @@ class EvictionOrder:
         ``key`` distinguishes the groups; ``full`` says that the group is full attention.
         """
         self._enter(hashes, blocks)
-        count = min(len(blocks), self._room, len(hashes) if full else len(blocks))
-        _follow(self.core, count, block_size, self._ended, np.uint64(key), full, self._classes)
+        count = min(len(blocks), len(self._table), len(hashes) if full else len(blocks))
+        if full:
+            _publish(self.arrays, self._hashes, self._table, count, np.uint64(key))
+        if self._ended:
+            _follow(self.arrays, self._table, count, block_size, self._ended, self._classes)
 
     # -- blocks --------------------------------------------------------------------------------------------
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take over blocks that no request references any more, a request's last block first."""
-        _release(self.core, np.array(blocks, np.int32))
+        _release(self.arrays, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
         """Drop blocks that are referenced again; blocks that are not held here are ignored."""
-        _take(self.core, np.array(blocks, np.int32))
+        _take(self.arrays, np.array(blocks, np.int32))
 
     def pop(self, count: int) -> list[int]:
         """Evict ``count`` blocks and return them. Raises ValueError if fewer are held."""
@@ -139,7 +126,7 @@ class EvictionOrder:
         A block in use must not be passed to `end` any more, but must still be released here: other blocks may
         continue it.
         """
-        _forget(self.core, np.array(blocks, np.int32))
+        _forget(self.arrays, np.array(blocks, np.int32))
 
     def reset(self) -> list[int]:
         """Evict all held blocks and return them."""
@@ -164,71 +151,81 @@ class EvictionOrder:
 
     def blocks(self) -> list[int]:
         """Return the held blocks: spare blocks first, then in order of release; O(pool)."""
-        here = np.flatnonzero(self.core.refs == 0)
-        age = (int(self._counts.clock[0]) - self.core.stamp[here]) & CLOCK_MASK
-        spare = self.core.kind[here] & CLASS_MASK == SPARE
+        here = np.flatnonzero(self.arrays.refs == 0)
+        age = (int(self._counts.clock[0]) - self.arrays.stamp[here]) & CLOCK_MASK
+        spare = self.arrays.kind[here] & CLASS_MASK == SPARE
         found: list[int] = here[np.lexsort((-age, ~spare))].tolist()
         return found
 
     def _popped(self, count: int, cause: int) -> list[int]:
-        _pop(self.core, count, cause, self._out)
+        _pop(self.arrays, count, cause, self._out)
         found: list[int] = self._out[:count].tolist()
         return found
 
     def _enter(self, hashes: UInt64Array, blocks: Sequence[int]) -> int:
-        count, held = min(len(hashes), self._room), min(len(blocks), self._room)
-        self.core.hashes[0, :count] = hashes[:count]
-        self.core.tables[0, 0, :held] = blocks[:held]
+        count, held = min(len(hashes), len(self._hashes)), min(len(blocks), len(self._table))
+        self._hashes[:count], self._table[:held] = hashes[:count], blocks[:held]
         return count
 
 
+def _new_arrays(num_blocks: int, block_size: int, learning: bool) -> OrderArrays:
+    """Return the arrays of a pool that holds no block."""
+    model, history = new_model(num_blocks, learning)
+    pool = np.zeros(1, POOL)
+    pool["num_blocks"], pool["block_size"] = num_blocks, block_size
+    table = resident(8, num_blocks + SPARE + 1, dtype=np.int32)
+    refs, stamp, node_of, parent, kind, chain = table[:6, :num_blocks]
+    refs[:] = 1
+    table[6:, num_blocks:] = np.arange(num_blocks, num_blocks + SPARE + 1)
+    return OrderArrays(
+        pool=records(pool), refs=refs, next=table[6], prev=table[7], stamp=stamp, node_of=node_of,
+        parent=parent, kind=kind, chain=chain, node_hash=resident(num_blocks, dtype=np.uint64),
+        heads=resident(1 << (num_blocks - 1).bit_length(), dtype=np.int32),
+        history=records(np.zeros(history, ENTRY)),
+        history_heads=resident(history_buckets(history), dtype=np.int32), model=records(model),
+    )  # fmt: skip
+
+
 @compiled
-def _start(core: Core, hit: int, tokens: int) -> int:
-    core.rows[0].length = min(tokens, core.hashes.shape[1] * core.pool[0].block_size)
-    observe_start(core, 0, hit)
+def _start(core: OrderArrays, hashes: UInt64Array, table: Int32Array, hit: int, tokens: int) -> int:
+    turn = observe_start(core, hashes, table, min(tokens, hashes.size * core.pool[0].block_size), hit)
     choose_rule(core)
-    return int(core.rows[0].turn)
+    return turn
 
 
 @compiled
-def _end(core: Core, count: int, prompt: int, tokens: int, turn: int, classes: Int32Array) -> None:
-    row = core.rows[0]
-    _publish(core, count, np.uint64(0))
-    row.published, row.length, row.turn, row.request = count, tokens, turn, 0
-    core.requests[0].prompt = prompt
-    observe_end(core, 0)
+def _end(
+    core: OrderArrays, hashes: UInt64Array, table: Int32Array, count: int, prompt: int, tokens: int, turn: int,
+    classes: Int32Array,
+) -> None:  # fmt: skip
+    observe_end(core, hashes, table, count, prompt, tokens, turn)
     for at in range(count):
-        classes[at] = core.kind[core.tables[0, 0, at]] & CLASS_MASK
+        classes[at] = core.kind[table[at]] & CLASS_MASK
 
 
 @compiled
 def _follow(
-    core: Core, count: int, block_size: int, ended: int, key: np.uint64, full: bool, classes: Int32Array
+    core: OrderArrays, table: Int32Array, count: int, block_size: int, ended: int, classes: Int32Array
 ) -> None:
-    if full:
-        _publish(core, count, key)
-    if ended == 0:
-        return
     for at in range(count):
-        block = core.tables[0, 0, at]
-        if block != NULL_BLOCK:
+        if table[at] != NULL_BLOCK:
             place = min(((at + 1) * block_size - 1) // core.pool[0].block_size, ended - 1)
-            core.kind[block] = (core.kind[block] & ~CLASS_MASK) | classes[place]
+            core.kind[table[at]] = (core.kind[table[at]] & ~CLASS_MASK) | classes[place]
 
 
 # -- nodes -------------------------------------------------------------------------------------------------
 
 
-@inner
-def _publish(core: Core, count: int, key: np.uint64) -> None:
-    """Create nodes for the row's blocks, which are in use; replace blocks in the table by existing nodes."""
-    table, parent = core.tables[0, 0], ROOT
+@compiled
+def _publish(core: OrderArrays, hashes: UInt64Array, table: Int32Array, count: int, key: np.uint64) -> None:
+    """Create nodes for the blocks in ``table``, which are in use; replace blocks by existing nodes there."""
+    parent = ROOT
     for at in range(count):
         mine = int(table[at])
         if mine == NULL_BLOCK:
             parent = ROOT
             continue
-        value = core.hashes[0, at] ^ key
+        value = hashes[at] ^ key
         node = _find(core, value)
         if node == NULL_BLOCK:
             node = mine
@@ -248,12 +245,12 @@ def _publish(core: Core, count: int, key: np.uint64) -> None:
 
 
 @inlined
-def _bucket(core: Core, value: np.uint64) -> int:
+def _bucket(core: OrderArrays, value: np.uint64) -> int:
     return int(value & np.uint64(core.heads.size - 1))
 
 
 @inlined
-def _find(core: Core, value: np.uint64) -> int:
+def _find(core: OrderArrays, value: np.uint64) -> int:
     """Return the node with this hash, or 0.
 
     A collision costs at most a hit, because the pool itself decides which blocks to serve.
@@ -265,7 +262,7 @@ def _find(core: Core, value: np.uint64) -> int:
 
 
 @inner
-def _insert(core: Core, block: int, parent: int, value: np.uint64) -> None:
+def _insert(core: OrderArrays, block: int, parent: int, value: np.uint64) -> None:
     core.node_of[block], core.node_hash[block], core.kind[block] = block, value, 0
     bucket = _bucket(core, value)
     core.chain[block] = core.heads[bucket]
@@ -275,7 +272,7 @@ def _insert(core: Core, block: int, parent: int, value: np.uint64) -> None:
 
 
 @inner
-def _link(core: Core, node: int, parent: int) -> None:
+def _link(core: OrderArrays, node: int, parent: int) -> None:
     """Make ``node`` a child of ``parent``."""
     core.parent[node] = parent
     if parent == ROOT:
@@ -288,7 +285,7 @@ def _link(core: Core, node: int, parent: int) -> None:
 
 
 @inner
-def _unhash(core: Core, node: int) -> None:
+def _unhash(core: OrderArrays, node: int) -> None:
     """Remove the node from its hash bucket, if it is in it."""
     bucket = _bucket(core, core.node_hash[node])
     at = int(core.heads[bucket])
@@ -303,7 +300,7 @@ def _unhash(core: Core, node: int) -> None:
 
 
 @inner
-def _drop(core: Core, node: int) -> None:
+def _drop(core: OrderArrays, node: int) -> None:
     """Remove a node without children from the index."""
     _unhash(core, node)
     core.node_of[node] = NULL_BLOCK
@@ -316,7 +313,7 @@ def _drop(core: Core, node: int) -> None:
 
 
 @inner
-def _cut(core: Core) -> None:
+def _cut(core: OrderArrays) -> None:
     """Detach nodes in use from cached parents, so that a cached block can be listed again; O(pool).
 
     It is needed when every cached block has a child. A request may hold a node and, in place of its parent, a
@@ -336,7 +333,7 @@ def _cut(core: Core) -> None:
 
 
 @compiled
-def _release(core: Core, blocks: Int32Array) -> None:
+def _release(core: OrderArrays, blocks: Int32Array) -> None:
     pool = core.pool[0]
     for block in blocks:
         node = core.node_of[block]
@@ -361,7 +358,7 @@ def _release(core: Core, blocks: Int32Array) -> None:
 
 
 @inlined
-def _leave(core: Core, block: int) -> None:
+def _leave(core: OrderArrays, block: int) -> None:
     """Remove a held block, listed or with children, from the order."""
     unlink(core, block)
     core.refs[block], core.stamp[block] = 1, 0
@@ -370,14 +367,14 @@ def _leave(core: Core, block: int) -> None:
 
 
 @compiled
-def _take(core: Core, blocks: Int32Array) -> None:
+def _take(core: OrderArrays, blocks: Int32Array) -> None:
     for block in blocks:
         if core.refs[block] == 0:
             _leave(core, block)
 
 
 @compiled
-def _pop(core: Core, count: int, cause: int, out: Int32Array) -> None:
+def _pop(core: OrderArrays, count: int, cause: int, out: Int32Array) -> None:
     """Write ``count`` evicted blocks, at most the held ones, to ``out``."""
     pool, done = core.pool[0], 0
     while done < count:
@@ -406,7 +403,7 @@ def _pop(core: Core, count: int, cause: int, out: Int32Array) -> None:
 
 
 @compiled
-def _forget(core: Core, blocks: Int32Array) -> None:
+def _forget(core: OrderArrays, blocks: Int32Array) -> None:
     for block in blocks:
         if core.node_of[block] != block:
             continue

@@ -28,7 +28,7 @@ import math
 
 import numpy as np
 
-from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Core
+from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Evictable, Int32Array, UInt64Array
 from tonnage.cache.compiled import inlined, inner
 from tonnage.cache.eviction.model import (
     AGES,
@@ -98,7 +98,7 @@ def _class_factor(score: int) -> float:
 
 
 @inlined
-def _find(core: Core, value: np.uint64) -> int:
+def _find(core: Evictable, value: np.uint64) -> int:
     """Return the history entry of the last release of the block with this hash, or -1."""
     tag = int(value >> np.uint64(33))
     entry = int(core.history_heads[tag & (core.history_heads.size - 1)]) - 1
@@ -108,7 +108,7 @@ def _find(core: Core, value: np.uint64) -> int:
 
 
 @inner
-def _unlink(core: Core, entry: int) -> None:
+def _unlink(core: Evictable, entry: int) -> None:
     """Remove the entry from its hash bucket, if it is in it; its record of reuse stays."""
     heads = core.history_heads
     bucket = core.history[entry].tag & (heads.size - 1)
@@ -125,7 +125,7 @@ def _unlink(core: Core, entry: int) -> None:
 
 
 @inlined
-def _lru_has(core: Core, entry: int) -> bool:
+def _lru_has(core: Evictable, entry: int) -> bool:
     """Return whether the entry is in the youngest part of the ring, which LRU would keep."""
     model = core.model[0]
     back = (model.at - 1 - entry) % core.history.size
@@ -133,7 +133,7 @@ def _lru_has(core: Core, entry: int) -> bool:
 
 
 @inner
-def _end(core: Core, entry: int, status: int) -> None:
+def _end(core: Evictable, entry: int, status: int) -> None:
     """Set the status and the final age of a living entry that is seen again or replaced."""
     pool, model = core.pool[0], core.model[0]
     if _lru_has(core, entry):
@@ -144,7 +144,7 @@ def _end(core: Core, entry: int, status: int) -> None:
 
 
 @inner
-def _shrink(core: Core) -> None:
+def _shrink(core: Evictable) -> None:
     """Drop the oldest entries from LRU's simulated content until it fits into what running requests leave."""
     pool, model = core.pool[0], core.model[0]
     room = (pool.cached + pool.free) >> model.sample_shift
@@ -156,30 +156,35 @@ def _shrink(core: Core) -> None:
 
 
 @inner
-def observe_start(core: Core, row: int, hit: int) -> None:
-    """Record the start of a request: find its turn, and mark the releases that are seen again.
+def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, length: int, hit: int) -> int:
+    """Record the start of a request, mark the releases that are seen again, and return its turn.
 
-    ``hit`` blocks of its prompt were found and are not locked yet.
+    The turn is 0 while learning is off.
+
+    Args:
+        core: The arrays of eviction.
+        hashes: uint64 [full blocks]: hashes of its prompt.
+        table: int32 [hit]: the blocks found, which are not locked yet.
+        length: Tokens of its prompt.
+        hit: Number of blocks found.
     """
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0:
-        return
-    hashes = core.hashes
+        return 0
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
-    blocks = (core.rows[row].length - 1) // pool.block_size
-    table = core.tables[pool.anchor, row]
+    blocks = (length - 1) // pool.block_size
     _shrink(core)
     looked, own, lru, turn = 0, 0, 0, 0
     known, kept = True, True  # whether all blocks so far are in the history, and whether LRU would have them
     for at in range(blocks):
-        if hashes[row, at] & sample != np.uint64(0):
+        if hashes[at] & sample != np.uint64(0):
             continue
         looked += 1
         if at < hit:
             own += 1
         elif not known and not kept:
             continue
-        entry = _find(core, hashes[row, at])
+        entry = _find(core, hashes[at])
         held = at < hit and core.refs[table[at]] > 0
         kept = kept and (held or (entry >= 0 and _lru_has(core, entry)))
         if kept:
@@ -190,7 +195,6 @@ def observe_start(core: Core, row: int, hit: int) -> None:
             core.history[entry].hits = min(255, int(core.history[entry].hits) + 1)
             if core.history[entry].status == LIVING:
                 _end(core, entry, REUSED)
-    core.rows[row].turn = turn + 1
     sampled = pool.num_blocks >> model.sample_shift
     decay = math.exp(-looked / (HORIZON * sampled))
     model.scores[0] = (model.scores[0] + own) * decay
@@ -198,29 +202,40 @@ def observe_start(core: Core, row: int, hit: int) -> None:
     model.started += 1
     if model.started % EVERY == 0:
         fit(core)
+    return turn + 1
 
 
 @inner
-def observe_end(core: Core, row: int) -> None:
-    """Assign classes to the full blocks of a request that ends, and add its sampled blocks to the history."""
+def observe_end(
+    core: Evictable, hashes: UInt64Array, table: Int32Array, count: int, prompt: int, length: int, turn: int
+) -> None:
+    """Assign classes to the full blocks of a request that ends, and add its sampled blocks to the history.
+
+    Args:
+        core: The arrays of eviction.
+        hashes: uint64 [count]: hashes of its full blocks.
+        table: int32 [count]: its full blocks.
+        count: Number of its full blocks.
+        prompt: Tokens of its prompt.
+        length: Tokens of prompt and output.
+        turn: Result of `observe_start`.
+    """
     pool, model = core.pool[0], core.model[0]
-    count = int(core.rows[row].published)
     if model.learning == 0 or count == 0:
         return
-    prompt = core.requests[core.rows[row].request].prompt
     asked = min(count, int(prompt // pool.block_size))
-    turn = max(1, int(core.rows[row].turn))
-    turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(core.rows[row].length - prompt)
+    turn = max(1, int(turn))
+    turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(length - prompt)
     score = _score_class(model.factors[0, turn_level] * model.factors[1, answer_level])
     # Every request has the same weight, however long it is.
     weight = int(WEIGHT_STEPS * math.log2(asked + 1) + 0.5)
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
     popular = 0
     for at in range(count - 1, -1, -1):  # in order of release: LRU evicts the oldest first
-        if core.hashes[row, at] & sample != np.uint64(0):
+        if hashes[at] & sample != np.uint64(0):
             continue
         first, hits = turn, 0
-        old = _find(core, core.hashes[row, at])
+        old = _find(core, hashes[at])
         if old >= 0:
             first, hits = int(core.history[old].first_turn), int(core.history[old].hits)
             if core.history[old].status == LIVING:
@@ -229,18 +244,17 @@ def observe_end(core: Core, row: int) -> None:
         origin = ANSWERS if at >= asked else POPULAR if hits > turn else PROMPTS
         if origin == POPULAR and popular == 0:
             popular = at + 1
-        entry = _write(core, core.hashes[row, at])
+        entry = _write(core, hashes[at])
         core.history[entry].origin, core.history[entry].turn_level = origin, turn_level
         core.history[entry].answer_level, core.history[entry].weight = answer_level, weight
         core.history[entry].first_turn, core.history[entry].hits = min(first, 255), hits
-    table = core.tables[pool.anchor, row]
     for at in range(count):
         origin = ANSWERS if at >= asked else POPULAR if at < popular else PROMPTS
         core.kind[table[at]] = (core.kind[table[at]] & ~CLASS_MASK) | (origin * SCORES + score)
 
 
 @inner
-def _write(core: Core, value: np.uint64) -> int:
+def _write(core: Evictable, value: np.uint64) -> int:
     """Overwrite the oldest entry of the ring with a living entry and return its index."""
     pool, model = core.pool[0], core.model[0]
     heads = core.history_heads
@@ -267,7 +281,7 @@ def _write(core: Core, value: np.uint64) -> int:
 
 
 @inner
-def fit(core: Core) -> None:
+def fit(core: Evictable) -> None:
     """Fit the model to the whole history, starting from the factors of the last fit."""
     pool, model = core.pool[0], core.model[0]
     factors, events, lived = model.factors, model.events, model.lived
@@ -299,7 +313,7 @@ def fit(core: Core) -> None:
 
 
 @inner
-def _fit_hazard(core: Core, origin: int, scale: float) -> None:
+def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
     """Fit the hazards of one origin.
 
     ``lived`` [ages] holds the weight of entries that ended at each age, and becomes the block-time spent at it.
@@ -333,7 +347,7 @@ def _lru_hazard(age: int) -> float:
 
 
 @inner
-def _fit_factor(core: Core, factor: int, scale: float) -> None:
+def _fit_factor(core: Evictable, factor: int, scale: float) -> None:
     """Fit one factor by level: observed reuses over the reuses that hazards and the other factor predict."""
     model = core.model[0]
     factors, seen, forecast = model.factors, model.fitted[0], model.fitted[1]
@@ -360,7 +374,7 @@ def _fit_factor(core: Core, factor: int, scale: float) -> None:
 
 
 @inner
-def _fit_density(core: Core, origin: int, score: int) -> None:
+def _fit_density(core: Evictable, origin: int, score: int) -> None:
     model = core.model[0]
     widths, survive, density = model.widths, model.until, model.density[origin * SCORES + score]
     factor = _class_factor(score)

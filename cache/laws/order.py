@@ -14,7 +14,7 @@ def check_order(order: EvictionOrder) -> None:
 
     Every held block is in one list, or has children. Raises InvariantViolation.
     """
-    core, size = order.core, int(order.core.pool["num_blocks"][0])
+    core, size = order.arrays, int(order.arrays.pool["num_blocks"][0])
     here = {block for block in range(size) if core.refs[block] == 0}
     nodes = {block for block in range(size) if core.node_of[block] == block != NULL_BLOCK}
     listed: list[int] = []
@@ -49,7 +49,7 @@ def check_order(order: EvictionOrder) -> None:
             found.add(node)
             node = int(core.chain[node])
     _hold(found <= nodes, f"{sorted(found - nodes)} are in buckets but not nodes")
-    _hold(len(nodes) == int(order.core.pool["nodes"][0]), "the count of nodes is wrong")
+    _hold(len(nodes) == int(core.pool["nodes"][0]), "the count of nodes is wrong")
 
 
 def _hold(law: bool, message: str) -> None:

@@ -54,7 +54,8 @@ def lock_hit(core: Core, row: int, count: int) -> None:
     """Take references to the blocks of the hit for the row, whose request has been admitted."""
     state = core.rows[row]
     if core.pool[0].caching:
-        observe_start(core, row, count)
+        table = core.tables[core.pool[0].anchor, row]
+        state.turn = observe_start(core, core.hashes[row], table, state.length, count)
         choose_rule(core)
     if count > 0:
         lock(core, row, count)

@@ -266,7 +266,8 @@ def leave(core: Core, batch: Int64Array) -> None:
         at_row = batch[i]
         row, slot = core.rows[at_row], core.rows[at_row].request
         if pool.caching:
-            observe_end(core, at_row)
+            table, prompt = core.tables[pool.anchor, at_row], core.requests[slot].prompt
+            observe_end(core, core.hashes[at_row], table, row.published, prompt, row.length, row.turn)
         for at in range(row.room // size - 1, -1, -1):
             for group in range(pool.num_groups):
                 block = core.tables[group, at_row, at]

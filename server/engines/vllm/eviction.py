@@ -431,7 +431,7 @@ class LearnedQueue:
     def _fail(self) -> None:
         """Switch to vLLM's own free queue, filled with all unreferenced blocks, after an exception of ours."""
         logger.exception("Tonnage's learned eviction failed: vLLM evicts by LRU from now on")
-        stamp = self._order.core.stamp
+        stamp = self._order.arrays.stamp
         free = [block for block in self._blocks if block.ref_cnt == 0 and not block.is_null]
         free.sort(key=lambda block: -1 if block.block_hash is None else int(stamp[block.block_id]))
         self._plain = FreeKVCacheBlockQueue(free)

@@ -357,7 +357,7 @@ def test_learned_queue_evicts_as_our_own_pool(
     loads = [each for each in traces.synthetic(kind, 250) if each.prompt_tokens < 10_000]
     # vLLM publishes a last block that its last token fills; ours waits until that token is computed.
     loads = [
-        traces.Load(each.pieces, each.prompt_tokens, n + ((each.prompt_tokens + n) % BLOCK == 0))
+        traces.TraceRequest(each.pieces, each.prompt_tokens, n + ((each.prompt_tokens + n) % BLOCK == 0))
         for each in loads
         for n in [min(each.output_tokens, 40)]
     ]
