@@ -1,4 +1,4 @@
-"""A real server under load, a real Prometheus that scrapes it and evaluates our rules, and PromQL's tree."""
+"""Fixtures: a real server under load, a real Prometheus that scrapes it, and a PromQL parser."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def rules() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """URL of a real server of the demo model on the hf engine, kept busy all the time.
+    """Yield the URL of a real server of the demo model on the hf engine, kept busy throughout.
 
-    Of one module only: it takes the cores from whatever runs beside it.
+    The scope is one module, because the server takes the cores from other tests.
     """
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "48MiB", "--max-model-len", "1024", "--max-num-seqs", "6"]

@@ -1,8 +1,10 @@
-"""What contradicts the plan in compose's variables or the unit's environment ends the start, with the reason.
+"""A contradiction to the plan, in Compose variables or the unit's environment, ends the start with the reason.
 
-Compose and systemd fill in text and compare nothing; the server plans with what they pass and exits with 2
-before anything is loaded, the status that the unit does not restart after. (The chart refuses when it is
-rendered: deploy/check.py.)
+Compose and systemd only fill in text and compare nothing. The server plans with the values that they pass, and
+exits
+with 2 before it loads anything. The unit does not restart after this status. (deploy/check.py tests the chart,
+which
+fails at render time.)
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 
 def compose(variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of compose's service, its variables filled in as Compose does."""
+    """Return the command and environment of the Compose service, with variables filled in as Compose does."""
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["tonnage"]
 
     return [filled(word, variables) for word in service["command"]], {
@@ -40,7 +42,7 @@ def compose(variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         ({"BACKEND": "sglang"}, ["backend", "sglang"]),
     ],
 )
-def test_compose_variables(variables, words, monkeypatch, capsys) -> None:
+def test_contradicting_compose_variable_ends_start_with_reason(variables, words, monkeypatch, capsys) -> None:
     command, environment = compose(variables)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -50,8 +52,8 @@ def test_compose_variables(variables, words, monkeypatch, capsys) -> None:
     assert all(word.lower() in error.lower() for word in words), error
 
 
-def test_every_variable_of_a_plan_is_read() -> None:
-    """What `tonnage plan --emit compose-env` writes reaches the server."""
+def test_compose_variables_reach_the_server() -> None:
+    """The output of `tonnage plan --emit compose-env` reaches the server."""
     text = (DEPLOY / "compose.yaml").read_text()
     names = set(re.findall(r"\$\{(\w+):-", text))
     _, environment = compose(dict.fromkeys(names, "7"))
@@ -60,7 +62,7 @@ def test_every_variable_of_a_plan_is_read() -> None:
     }
 
 
-def test_unit_is_not_started_again_after_a_refusal(monkeypatch, capsys) -> None:
+def test_unit_does_not_restart_after_refused_plan(monkeypatch, capsys) -> None:
     unit = (DEPLOY / "systemd" / "tonnage.service").read_text()
     assert "RestartPreventExitStatus=2\n" in unit
     assert "ExecStart=/opt/tonnage/bin/tonnage serve\n" in unit

@@ -1,4 +1,4 @@
-"""The dashboards: generated as committed, explained, provisioned, and linted by Grafana's own lint rules."""
+"""The dashboards match their source, explain each panel, are provisioned, and pass Grafana's lint rules."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Dashboards = dict[str, dict[str, Any]]
 
 
 def panels(dashboards: Dashboards) -> list[tuple[str, dict[str, Any]]]:
+    """Return (dashboard title, panel) of every panel."""
     return [(built["title"], panel) for built in dashboards.values() for panel in built["panels"]]
 
 
-def test_committed_dashboards_are_the_generated_ones(dashboards: Dashboards) -> None:
+def test_committed_dashboards_equal_generated_ones(dashboards: Dashboards) -> None:
     done = subprocess.run([sys.executable, GRAFANA / "build.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (GRAFANA / "dashboards").glob("*.json")} == set(dashboards)
@@ -43,7 +44,9 @@ def test_six_dashboards(dashboards: Dashboards) -> None:
     assert len({built["uid"] for built in dashboards.values()}) == 6
 
 
-def test_every_panel_explains_itself(dashboards: Dashboards, selectors_of: Callable[[str], list[Any]]) -> None:
+def test_every_panel_describes_its_metrics(
+    dashboards: Dashboards, selectors_of: Callable[[str], list[Any]]
+) -> None:
     for title, panel in panels(dashboards):
         assert panel["title"], title
         assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
@@ -56,7 +59,7 @@ def test_every_panel_explains_itself(dashboards: Dashboards, selectors_of: Calla
                 assert named or metric == "up", f"{title}, {panel['title']}: {metric} is not in its description"
 
 
-def test_queries_take_the_variables_and_the_rate_interval(
+def test_queries_use_dashboard_variables_and_rate_interval(
     dashboards: Dashboards, selectors_of: Callable[[str], list[Any]]
 ) -> None:
     for built in dashboards.values():
@@ -68,7 +71,7 @@ def test_queries_take_the_variables_and_the_rate_interval(
                 assert window in ("$__rate_interval", "1h"), (title, panel["title"], window)
             assert "1h" not in target["expr"] or "one hour" in panel["title"]
             for selector in selectors_of(target["expr"].replace("$__rate_interval", "5m")):
-                if ":" in selector.name:  # a threshold, the same for all
+                if ":" in selector.name:  # a threshold, which is the same for all servers
                     continue
                 of_prometheus = selector.name in ("up", "ALERTS")
                 wanted = {"job", "instance"} if of_prometheus else {"job", "model", "instance"}
@@ -80,7 +83,7 @@ def test_queries_take_the_variables_and_the_rate_interval(
                 assert matched == wanted, (title, panel["title"], str(selector))
 
 
-def test_counters_are_rates_and_ratios_are_never_added(dashboards: Dashboards) -> None:
+def test_counters_are_shown_as_rates_and_ratios_are_not_summed(dashboards: Dashboards) -> None:
     for title, panel in panels(dashboards):
         for target in panel["targets"]:
             text = target["expr"]
@@ -90,18 +93,18 @@ def test_counters_are_rates_and_ratios_are_never_added(dashboards: Dashboards) -
             )
             for counter in re.finditer(r"(?:(\w+)\()?(tonnage_\w+_total)\b", text):
                 raw = counter[1] not in ("rate", "increase")
-                # lifetime counts stand only where 0 is the one good value
+                # Only counters whose sole good value is 0 may be shown as lifetime counts.
                 assert not raw or counter[2] in (
                     "tonnage_preemptions_total",
                     "tonnage_invariant_violations_total",
                 ), (title, panel["title"], counter[0])
 
 
-# What stands for no end in sight (tonnage.server.observe.metrics.headroom).
+# Metrics with a special value for "never" (tonnage.server.observe.metrics.headroom).
 WITH_A_SENTINEL = ("tonnage_time_to_full_seconds", "tonnage_drain_seconds")
 
 
-def test_no_sentinel_is_shown_as_a_number(dashboards: Dashboards) -> None:
+def test_special_value_for_never_is_not_shown_as_number(dashboards: Dashboards) -> None:
     for title, panel in panels(dashboards):
         for target in panel["targets"]:
             if not any(name in target["expr"] for name in WITH_A_SENTINEL):
@@ -121,8 +124,8 @@ def test_no_sentinel_is_shown_as_a_number(dashboards: Dashboards) -> None:
             assert mapped["result"]["text"].startswith("not ")
 
 
-def test_every_figure_has_colours_and_its_zero_a_word(dashboards: Dashboards) -> None:
-    """A stat whose value may be 0 says what that means; thresholds are ordered and change the colour."""
+def test_every_figure_has_thresholds_and_text_for_zero(dashboards: Dashboards) -> None:
+    """A figure that may be 0 has a text for 0; thresholds are ordered and each changes the colour."""
     figures = [(title, panel) for title, panel in panels(dashboards) if panel["type"] in ("stat", "bargauge")]
     assert len(figures) > 30
     for title, panel in figures:
@@ -137,7 +140,7 @@ def test_every_figure_has_colours_and_its_zero_a_word(dashboards: Dashboards) ->
         assert panel["type"] == "bargauge" or never_zero or "0" in exact[0]["options"], (title, panel["title"])
 
 
-def test_drift_has_one_meaning(dashboards: Dashboards, rules: list[dict[str, Any]]) -> None:
+def test_dashboards_and_rule_define_drift_equally(dashboards: Dashboards, rules: list[dict[str, Any]]) -> None:
     (rule,) = (rule["expr"] for rule in rules if rule.get("record") == "instance:tonnage_plan_drift:ratio")
     shown = [
         re.sub(r'job=~"\$job", model=~"\$model", instance=~"\$instance", ', "", target["expr"])
@@ -152,7 +155,7 @@ def test_drift_has_one_meaning(dashboards: Dashboards, rules: list[dict[str, Any
         assert match[1] == " ".join(rule.split())
 
 
-def test_links_lead_to_our_dashboards(dashboards: Dashboards) -> None:
+def test_panel_links_lead_to_existing_dashboards(dashboards: Dashboards) -> None:
     uids = {built["uid"] for built in dashboards.values()}
     links = [link for _, panel in panels(dashboards) for link in panel.get("links", [])]
     assert len(links) > 8
@@ -179,7 +182,7 @@ def test_every_latency_has_a_heatmap(dashboards: Dashboards) -> None:
     assert heat == buckets
 
 
-def test_provisioning_points_at_what_is_there() -> None:
+def test_provisioned_paths_and_services_exist() -> None:
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
     volumes = dict(volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"])
     assert all((ROOT / "deploy" / folder).is_dir() for folder in volumes)
@@ -206,8 +209,8 @@ def _points_at_a_service(compose: dict[str, Any], target: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["tonnage_no_such_metric", 'tonnage_pool_blocks{nolabel="x"}'])
-def test_the_parser_sees_names_and_labels(broken: str, selectors_of: Callable[[str], list[Any]]) -> None:
-    """The check of test_queries_live.py stands on this: a wrong name is in the tree it looks at."""
+def test_promql_parser_finds_names_and_labels(broken: str, selectors_of: Callable[[str], list[Any]]) -> None:
+    """The parser finds a wrong name or label, on which test_queries_live.py depends."""
     (selector,) = selectors_of(f"sum(rate({broken}[5m]))" if "{" not in broken else broken)
     names = {matcher.name for matcher in selector.matchers.matchers}
     assert selector.name == "tonnage_no_such_metric" or names == {"nolabel"}

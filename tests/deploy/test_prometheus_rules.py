@@ -1,4 +1,4 @@
-"""promtool and amtool on the configuration, and unit tests for every rule and alert."""
+"""Checks of the Prometheus and Alertmanager configuration by promtool and amtool, with unit tests per rule."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def promtool(*arguments: str, cwd: Path = PROMETHEUS) -> str:
     return done.stdout + done.stderr
 
 
-def test_configuration_and_rules() -> None:
+def test_prometheus_configuration_and_rules_are_valid() -> None:
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
     output = promtool("check", "rules", "--lint=all", "--lint-fatal", *RULES)
     assert output.count("SUCCESS") == len(RULES) == 3
 
 
-def test_rules_do_what_they_say() -> None:
+def test_rules_pass_promtool_unit_tests() -> None:
     output = promtool("test", "rules", "alerts_test.yml", "recording_test.yml", cwd=PROMETHEUS / "tests")
     assert output.count("SUCCESS") == 2
 
 
-def test_every_alert_is_tested_firing_and_silent_and_has_a_runbook(rules: list[dict[str, Any]]) -> None:
+def test_every_alert_has_runbook_and_tests_for_firing_and_silence(rules: list[dict[str, Any]]) -> None:
     tests = yaml.safe_load((PROMETHEUS / "tests" / "alerts_test.yml").read_text())["tests"]
     cases = {(t["alertname"], bool(t["exp_alerts"])) for test in tests for t in test["alert_rule_test"]}
     alerts = [rule for rule in rules if "alert" in rule]
@@ -46,12 +46,12 @@ def test_every_alert_is_tested_firing_and_silent_and_has_a_runbook(rules: list[d
         assert rule["labels"]["severity"] in ("page", "ticket")
 
 
-def test_every_recording_rule_is_tested(rules: list[dict[str, Any]]) -> None:
+def test_every_recording_rule_has_a_unit_test(rules: list[dict[str, Any]]) -> None:
     text = (PROMETHEUS / "tests" / "recording_test.yml").read_text()
     assert all(rule["record"] in text for rule in rules if "record" in rule)
 
 
-def test_alertmanager() -> None:
+def test_alertmanager_configuration_is_valid() -> None:
     if shutil.which("amtool") is None:
         pytest.skip("amtool is not installed (apt-get install prometheus-alertmanager): NOT checked")
     command = ["amtool", "check-config", DEPLOY / "alertmanager" / "alertmanager.yml"]
@@ -59,7 +59,7 @@ def test_alertmanager() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# First tokens within half a second, two errors in a hundred requests.
+# All first tokens come within half a second, and two of a hundred requests end with an error.
 TRAFFIC = {
     "tonnage_time_to_first_token_seconds_bucket": {'le="0.5"': "0+5x60", 'le="+Inf"': "0+5x60"},
     "tonnage_requests_total": {'outcome="stop"': "0+98x60", 'outcome="error"': "0+2x60"},
@@ -73,10 +73,13 @@ SHARES = {
 @pytest.mark.parametrize("title", SHARES)
 @pytest.mark.parametrize("limits", [(2,), (2, 1), ()], ids=["one limit", "two", "none"])
 @pytest.mark.parametrize("servers", [1, 2, 0])
-def test_a_share_of_a_limit_is_of_the_strictest(
+def test_share_of_limit_uses_strictest_limit(
     title: str, limits: tuple[int, ...], servers: int, dashboards: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """As the alerts take it. No limit is NaN, which the panel tells apart from no traffic, which is nothing."""
+    """With several limits, the panel uses the strictest, as the alerts do.
+
+    Without a limit the result is NaN; without traffic it is empty. The panel distinguishes the two.
+    """
     (panel,) = (found for found in dashboards["overview.json"]["panels"] if found["title"] == title)
     (target,) = panel["targets"]
     name, figure = SHARES[title]

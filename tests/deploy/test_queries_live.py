@@ -1,4 +1,4 @@
-"""Every query of every panel and rule, run on a real Prometheus that scrapes a real server under load."""
+"""Every query of every panel and rule runs on a real Prometheus that scrapes a real server under load."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from queries import (
 )
 from serving import PATIENCE
 
-# Labels that Prometheus itself puts on every sample.
+# Labels that Prometheus itself adds to every sample.
 TARGET_LABELS = {"instance", "job"}
-# Made by Prometheus, not by the server.
+# Series that Prometheus creates, not the server.
 OWN = {"up": [{}], "ALERTS": [{"alertname": "TonnageErrors", "alertstate": "firing"}]}
 Series = dict[str, list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
 def series(server: str) -> Series:
-    """Sample name -> the label sets it has on the live server."""
+    """Return the label sets of each sample name on the live server."""
     found: Series = {name: list(labels) for name, labels in OWN.items()}
     page = httpx.get(f"{server}/metrics", trust_env=False, timeout=PATIENCE).text
     for family in text_string_to_metric_families(page):
@@ -47,7 +47,7 @@ def check_names(where: str, expression: str, series: Series, selectors: list[Any
             if matcher.name in TARGET_LABELS or matcher.value == ".*":
                 continue
             values = {sample.get(matcher.name, "") for sample in series[selector.name]}
-            for value in matcher.value.split("|"):  # a value that no sample has hides or shows everything
+            for value in matcher.value.split("|"):  # a value without samples would match nothing or everything
                 found = any(re.fullmatch(value, known) for known in values)
                 assert found, f"{where}: no {selector.name} with {matcher.name}={value}"
     known = {key for selector in selectors for sample in series[selector.name] for key in sample}
@@ -56,7 +56,7 @@ def check_names(where: str, expression: str, series: Series, selectors: list[Any
             assert name.strip() in known | TARGET_LABELS, f"{where}: grouped by unknown {name}"
 
 
-def test_every_name_in_a_panel_exists(
+def test_panel_queries_use_existing_metrics_and_labels(
     dashboards: dict[str, dict[str, Any]],
     rules: list[dict[str, Any]],
     series: Series,
@@ -81,10 +81,10 @@ def test_every_name_in_a_panel_exists(
                 assert label in set().union(*series[metric]) | TARGET_LABELS
 
 
-def test_every_name_in_a_rule_exists(
+def test_rules_use_existing_metrics_and_labels(
     rules: list[dict[str, Any]], series: Series, selectors_of: Callable[[str], list[Any]]
 ) -> None:
-    # What a rule records can be read by the next; its labels are those of what it is made from.
+    # The next rule can read the series of a recording rule, which has the labels of its inputs.
     known: Series = dict(series)
     for rule in (rule for rule in rules if "record" in rule):
         made_from = selectors_of(rule["expr"])
@@ -97,11 +97,11 @@ def test_every_name_in_a_rule_exists(
         check_names(rule["alert"], rule["expr"], known, selectors_of(rule["expr"]))
 
 
-def test_no_panel_is_empty(dashboards: dict[str, dict[str, Any]], prometheus: Any) -> None:
+def test_no_panel_is_empty_under_load(dashboards: dict[str, dict[str, Any]], prometheus: Any) -> None:
     every_panel_answers(prometheus, dashboards)
 
 
-def test_every_rule_sees_its_series(rules: list[dict[str, Any]], prometheus: Any) -> None:
+def test_every_rule_finds_its_series(rules: list[dict[str, Any]], prometheus: Any) -> None:
     every_rule_sees_its_series(prometheus, rules)
 
 

