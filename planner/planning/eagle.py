@@ -114,22 +114,18 @@ def eagle_draft(
     embedding = next(tensor for tensor in made.tensors if tensor.role == "embedding")
     names = {tensor.name for tensor in tensors or ()}
     reads = _states_read(outer) if third else 0
-    kept = (
-        _eagle3_tensors(made, outer, model)
-        if third
-        else _eagle_tensors(made, names if tensors is not None else None)
-    )
+    kept = _eagle3_tensors(made, outer, model) if third else _eagle_tensors(made, names)
     held = any(name.endswith("embed_tokens.weight") for name in names)
     made = replace(made, tensors=tuple(kept), recipe=None)
     return Eagle(made, "eagle3" if third else "eagle", embedding if held else None, reads)
 
 
-def _eagle_tensors(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
+def _eagle_tensors(made: Architecture, names: set[str]) -> list[TensorSpec]:
     """Return EAGLE's tensors: no norm before the first or after the last layer, a head only if stored."""
     out = [_joining_matrix(made, 2 * made.hidden_size)]
     for tensor in made.tensors:
         outside = tensor.layer is None and tensor.role != "buffer"
-        headed = tensor.role == "head" and any("lm_head" in name for name in names or ())
+        headed = tensor.role == "head" and any("lm_head" in name for name in names)
         if headed or not (outside or (tensor.layer == 0 and tensor.name.endswith("input_layernorm.weight"))):
             out.append(tensor)
     return out
@@ -143,9 +139,8 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _joined_states(config: Mapping[str, Any]) -> Any:
     """Return the number of target hidden states that `fc` joins, not yet validated."""
-    ids = _eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    field = "eagle_aux_hidden_state_layer_ids"
+    ids = _eagle_config(config).get(field) or config.get(field)
     return config.get("num_aux_hidden_states") or (len(ids) if isinstance(ids, list) and ids else _AUX)
 
 

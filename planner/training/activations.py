@@ -27,7 +27,7 @@ from tonnage.planner.training.layers import MASK, norm
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.precision import Convention
 from tonnage.planner.training.tape import ACTIVATIONS, Tape
-from tonnage.planner.training.values import Kernels, SymbolicSize, Value
+from tonnage.planner.training.values import Extent, Kernels, Value
 
 
 class LayerKind(NamedTuple):
@@ -56,12 +56,12 @@ class Kept(NamedTuple):
         pieces: bytes of each tensor, for the allocator's rounding.
     """
 
-    total: SymbolicSize
-    split: SymbolicSize
-    scores: SymbolicSize
+    total: Extent
+    split: Extent
+    scores: Extent
     casts: int
     frozen_casts: int
-    pieces: tuple[SymbolicSize, ...] = ()
+    pieces: tuple[Extent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,10 +83,10 @@ class Activations:
     """
 
     layers: tuple[tuple[LayerKind, int, Kept], ...]
-    shared: SymbolicSize
+    shared: Extent
     embedding: Kept
     head: Kept
-    loss: SymbolicSize
+    loss: Extent
     stream: int
     logit_width: int
     vocab: int
@@ -255,11 +255,11 @@ def activations_of(
     kernels = setup.kernels._replace(compiled="") if setup.kernels.layers_only else setup.kernels
     return Activations(
         layers=layers,
-        shared=sum((table.size.times(table.width) for table in read), SymbolicSize()),
+        shared=sum((table.size.times(table.width) for table in read), Extent()),
         embedding=_embedding(setup.tape(full, False, kernels), recipe, stream),
         head=_head(setup.tape(full, False, kernels), recipe, stream),
         # log_softmax keeps its fp32 result, and the loss keeps the shifted labels
-        loss=SymbolicSize(token=4 * vocab + 8, fixed=4),
+        loss=Extent(token=4 * vocab + 8, fixed=4),
         stream=recipe.hidden * stream,
         logit_width=setup.convention.compute if setup.convention.autocast else stream,
         vocab=vocab,
@@ -271,7 +271,7 @@ def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]
     """Return name -> (cos, sin) of the recipe's rotary tables."""
     tables = {}
     for table in recipe.tables:
-        size = SymbolicSize(position=table.dim // 2 if table.complex or table.half else table.dim)
+        size = Extent(position=table.dim // 2 if table.complex or table.half else table.dim)
         width = 4 if table.complex or table.wide else stream
         tables[table.name] = Value(size, width, False), Value(size, width, False)
     return tables
@@ -282,17 +282,17 @@ def _estimated(sums: ShapeSum, setup: ActivationSetup) -> tuple[LayerKind, int, 
     convention, stream = setup.convention, setup.stream
     width = sums.linear * convention.compute + sums.norms * (4 + convention.compute) + sums.routed * stream
     score = sums.heads * (4 + convention.compute) if setup.attention == "eager" else 0
-    total = SymbolicSize(token=width, score=score)
+    total = Extent(token=width, score=score)
     cast = setup.fp8 or (convention.autocast and stream == 4)
     casts = convention.compute * sums.weights if cast else 0
-    return LayerKind(False, True, True), sums.layers, Kept(total, total, SymbolicSize(score=score), casts, 0)
+    return LayerKind(False, True, True), sums.layers, Kept(total, total, Extent(score=score), casts, 0)
 
 
 def _taped(
     recipe: Recipe, masked: tuple[bool, ...], setup: ActivationSetup, tables: dict[str, tuple[Value, Value]]
 ) -> tuple[tuple[tuple[LayerKind, int, Kept], ...], list[Value]]:
     """Run one layer of each kind on a tape; return what each keeps, and the tables that all share."""
-    mask = Value(SymbolicSize(mask=1), 1, False)
+    mask = Value(Extent(mask=1), 1, False)
     tables = {**tables, MASK: (mask, mask)}
     counts = Counter(
         (layer, setup.layer_kind(index, len(recipe.layers), masked[index]))
@@ -305,7 +305,7 @@ def _taped(
         run_layer(
             t,
             layer,
-            Value(SymbolicSize(token=recipe.hidden), setup.stream, kind.input_grad),
+            Value(Extent(token=recipe.hidden), setup.stream, kind.input_grad),
             tables,
             f"{recipe.at}.*",
         )
@@ -319,7 +319,7 @@ def _taped(
 
 def _kept(t: Tape) -> Kept:
     """Return the bytes that a tape has recorded."""
-    scores = SymbolicSize(score=sum(value.size.score * value.width for value in t.saved.values()))
+    scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,
         sum(size for _, size, frozen in t.weight_casts if not frozen),
@@ -332,10 +332,10 @@ def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
     """Return what the embedding keeps: 8-byte token ids, learned positions, and dropout's mask."""
     first, full = recipe.embedding, t.method == "full"
     if full:
-        t.save(Value(SymbolicSize(token=1), 8, False))
+        t.save(Value(Extent(token=1), 8, False))
         if first.positions is not None:
-            t.save(Value(SymbolicSize(token=1) if first.each else SymbolicSize(position=1), 8, False))
-    x = Value(SymbolicSize(token=first.width), stream, full)
+            t.save(Value(Extent(token=1) if first.each else Extent(position=1), 8, False))
+    x = Value(Extent(token=first.width), stream, full)
     if first.projected is not None:
         x = t.cast(t.linear(x, first.projected[0], first.width, recipe.hidden), stream)
     if first.norm is not None:
@@ -347,7 +347,7 @@ def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
 def _head(t: Tape, recipe: Recipe, stream: int) -> Kept:
     """Return what final norm, head and the soft cap of the logits keep."""
     width, vocab = recipe.embedding.width, recipe.embedding.rows
-    x = Value(SymbolicSize(token=recipe.hidden), stream, True)
+    x = Value(Extent(token=recipe.hidden), stream, True)
     if recipe.final is not None:
         x = norm(t, recipe.final, x)
     if recipe.head.projected is not None:

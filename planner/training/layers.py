@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Layer, Mlp, Norm, Rope
 from tonnage.planner.training.tape import Tape
-from tonnage.planner.training.values import SymbolicSize, Value
+from tonnage.planner.training.values import Extent, Value
 
 MASK = "mask"
 Tables = Mapping[str, tuple[Value, Value]]
@@ -120,9 +120,7 @@ def _softmax(t: Tape, a: Attention, h: Value) -> int:
 def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
     """Return cos and sin tables that one tensor computes for itself."""
     width = 4 if rope.apart == "wide" else x.width
-    return Value(SymbolicSize(position=rope.dim), width, False), Value(
-        SymbolicSize(position=rope.dim), width, False
-    )
+    return Value(Extent(position=rope.dim), width, False), Value(Extent(position=rope.dim), width, False)
 
 
 def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -200,7 +198,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
         h = t.cast(h, 4)
         stored = t.weight if t.trains else t.frozen
         if h.grad and stored != 4:  # the weight's fp32 copy
-            t.save(Value(SymbolicSize(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
+            t.save(Value(Extent(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
     elif router.dtype == "float32":
         h = t.cast(h, 4)
     clamped = router.kind == "softmax-clamped"

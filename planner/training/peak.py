@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tonnage.planner.training.activations import Activations, Kept
-from tonnage.planner.training.loss import loss_of
+from tonnage.planner.training.loss import LossMemory, loss_of
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.step import StepMemory
@@ -267,59 +267,44 @@ def peak_of(
     persistent = gradients.full if gradients.held else 0
     # the head's part, until the embedding's is added
     unsummed = head_gradient if tied_here and not gradients.held else 0
-    head_cast = head_kept = alive = 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width
         + 2 * tokens * acts.stream
         + packed * (2 if setup.compile else stack.dequantized)
     )
+    ends_kept, late, live = base, late_casts, live_casts
+    loss = LossMemory(0, 0, 0, 0, 1, 0)
     if stage.head:
         loss = loss_of(setup, acts, tokens, tp, head_trained)
-        alive = loss.alive
         rounding += sum(_rounded(piece) for piece in loss.pieces)
         head_kept = cut.kept(acts.head)
         if offloads_ends:
             head_kept, cpu = head_gradient and tokens * acts.hidden * acts.logit_width, cpu + head_kept
         head_cast = (acts.head.casts + acts.head.frozen_casts) // tp
-        moments = [
-            _Moment("loss forward", base + head_kept, loss.forward, late_casts + head_cast, 0, persistent),
-            _Moment("loss backward", base + head_kept, loss.backward, live_casts + head_cast, 0, persistent),
-            _Moment(
-                "head gradient",
-                base + head_kept,
-                loss.head,
-                live_casts + head_cast,
-                loss.matrices * head_gradient,
-                persistent,
-            ),
-        ]
-    else:
-        moments = [
-            _Moment("loss forward", base, 0, late_casts, 0, persistent),
-            _Moment("loss backward", base, 0, live_casts, 0, persistent),
-        ]
+        ends_kept, late, live = base + head_kept, late_casts + head_cast, live_casts + head_cast
+    work = recompute + in_layer + unsummed
     after_head = persistent if gradients.held or gradients.dropped or tied_here else gradients.head
-    moments.append(
-        _Moment("layer backward", base, alive, live_casts, recompute + in_layer + unsummed, after_head)
-    )
+    moments = [
+        _Moment("loss forward", ends_kept, loss.forward, late, 0, persistent),
+        _Moment("loss backward", ends_kept, loss.backward, live, 0, persistent),
+        _Moment("layer backward", base, loss.alive, live_casts, work, after_head),
+    ]
+    if stage.head:
+        gradient = loss.matrices * head_gradient
+        moments.append(_Moment("head gradient", ends_kept, loss.head, live, gradient, persistent))
     if tied_here:
         last = 0 if gradients.dropped else gradients.full - (0 if gradients.held else gradients.head)
-        moments.append(_Moment("embedding gradient", 0, alive, 0, 2 * matrix, last))
+        moments.append(_Moment("embedding gradient", 0, loss.alive, 0, 2 * matrix, last))
     if gradients.dropped:
-        moments.append(
-            _Moment("optimizer step", 0, 0, 0, step.bytes + max(gradients.head, gradients.embedding), 0)
-        )
+        work = step.bytes + max(gradients.head, gradients.embedding)
+        moments.append(_Moment("optimizer step", 0, 0, 0, work, 0))
     else:
         moments.append(_Moment("optimizer step", 0, 0, 0, step.bytes, gradients.full))
         if not gradients.held:
             rest = gradients.full - (gradients.head if tied_here else gradients.embedding)
-            work = recompute + in_layer + unsummed
-            moments.append(
-                _Moment(
-                    "first layer backward", first + ends, alive, live_casts // max(1, stage.layers), work, rest
-                )
-            )
-    worst = max(sorted(moments, key=lambda moment: MOMENTS.index(moment.name)), key=lambda moment: moment.bytes)
+            casts = live_casts // max(1, stage.layers)
+            moments.append(_Moment("first layer backward", first + ends, loss.alive, casts, work, rest))
+    worst = max(moments, key=lambda moment: (moment.bytes, -MOMENTS.index(moment.name)))
     name = worst.name
     # a third gradient of the head may be alive
     more = head_gradient if setup.loss == "chunked" and name == "head gradient" else 0

@@ -66,11 +66,9 @@ class TrainingSetup:
         choices=("foreach", "fused"),
     )  # fmt: skip
     gradient_dtype: str | None = flag(
-        None,
-        "dtype of the gradients (default: as the convention has it)",
-        group=_METHOD,
+        None, "dtype of the gradients (default: as the convention has it)", group=_METHOD,
         choices=tuple(DTYPE_BYTES),
-    )
+    )  # fmt: skip
     base_dtype: str | None = flag(
         None, "dtype of frozen weights with lora, ia3 and freeze (default: 16-bit)", group=_METHOD,
         choices=tuple(DTYPE_BYTES),
@@ -84,11 +82,9 @@ class TrainingSetup:
         2, "number of last layers that --method freeze trains", group=_METHOD, most=_MOST
     )
     base_quantization: str = flag(
-        "nf4-double",
-        "quantization of the base weights with qlora",
-        group=_METHOD,
+        "nf4-double", "quantization of the base weights with qlora", group=_METHOD,
         choices=("nf4-double", "nf4", "int8"),
-    )
+    )  # fmt: skip
     loss_scaling: bool = flag(True, "loss scaling with fp16 and fp16-mixed (default: on)", group=_METHOD)
 
     micro_batch: int = flag(1, "sequences per rank and forward pass", group=_BATCH, most=_MOST)
@@ -101,11 +97,9 @@ class TrainingSetup:
         False, "SDPA is given an explicit mask, as transformers 4.56 and 4.57 do in training", group=_BATCH
     )
     checkpointing: str = flag(
-        "none",
-        "activations that the backward pass recomputes",
-        group=_BATCH,
+        "none", "activations that the backward pass recomputes", group=_BATCH,
         choices=("none", "selective", "full"),
-    )
+    )  # fmt: skip
     checkpoint_segments: int | None = flag(
         None, "segments of full checkpointing (default: one per layer)", group=_BATCH, most=_MOST
     )
@@ -113,11 +107,9 @@ class TrainingSetup:
         False, "keep activations in CPU memory until the backward pass", group=_BATCH
     )
     attention: str | None = flag(
-        None,
-        "attention implementation (default: flash where the GPU has it, else sdpa)",
-        group=_BATCH,
+        None, "attention implementation (default: flash where the GPU has it, else sdpa)", group=_BATCH,
         choices=("flash", "sdpa", "eager"),
-    )
+    )  # fmt: skip
     loss: str = flag(
         "full", "how the loss is computed: full logits, fused with the head (Liger), or in torchtune's chunks",
         group=_BATCH, choices=("full", "fused", "chunked"),
@@ -185,12 +177,9 @@ class TrainingSetup:
         metavar="SPEED", read=parse_speed,
     )  # fmt: skip
     network_share: float = flag(
-        0.8,
-        "achieved share of the links' specified speed",
-        group=_MEMORY,
-        unit="share",
+        0.8, "achieved share of the links' specified speed", group=_MEMORY, unit="share",
         hint="0.8 to 0.85 is usual",
-    )
+    )  # fmt: skip
 
     @property
     def world(self) -> int:

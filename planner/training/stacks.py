@@ -284,9 +284,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
             )
     elif setup.loss == "chunked":
         raise DeploymentError(
-            "only torchtune has the chunked loss",
-            field="--loss",
-            hint="--loss fused, or --stack torchtune",
+            "only torchtune has the chunked loss", field="--loss", hint="--loss fused, or --stack torchtune"
         )
     if setup.optimizer_in_backward:
         _check_in_backward(setup)

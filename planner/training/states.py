@@ -10,13 +10,7 @@ from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.training.methods import TensorGroup, Trained
-from tonnage.planner.training.optimizers import (
-    OPTIMIZER,
-    STEP_BYTES,
-    is_projected,
-    shared_bytes,
-    state_bytes,
-)
+from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, is_projected, shared_bytes, state_bytes
 from tonnage.planner.training.precision import Convention, convention_of
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.sharding import (

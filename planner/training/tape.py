@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tonnage.planner.training.values import Kernels, SymbolicSize, Value
+from tonnage.planner.training.values import Extent, Kernels, Value
 
 # Last components of module names that PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
 IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
@@ -98,7 +98,7 @@ class Tape:
 
     def new(self, token: int, width: int, grad: bool, *, split: bool = False) -> Value:
         """Return a new tensor of `token` elements per token."""
-        return Value(SymbolicSize(token=token), width, grad, split)
+        return Value(Extent(token=token), width, grad, split)
 
     def like(self, value: Value, width: int | None = None, grad: bool | None = None) -> Value:
         """Return a new tensor of the same size, by default with the same width and gradient."""
@@ -111,7 +111,7 @@ class Tape:
 
     def view(self, of: Value, token: int) -> Value:
         """Return a view of `token` elements per token that shares the storage of `of`."""
-        return Value(SymbolicSize(token=token), of.width, of.grad, of.split, base=of)
+        return Value(Extent(token=token), of.width, of.grad, of.split, base=of)
 
     def cast(self, value: Value, width: int) -> Value:
         """Return `value` in another dtype: a new tensor unless it already has that width; saves nothing."""
@@ -155,7 +155,7 @@ class Tape:
             # IA3 scales a feed-forward module's input in fp32, and the product keeps that input
             self.save(self.cast(x, 4))
             if x.grad:
-                self.save(Value(SymbolicSize(fixed=into), 4, False))
+                self.save(Value(Extent(fixed=into), 4, False))
             x = self.like(x, x.width, True)
             inputs = self.cast(x, width)
         if base_trained:
@@ -173,7 +173,7 @@ class Tape:
         elif adapted and self.method == "ia3" and not feed_forward:
             self.save(result)
             if result.grad:
-                self.save(Value(SymbolicSize(fixed=out), 4, False))
+                self.save(Value(Extent(fixed=out), 4, False))
             result = self.like(result, width, True)
         return result
 
@@ -247,7 +247,7 @@ class Tape:
         if trained:
             self.save(normal)
         if x.grad and (kind == "rms-one" or (kind != "rms-wide" and weight != 4)):
-            self.save(Value(SymbolicSize(fixed=size), 4, False))  # 1 + weight, or the weight's fp32 copy
+            self.save(Value(Extent(fixed=size), 4, False))  # 1 + weight, or the weight's fp32 copy
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
@@ -277,11 +277,9 @@ class Tape:
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
             if kind == "layer-one":  # casts to autocast's type where CUDA's is on
                 cast = self.autocast and self.cuda
-                self.save(
-                    Value(SymbolicSize(fixed=size), self.compute if cast else weight, False)
-                )  # 1 + weight
+                self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))  # 1 + weight
                 if cast and weight != self.compute:
-                    self.save(Value(SymbolicSize(fixed=size), self.compute, False))  # the bias
+                    self.save(Value(Extent(fixed=size), self.compute, False))  # the bias
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
@@ -347,7 +345,7 @@ class Tape:
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
-            self.save(Value(SymbolicSize(fixed=count), 4, False))  # end offset of each expert's tokens
+            self.save(Value(Extent(fixed=count), 4, False))  # end offset of each expert's tokens
         if self.trains:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
@@ -383,7 +381,7 @@ class Tape:
         if self.kernels.tables != "shared":
             if x.grad and self.kernels.tables == "taken":
                 self.save(
-                    Value(SymbolicSize(token=tables[0].size.position), 4, False)
+                    Value(Extent(token=tables[0].size.position), 4, False)
                 )  # cos and sin of dim / 2 pairs
             return self.like(x)
         if x.grad:
@@ -449,7 +447,7 @@ class Tape:
             self.save(self.new(heads, 4, True, split=True))  # log-sum-exp
             if self.attention == "sdpa" and (masked or self.explicit_mask):
                 # the boolean mask becomes an additive one of the queries' type, kept by every layer
-                self.save(Value(SymbolicSize(mask=1), width, False))
+                self.save(Value(Extent(mask=1), width, False))
         return self.like(out) if heads_first else out
 
     def _operand(self, x: Value) -> Value:
@@ -479,7 +477,7 @@ class Tape:
 
         def scores(size: int, needs: bool) -> Value:
             """Return a tensor of one score per head and pair of tokens."""
-            return Value(SymbolicSize(score=heads), size, needs, True)
+            return Value(Extent(score=heads), size, needs, True)
 
         if k.grad:
             self.save(self._operand(q))
@@ -491,7 +489,7 @@ class Tape:
             weights = scores(softmax, True)
             kept = weights
             if sinks:  # one more score, and the index of the largest score
-                kept = Value(SymbolicSize(score=heads, token=heads), softmax, True, True)
+                kept = Value(Extent(score=heads, token=heads), softmax, True, True)
                 self.save(self.new(heads, 8, False, split=True))
                 weights.base = kept
             self.save(kept)  # softmax keeps its result
@@ -508,9 +506,9 @@ class Tape:
             self.save(self._operand(v))
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
-    def total(self, *, split: bool | None = None) -> SymbolicSize:
+    def total(self, *, split: bool | None = None) -> Extent:
         """Return the saved bytes: all, or only what tensor parallelism splits (True) or does not (False)."""
-        out = SymbolicSize()
+        out = Extent()
         for saved in self.saved.values():
             if split is None or saved.split == split:
                 out = out + saved.size.times(saved.width)

@@ -32,7 +32,7 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SymbolicSize:
+class Extent:
     """A number of elements or bytes as a polynomial in batch b and sequence s.
 
     The value is `token` x b s + `score` x b s^2 + `position` x s + `mask` x b s^2 + `fixed`.
@@ -44,15 +44,15 @@ class SymbolicSize:
     mask: int = 0
     fixed: int = 0
 
-    def __add__(self, other: SymbolicSize) -> SymbolicSize:
-        return SymbolicSize(
+    def __add__(self, other: Extent) -> Extent:
+        return Extent(
             self.token + other.token, self.score + other.score, self.position + other.position,
             self.mask + other.mask, self.fixed + other.fixed,
         )  # fmt: skip
 
-    def times(self, factor: int) -> SymbolicSize:
+    def times(self, factor: int) -> Extent:
         """Return the size times a factor."""
-        return SymbolicSize(
+        return Extent(
             self.token * factor, self.score * factor, self.position * factor, self.mask * factor,
             self.fixed * factor,
         )  # fmt: skip
@@ -81,7 +81,7 @@ class Value:
         casts: casts of it by width, for a compiler that casts once.
     """
 
-    size: SymbolicSize
+    size: Extent
     width: int
     grad: bool
     split: bool = False

@@ -27,9 +27,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     inner = found.get("quant_config")
     weights = inner.get("weight_quant_params") if isinstance(inner, dict) else None
     if not isinstance(weights, dict):
-        raise UnsupportedArchitecture(
-            "quantization parameters per layer are not supported yet", field=f"{AT}.quant_config"
-        )
+        raise UnsupportedArchitecture("parameters per layer are not supported yet", field=f"{AT}.quant_config")
     bits = bits_of(weights, "nbits", (1, 2, 3, 4, 8))
     if bits == 3:
         raise UnsupportedArchitecture("3 bits are not planned yet", field=f"{AT}.quant_config.nbits")
