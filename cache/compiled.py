@@ -41,7 +41,7 @@ _UNUSED_SECONDS = 30 * 86_400
 
 
 class Compiler:
-    """A numba compiler for the modules below one folder, whose functions are compiled into one another.
+    """A numba compiler for the modules below one folder, with the machine code kept on disk.
 
     The folder of machine code is named by a digest of all these modules. numba itself checks only whether a
     function's own file has changed, not the files of the functions and constants compiled into it.
@@ -71,11 +71,11 @@ class Compiler:
         self.made: list[CPUDispatcher] = []
 
     def __contains__(self, note: str) -> bool:
-        """Return whether everything that the mark ``note`` stands for is compiled, here or ahead of time."""
+        """Return whether the set of functions recorded as ``note`` is compiled, in the folder or ahead of time."""
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 
     def note(self, note: str) -> None:
-        """Mark in ``folder`` that everything ``note`` stands for is compiled and kept there."""
+        """Record, by a file named ``note``, that a set of functions is compiled and kept in the folder."""
         if self.folder is not None and self.kept:
             with contextlib.suppress(OSError):  # without the mark, every start compiles again
                 (self.folder / note).touch()

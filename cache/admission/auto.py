@@ -200,7 +200,7 @@ class Auto:
         return not self.background or time.monotonic() >= self._idle_until
 
     def _anew(self) -> None:
-        """Evaluate the window that ends, and discard the choices made for it."""
+        """Evaluate the load since the last rehearsal, and discard the rules chosen for it."""
         cost = self.cost
         self._rehearsed_at = self._ended
         if cost is not None and self._seconds > 0:

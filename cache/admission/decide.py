@@ -68,7 +68,10 @@ class State:
     outsiders: bool = False
 
     def with_one(self, new: Newcomer) -> RunningSnapshot:
-        """Return the snapshot with ``new`` added, without a copy; the next call invalidates the result."""
+        """Return the snapshot with the request ``new`` added.
+
+        The result shares its arrays with the state, so the next call overwrites it.
+        """
         now, count = self.snapshot, len(self.snapshot) + 1
         self.rows[count - 1] = new.entry
         rows = self.rows[:count]

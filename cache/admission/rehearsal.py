@@ -37,7 +37,7 @@ _MOST_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests to serve, as int64 arrays [requests].
+    """The requests that a rehearsal serves, as int64 arrays [requests].
 
     Attributes:
         prompt: Prompt tokens to compute.
@@ -64,7 +64,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a rehearsal.
+    """The throughput and latency of a simulated load under one admission rule.
 
     Attributes:
         tokens_per_second: Output tokens per second.
@@ -137,7 +137,7 @@ def _peak(held: Int64Array, left: Int64Array, count: int, block_size: int) -> fl
 
 @compiled_apart
 def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
-    """Take ``need`` blocks from ``freed`` at ``oldest`` and return the index of the next freed blocks."""
+    """Take ``need`` freed blocks for reuse, oldest first, and return the index of the oldest entry left."""
     while need > 0:
         used = min(need, freed[oldest])
         freed[oldest] -= used

@@ -107,15 +107,15 @@ class EvictionOrder:
     # -- blocks --------------------------------------------------------------------------------------------
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take over blocks that no request references any more, a request's last block first."""
+        """Add blocks that no request references any more to the order, a request's last block first."""
         _release(self.arrays, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Drop blocks that are referenced again; blocks that are not held here are ignored."""
+        """Remove blocks that are referenced again from the order; blocks that are not in it are ignored."""
         _take(self.arrays, np.array(blocks, np.int32))
 
     def pop(self, count: int) -> list[int]:
-        """Evict ``count`` blocks and return them. Raises ValueError if fewer are held."""
+        """Evict ``count`` blocks and return them. Raises ValueError if the order has fewer."""
         if count > self.cached:
             raise ValueError(f"{count} blocks requested, {self.cached} cached")
         return self._popped(count, FOR_PREFILL)
@@ -129,14 +129,14 @@ class EvictionOrder:
         _forget(self.arrays, np.array(blocks, np.int32))
 
     def reset(self) -> list[int]:
-        """Evict all held blocks and return them."""
+        """Evict all blocks in the order and return them."""
         return self._popped(self.cached, BY_RESET)
 
     # -- what may be read ----------------------------------------------------------------------------------
 
     @property
     def cached(self) -> int:
-        """Blocks held here."""
+        """Number of unreferenced blocks with content, whose order of eviction is kept here."""
         return int(self._counts.cached[0])
 
     @property
@@ -150,7 +150,7 @@ class EvictionOrder:
         return bool(self._model.rule[0] == LEARNED)
 
     def blocks(self) -> list[int]:
-        """Return the held blocks: spare blocks first, then in order of release; O(pool)."""
+        """Return the unreferenced blocks with content: spare blocks first, then in order of release; O(pool)."""
         here = np.flatnonzero(self.arrays.refs == 0)
         age = (int(self._counts.clock[0]) - self.arrays.stamp[here]) & CLOCK_MASK
         spare = self.arrays.kind[here] & CLASS_MASK == SPARE

@@ -157,9 +157,9 @@ def _shrink(core: Evictable) -> None:
 
 @inner
 def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, length: int, hit: int) -> int:
-    """Record the start of a request, mark the releases that are seen again, and return its turn.
+    """Record the start of a request for the model of reuse, and return its conversation turn.
 
-    The turn is 0 while learning is off.
+    Releases of its blocks that are seen again are marked as reused. The turn is 0 while learning is off.
 
     Args:
         core: The arrays of eviction.

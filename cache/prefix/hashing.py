@@ -29,7 +29,7 @@ _U64 = np.uint64(64)
 
 
 def xxh64_block(data: memoryview, parent_hash: int) -> int:
-    """Return the library's XXH64 of a block, which `hash_tokens` must equal."""
+    """Return XXH64 of a block by the `xxhash` package, to compare the compiled `hash_tokens` with it."""
     return xxhash.xxh64_intdigest(data, parent_hash)
 
 

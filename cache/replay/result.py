@@ -12,7 +12,7 @@ _KEPT = 512  # points of a plot
 
 @dataclass(slots=True)
 class Samples:
-    """The pool and the queue over time, in some hundred points, each the mean of equally many steps."""
+    """Samples of the pool and the queue over time for plots, some hundred means of equally many steps."""
 
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)  # share of the usable blocks

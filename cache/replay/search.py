@@ -16,7 +16,7 @@ from tonnage.cache.replay.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search.
+    """The result of a search for the smallest number of engines.
 
     Attributes:
         engines: The smallest number that meets the target; None if even the largest number tried does not.

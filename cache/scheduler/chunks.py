@@ -15,7 +15,9 @@ from __future__ import annotations
 def aligned_chunk(
     chunk: int, *, computed: int, length: int, prompt: int, junction: int, block_size: int, budget: int
 ) -> int:
-    """Return the tokens of a prompt's chunk; 0 waits for a step with the budget of a block.
+    """Return how many prompt tokens to compute so that the step ends where a recurrent state can be cached.
+
+    The result is 0 if the step has no budget for a block; the prompt then waits for the next step.
 
     Args:
         chunk: Tokens that the step would compute without cached states.

@@ -76,7 +76,7 @@ class Sequence(ABC):
 
     @property
     def wish(self) -> AdmissionRequest:
-        """The request for admission; a preempted sequence computes its own output again."""
+        """The admission request of this sequence; after a preemption it includes the output to recompute."""
         produced = self.length - self.prompt
         return AdmissionRequest(
             self.length,
@@ -103,7 +103,7 @@ class Decisions:
 
 @dataclass(slots=True)
 class Step(Generic[S]):
-    """The decisions of one step.
+    """The decisions of one scheduler step.
 
     Attributes:
         picked: Sequences that compute their ``chunk`` tokens, in this order, after ``copies``.
@@ -139,7 +139,7 @@ class Step(Generic[S]):
 
 @dataclass(slots=True)
 class Counters:
-    """Counters since the start.
+    """Counters of the scheduler since its start: tokens, preemptions and decisions of admission.
 
     ``admissions`` and ``missing_blocks`` are keyed by (admit | wait | never, reason).
     """
