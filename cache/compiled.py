@@ -71,7 +71,7 @@ class Compiler:
         self.made: list[CPUDispatcher] = []
 
     def __contains__(self, note: str) -> bool:
-        """Return whether the set of functions recorded as ``note`` is compiled, in the folder or ahead of time."""
+        """Return whether the functions recorded as ``note`` are compiled, in the folder or ahead of time."""
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 
     def note(self, note: str) -> None:

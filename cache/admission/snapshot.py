@@ -68,7 +68,7 @@ class RunningSnapshot:
 
     @property
     def output_left(self) -> Int32Array:
-        """Upper bound of the tokens that one live sequence of each request may still produce, int32 [running]."""
+        """Upper bound of the tokens that each request's live sequence may still produce, int32 [running]."""
         return self.rows[:, OUTPUT_LEFT]
 
     @property

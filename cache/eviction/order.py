@@ -150,7 +150,7 @@ class EvictionOrder:
         return bool(self._model.rule[0] == LEARNED)
 
     def blocks(self) -> list[int]:
-        """Return the unreferenced blocks with content: spare blocks first, then in order of release; O(pool)."""
+        """Return the unreferenced blocks with content: spare blocks first, then by release; O(pool)."""
         here = np.flatnonzero(self.arrays.refs == 0)
         age = (int(self._counts.clock[0]) - self.arrays.stamp[here]) & CLOCK_MASK
         spare = self.arrays.kind[here] & CLASS_MASK == SPARE
