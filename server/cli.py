@@ -30,33 +30,18 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 # name -> (module with run(argv) -> exit code, summary for the usage text)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": (
-        "tonnage.planner.command",
-        "show what a model needs and what a device can hold, before loading it",
-    ),
+    "plan": ("tonnage.planner.command", "show what a model needs and what a device can hold, without loading"),
     "train": ("tonnage.planner.training.command", "show what training a model needs and what makes it fit"),
     "dtype": ("tonnage.planner.numbers.command", "show a value's bits and rounding in every number format"),
-    "page": (
-        "tonnage.planner.page.command",
-        "open the planner in the browser, or write its files for a web host",
-    ),
+    "page": ("tonnage.planner.page.command", "open the planner in the browser, or write its files for a host"),
     "fit-log": ("tonnage.planner.fitlog.command", "compare an engine's start-up log with the plan"),
     "replay": ("tonnage.server.commands.replay", "replay a request trace through admission and block manager"),
     "serve": ("tonnage.server.commands.serve", "plan, then serve the OpenAI API and /metrics from that plan"),
     "verify": ("tonnage.server.commands.verify", "load a model and compare its measured memory with the plan"),
-    "watch": (
-        "tonnage.server.commands.watch",
-        "show a running vLLM, SGLang or llama.cpp server beside its plan",
-    ),
-    "status": (
-        "tonnage.server.commands.status",
-        "show a Tonnage server at a glance",
-    ),
+    "watch": ("tonnage.server.commands.watch", "show a vLLM, SGLang or llama.cpp server beside its plan"),
+    "status": ("tonnage.server.commands.status", "show a Tonnage server at a glance"),
     "doctor": ("tonnage.server.commands.doctor", "show what is installed and which backend would be chosen"),
-    "completion": (
-        "tonnage.server.completion",
-        "print the completion script for bash, zsh or fish, or the manual page (man)",
-    ),
+    "completion": ("tonnage.server.completion", "print a shell's completion script, or the manual page (man)"),
     "demo": ("tonnage.server.commands.demo", "plan, serve, query and measure the demo model, then stop"),
 }
 

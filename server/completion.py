@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import shtab
+
 from tonnage.planner.arguments import Parser
+from tonnage.planner.devices.catalogue import catalogue
+from tonnage.planner.engines.vllm.kv_formats import NAMES as KV_FORMATS
 from tonnage.planner.flags import Flag
+from tonnage.planner.numbers.command import NAMES as NUMBER_FORMATS
+from tonnage.planner.quantization.read import flag_formats
+from tonnage.planner.sweep.order import SORTS
 from tonnage.server.cli import COMMANDS, OK, parser_of
+from tonnage.server.manual import page
 
 SHELLS = ("bash", "zsh", "fish")
 MANUAL = "man"
 _ABOUT = "Memory of language models: plan it, admit by it, measure it."
+
+# Option -> its valid names, for options whose flag declares no choices.
+_NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
+    "gpu": lambda: ("auto", "cpu", *(gpu.name for gpu in catalogue())),
+    "quantization": flag_formats,
+    "kv_cache_dtype": lambda: ("auto", *KV_FORMATS),
+    "sort": lambda: SORTS,
+    "format": lambda: NUMBER_FORMATS,
+}
 
 
 def parser() -> Parser:
@@ -52,12 +69,8 @@ def run(argv: list[str]) -> int:
     """Print the script or the manual page and return 0; raises TonnageError for an unknown shell."""
     arguments = parser().parse_args(argv)
     if arguments.shell == MANUAL:
-        from tonnage.server.manual import page  # the shell scripts do not need it
-
         print(page(_ABOUT, {name: parser_of(name) for name in COMMANDS}), end="")
         return OK
-    import shtab  # --help and the manual page do not need it
-
     script = shtab.complete(offering(tree(), shtab.FILE), arguments.shell)
     if arguments.shell == "fish":
         # shtab 1.13 writes -tp as the short options t and p; -o declares an old-style long option
@@ -118,24 +131,5 @@ def _values(action: argparse.Action) -> Iterable[str]:
 
 def _named(name: str) -> Iterable[str]:
     """Return the valid names of an option whose choices depend on the engine or on a catalogue."""
-    if name == "gpu":
-        from tonnage.planner.devices.catalogue import catalogue  # reads a file
-
-        return ("auto", "cpu", *(gpu.name for gpu in catalogue()))
-    if name == "quantization":
-        from tonnage.planner.quantization.read import flag_formats  # imports every format
-
-        return flag_formats()
-    if name == "kv_cache_dtype":
-        from tonnage.planner.engines.vllm.kv_formats import NAMES  # imports the vLLM engine
-
-        return ("auto", *NAMES)
-    if name == "sort":
-        from tonnage.planner.sweep.order import SORTS  # imports the planner
-
-        return SORTS
-    if name == "format":
-        from tonnage.planner.numbers.command import NAMES as FORMATS  # only `tonnage dtype` needs it
-
-        return FORMATS
-    return ()
+    names = _NAMES.get(name)
+    return names() if names else ()

@@ -58,10 +58,7 @@ class Options:
         choices=("auto", "hf", "vllm", "fake"),
     )  # fmt: skip
     lora_modules: tuple[str, ...] = flag(
-        (),
-        "adapters in PEFT's format; a request selects one by model: NAME",
-        group=_ENGINE,
-        metavar="NAME=FOLDER,...",
+        (), "adapters in PEFT's format, selected by model: NAME", group=_ENGINE, metavar="NAME=FOLDER,..."
     )
     # vLLM's limit for its own engine core is 600 s (VLLM_ENGINE_READY_TIMEOUT_S), too short for a large model
     # on a slow disk. 1800 s is also the limit of the Helm chart's startup probe (startup.maxSeconds).
@@ -122,9 +119,7 @@ class Options:
     request_timeout: float | None = flag(
         None, "time after which a request is given up (default: never)", group=_LIMITS, unit="seconds"
     )
-    sse_keep_alive: float = flag(
-        15.0, "silence after which a stream sends a comment", group=_LIMITS, unit="seconds"
-    )
+    sse_keep_alive: float = flag(15.0, "silence before a stream comment", group=_LIMITS, unit="seconds")
     drain_seconds: float = flag(
         30.0, "time that a stopping server gives running requests", group=_LIMITS, unit="seconds", least=0
     )

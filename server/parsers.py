@@ -110,24 +110,16 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
         "--policy", default="guaranteed", type=policies.canonical, choices=policies.choices,
         metavar="|".join(policies.choices), help="mode of admission (default: guaranteed)",
     )  # fmt: skip
+    p.add_argument("--length-quantile", type=float, metavar="Q", help="quantile of lengths; 1: max_tokens")
+    p.add_argument("--watermark", type=float, metavar="SHARE", help="share of the pool to leave free")
     p.add_argument(
-        "--length-quantile", type=float, metavar="Q", help="quantile of learned output lengths; 1: max_tokens"
-    )
-    p.add_argument(
-        "--watermark", type=float, metavar="SHARE", help="share of the pool that admission leaves free"
-    )
-    p.add_argument(
-        "--max-tokens",
-        metavar="N",
-        help="max_tokens of requests without one; default: the trace's longest output",
+        "--max-tokens", metavar="N", help="for requests without; default: longest output of the trace"
     )
     p.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply the rate of arrivals")
     p.add_argument("--limit", metavar="N", help="replay only the first N requests")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
     p.add_argument("--skip-bad-lines", action="store_true", help="skip and count lines that do not parse")
-    p.add_argument(
-        "--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: that of --gpu"
-    )
+    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
     p.add_argument("--flops", type=float, metavar="TFLOP/s", help="dense 16-bit peak of one device")
     p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
     p.add_argument("--wait-target", metavar="TIME", help="bound of the P99 waiting time (default: 1s)")
@@ -201,9 +193,7 @@ examples:
   tonnage status https://llm.example.com --api-key KEY --json
 """,
     )
-    p.add_argument(
-        "url", nargs="?", default=_HERE, metavar="URL", help=f"address of the server (default: {_HERE})"
-    )
+    p.add_argument("url", nargs="?", default=_HERE, metavar="URL", help=f"server (default: {_HERE})")
     p.add_argument("--watch", action="store_true", help="repeat until stopped")
     p.add_argument("--interval", metavar="SECONDS", help="between two looks (default: 2); implies --watch")
     p.add_argument("--json", action="store_true", help="print one JSON object per look: /memory, with the URL")

@@ -37,11 +37,9 @@ class Service(Protocol[Body]):
     @property
     def fields(self) -> Fields[Body]:
         """The model and the field table of the body."""
-        ...
 
     async def complete(self, body: Body, ticket: Ticket) -> bytes:
         """Return the whole answer as JSON; cancelling the call aborts the request."""
-        ...
 
 
 @runtime_checkable
@@ -50,16 +48,13 @@ class StreamingService(Service[Body], Protocol[Body]):
 
     def stream(self, body: Body, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield complete events; closing the iterator aborts the request."""
-        ...
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         """Return the event that reports a failure after the first event."""
-        ...
 
     @property
     def last_event(self) -> bytes:
         """The event that ends every stream."""
-        ...
 
 
 class OpenAIEvents:

@@ -167,17 +167,12 @@ class Generator:
                 )
 
     def max_tokens(
-        self,
-        requested: int | None,
-        longest_prompt: int,
-        *,
-        default: int | None = None,
-        param: str = "max_tokens",
+        self, limit: int | None, longest_prompt: int, *, default: int | None = None, param: str = "max_tokens"
     ) -> int:
         """Return the maximum number of completion tokens.
 
         Args:
-            requested: The request's own limit; it must fit into the context.
+            limit: The request's own limit; it must fit into the context.
             longest_prompt: Tokens of the longest prompt.
             default: The limit of a request without one, reduced to the context; None for the whole context.
             param: The field that an error names.
@@ -185,19 +180,19 @@ class Generator:
         Raises:
             ApiError: Prompt and completion exceed the context (context_length_exceeded); no retry helps.
         """
-        limit = self._state.max_model_len
-        left = limit - longest_prompt
-        tokens = requested
+        context = self._state.max_model_len
+        left = context - longest_prompt
+        tokens = limit
         if tokens is None:
             tokens = max(1, left) if default is None else min(default, max(1, left))
         if tokens > left:
             self._state.accounts.refused["never", "max_model_len"] += 1
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"this model's maximum context length is {limit} tokens; the request needs "
+                f"this model's maximum context length is {context} tokens; the request needs "
                 f"{longest_prompt + tokens} ({longest_prompt} in the prompt, {tokens} for the completion); "
                 + (f"at most {left} completion tokens fit" if left > 0 else "shorten the prompt"),
-                param="prompt" if left < 1 or requested is None else param,
+                param="prompt" if left < 1 or limit is None else param,
             )
         return tokens
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from tonnage.server.api.sampling import SamplingFields
+from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
@@ -85,6 +89,28 @@ def tool_use(
     if use.grammar is not None and "grammar" not in state.honours:
         raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
     return ToolUse(use.shown, use.grammar or grammar, use.special_tokens, use.reader)
+
+
+def submission_with_tools(
+    request: SamplingFields,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    use: ToolUse,
+    lora: str,
+    n: int = 1,
+) -> Submission:
+    """Return the submission of a chat request, with the grammar and the text that its tools need."""
+    return Submission(
+        (prompt,),
+        replace(params, grammar=use.grammar),
+        n,
+        request.stop_strings(),
+        request.cache_salt or "",
+        request.priority,
+        use.special_tokens,
+        use.reader is not None,
+        lora,
+    )
 
 
 def _forced(

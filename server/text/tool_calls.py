@@ -37,11 +37,9 @@ class CallReader(Protocol):
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
         """Parse more of the answer; ``finished`` marks its end."""
-        ...
 
     def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
         """Parse a complete answer."""
-        ...
 
 
 class ToolParser(Protocol):
@@ -51,7 +49,6 @@ class ToolParser(Protocol):
         self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool
     ) -> ToolUse:
         """Return how a request with these tools is generated and parsed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

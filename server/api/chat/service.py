@@ -23,12 +23,12 @@ from tonnage.server.api.chat.protocol import (
     ToolCall,
     ToolCallMessage,
 )
-from tonnage.server.api.completions.service import NO_USAGE_YET, outcome_of_finishes, usage, usage_so_far
+from tonnage.server.api.completions.service import ChunkWriter, outcome_of_finishes, usage, usage_so_far
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.logprobs import chat_logprobs
 from tonnage.server.api.sampling import check_stream_options
-from tonnage.server.api.tools import tool_use
+from tonnage.server.api.tools import submission_with_tools, tool_use
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
@@ -176,18 +176,7 @@ class ChatService(OpenAIEvents):
             state.plan.model.vocab_size,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        submission = Submission(
-            (prompt,),
-            replace(params, grammar=use.grammar),
-            request.n or 1,
-            request.stop_strings(),
-            request.cache_salt or "",
-            request.priority,
-            use.special_tokens,
-            use.reader is not None,
-            lora,
-        )
-        return submission, use
+        return submission_with_tools(request, prompt, params, use, lora, request.n or 1), use
 
     def _tools(self, request: ChatRequest) -> ToolUse:
         choice = request.tool_choice
@@ -220,15 +209,10 @@ def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"
     return "tool_calls" if called and finish == "stop" else finish
 
 
-class _ChatEvents:
-    """Writer of the chunks of one stream; it serializes the constant parts once."""
+class _ChatEvents(ChunkWriter):
+    """Writer of the chunks of a streamed chat completion."""
 
-    def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
-        head = {"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk", "created": int(time.time())}
-        start = json.dumps(head, separators=(",", ":"))[:-1]
-        self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
-        self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
-        self.usage_member = NO_USAGE_YET if include_usage else b""  # the usage so far, where every chunk has it
+    prefix, kind = "chatcmpl", "chat.completion.chunk"
 
     def role(self, index: int) -> bytes:
         return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
@@ -244,9 +228,6 @@ class _ChatEvents:
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._choice(index, b"{}", finish=b'"%b"' % reason.encode())
-
-    def usage(self, counts: TokenCounts) -> bytes:
-        return b"%b%b%b}\n\n" % (self._head, self._tail, usage_so_far(counts))
 
     def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (

@@ -245,15 +245,28 @@ class CompletionService(OpenAIEvents):
         ]
 
 
-class _CompletionEvents:
-    """Writer of the chunks of one stream; it serializes the constant parts once."""
+class ChunkWriter:
+    """Base of the writers of one stream's chunks; it serializes their constant parts once."""
+
+    prefix: str  # of the chunks' id
+    kind: str  # the chunks' ``object``
 
     def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
-        head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
+        head = {"id": f"{self.prefix}-{request_id}", "object": self.kind, "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
-        self.usage_member = NO_USAGE_YET if include_usage else b""
+        self.usage_member = NO_USAGE_YET if include_usage else b""  # the usage so far, where every chunk has it
+
+    def usage(self, counts: TokenCounts) -> bytes:
+        """Return the last chunk, which has the usage and no choice."""
+        return b"%b%b%b}\n\n" % (self._head, self._tail, usage_so_far(counts))
+
+
+class _CompletionEvents(ChunkWriter):
+    """Writer of the chunks of a streamed completion."""
+
+    prefix, kind = "cmpl", "text_completion"
 
     def delta(self, delta: Delta, logprobs: bytes) -> bytes:
         finish = b'"%s"' % delta.finish_reason.encode() if delta.finish_reason else b"null"
@@ -266,9 +279,6 @@ class _CompletionEvents:
             self._tail,
             self.usage_member,
         )
-
-    def usage(self, counts: TokenCounts) -> bytes:
-        return b"%b%b%b}\n\n" % (self._head, self._tail, usage_so_far(counts))
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,8 @@ from tonnage.server.api.responses.protocol import (
     ReasoningItem,
     ResponseRequest,
 )
-from tonnage.server.api.tools import tool_use
+from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.api.tools import submission_with_tools, tool_use
 from tonnage.server.errors import ApiError, ErrorCode, envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -128,12 +129,7 @@ class ResponseService:
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
-        if request.stream_options is not None and not request.stream:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "stream_options is only allowed with stream: true",
-                param="stream_options",
-            )
+        check_stream_options(request)
         messages = _messages(request)
         use = self._tools(request, messages)
         state.check_ready()
@@ -153,18 +149,7 @@ class ResponseService:
             param="max_output_tokens",
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
-        submission = Submission(
-            (prompt,),
-            replace(params, grammar=use.grammar),
-            1,
-            request.stop_strings(),
-            request.cache_salt or "",
-            request.priority,
-            use.special_tokens,
-            use.reader is not None,
-            lora,
-        )
-        return submission, use
+        return submission_with_tools(request, prompt, params, use, lora), use
 
     def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
         choice = request.tool_choice
