@@ -103,7 +103,7 @@ class FileTraits:
     sentence_length: bool = False
 
 
-_VLLM, _FILES = VLLMTraits(), FileTraits()
+NO_TRAITS, _FILES = VLLMTraits(), FileTraits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Family:
     lora: tuple[str, ...] | None = None
     ia3: tuple[str, ...] | None = None
     hf: Paged = "unreviewed"
-    vllm: VLLMTraits = _VLLM
+    vllm: VLLMTraits = NO_TRAITS
     gguf: GGUFTraits | None = None
     files: FileTraits = _FILES
 

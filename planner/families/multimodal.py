@@ -13,7 +13,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n_towers, gemma4_towers, image_limits, towers
-from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
+from tonnage.planner.families.family import NO_TRAITS, RENAMED, Family, VLLMTraits
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer
@@ -529,6 +529,16 @@ def step(fields: Fields, model_type: str) -> Architecture:
 
 
 _family = partial(Family, ignored=_TOP)
+
+
+def _qwen_row(name: str, text_type: str, tower: Tower, vllm: VLLMTraits = NO_TRAITS, **more: Any) -> Family:
+    """Return the row of a Qwen vision-language model; ``more`` are further arguments of ``qwen``."""
+    class_name = f"{name}ForConditionalGeneration"
+    build = partial(qwen, class_name=class_name, text_type=text_type, tower=tower, **more)
+    return _family(build, vllm=vllm, files=RENAMED)
+
+
+_QWEN3_5 = VLLMTraits(float32_states=True, one_mrope_length=True)
 FAMILIES = {
     "deepseek_vl_v2": _family(deepseek_ocr, files=RENAMED),
     "gemma3": _family(gemma3, final_norm="rms-one", files=RENAMED),
@@ -553,48 +563,14 @@ FAMILIES = {
     ),
     "mistral3": _family(mistral3, files=RENAMED),
     "kimi_vl": _family(kimi_vl, files=RENAMED),
-    "qwen2_vl": _family(
-        partial(
-            qwen, class_name="Qwen2VLForConditionalGeneration", text_type="qwen2",
-            tower="qwen2", kv_heads=8, either=True,
-        ),
-        files=RENAMED,
+    "qwen2_vl": _qwen_row("Qwen2VL", "qwen2", "qwen2", kv_heads=8, either=True),
+    "qwen2_5_vl": _qwen_row("Qwen2_5_VL", "qwen2", "qwen2_5", kv_heads=8, either=True),
+    "qwen3_vl": _qwen_row("Qwen3VL", "qwen3", "qwen3", VLLMTraits(one_mrope_length=True)),
+    "qwen3_vl_moe": _qwen_row(
+        "Qwen3VLMoe", "qwen3_moe", "qwen3", VLLMTraits(one_mrope_length=True), kv_heads=16
     ),
-    "qwen2_5_vl": _family(
-        partial(
-            qwen, class_name="Qwen2_5_VLForConditionalGeneration", text_type="qwen2",
-            tower="qwen2_5", kv_heads=8, either=True,
-        ),
-        files=RENAMED,
-    ),
-    "qwen3_vl": _family(
-        partial(
-            qwen, class_name="Qwen3VLForConditionalGeneration", text_type="qwen3",
-            tower="qwen3",
-        ),
-        vllm=VLLMTraits(one_mrope_length=True), files=RENAMED,
-    ),
-    "qwen3_vl_moe": _family(
-        partial(
-            qwen, class_name="Qwen3VLMoeForConditionalGeneration", text_type="qwen3_moe",
-            tower="qwen3", kv_heads=16,
-        ),
-        vllm=VLLMTraits(one_mrope_length=True), files=RENAMED,
-    ),
-    "qwen3_5": _family(
-        partial(
-            qwen, class_name="Qwen3_5ForConditionalGeneration", text_type="qwen3_5_text",
-            tower="qwen3", deepstack=False,
-        ),
-        vllm=VLLMTraits(float32_states=True, one_mrope_length=True), files=RENAMED,
-    ),
-    "qwen3_5_moe": _family(
-        partial(
-            qwen, class_name="Qwen3_5MoeForConditionalGeneration", text_type="qwen3_5_moe_text",
-            tower="qwen3", deepstack=False,
-        ),
-        vllm=VLLMTraits(float32_states=True, one_mrope_length=True), files=RENAMED,
-    ),
+    "qwen3_5": _qwen_row("Qwen3_5", "qwen3_5_text", "qwen3", _QWEN3_5, deepstack=False),
+    "qwen3_5_moe": _qwen_row("Qwen3_5Moe", "qwen3_5_moe_text", "qwen3", _QWEN3_5, deepstack=False),
     "mllama": _family(mllama, files=RENAMED),
     "mllama_text_model": _family(mllama_text, absent={"num_key_value_heads": 8}),
     "llama4": _family(llama4, every_expert=True, hf="chunked masks", files=RENAMED),

@@ -6,14 +6,12 @@ Shapes after transformers 5.23, models/<family>/. The KV cache is the text model
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
-from tonnage.planner.families.multimodal import moved
-from tonnage.planner.families.registry import build_text
+from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -42,27 +40,16 @@ def _text(
         kv_heads: num_key_value_heads when the text config does not say.
     """
     config = fields.mapping("text_config")
-    if config is None:
-        raise ConfigError("missing", field="text_config")
-    kind = config.get("model_type", text_type)
-    if kind not in (text_type, alias):
-        raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; the language model is {text_type}", field="text_config.model_type"
-        )
-    own = fields.boolean("tie_word_embeddings", tied)
-    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", own) != own:
-        raise ConfigError(
-            f"{not own} contradicts the multimodal model, whose own field is missing and defaults to {own}",
-            field="text_config.tie_word_embeddings",
-        )
-    default = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
-    return build_text({**default, **config, "tie_word_embeddings": own}, text_type)
-
-
-def _joined(text: Architecture, model_type: str, name: str, t: Tensors, at: str) -> Architecture:
-    """Return a wrapper's architecture: the tower's tensors, then the text model's below prefix ``at``."""
-    tensors = (*t.specs, *moved(text.tensors, "model.", at))
-    return replace(text, model_type=model_type, class_name=name, tensors=tensors, recipe=None)
+    if config is not None:
+        kind = config.get("model_type", text_type)
+        if kind not in (text_type, alias):
+            raise UnsupportedArchitecture(
+                f"{shown(kind)} is not supported; the language model is {text_type}",
+                field="text_config.model_type",
+            )
+        if kv_heads is not None:
+            config = {"num_key_value_heads": kv_heads, **config}
+    return text_of(fields, text_type, config, tied=tied)
 
 
 def _of(fields: Fields, name: str) -> Mapping[str, Any]:
@@ -121,7 +108,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     for name in ("gate_proj", "up_proj"):
         t.linear(f"{at}.image_projector.{name}", inner, width, bias=bias)
     t.linear(f"{at}.image_projector.down_proj", out, inner)
-    return _joined(text, model_type, "Molmo2ForConditionalGeneration", t, "model.language_model.")
+    return joined(text, model_type, "Molmo2ForConditionalGeneration", t, "model.language_model.")
 
 
 def _molmo_attention(t: Tensors, at: str, f: Fields, hidden: int, into: int) -> None:
@@ -213,7 +200,7 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     t.norm(f"{at}.layer_norm", hidden, "layer")
     t.linear(f"{at}.linear_1", wide, hidden * merge * merge, bias=bias)
     t.linear(f"{at}.linear_2", text.hidden_size, wide, bias=bias)
-    return _joined(text, model_type, "Lfm3VlForConditionalGeneration", t, "model.language_model.")
+    return joined(text, model_type, "Lfm3VlForConditionalGeneration", t, "model.language_model.")
 
 
 def _siglip(t: Tensors, at: str, vision: Mapping[str, Any], side: int) -> int:
@@ -268,7 +255,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"{at}.norm", hidden, "layer")
         t.linear(f"{at}.fc1", router, hidden, bias=True)
         t.linear(f"{at}.fc2", 1, router, bias=True)
-    return _joined(text, model_type, "GraniteDoclingForConditionalGeneration", t, "model.text_model.")
+    return joined(text, model_type, "GraniteDoclingForConditionalGeneration", t, "model.text_model.")
 
 
 def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
@@ -310,7 +297,7 @@ def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"{here}.pre_norm", merged, "layer")
         t.linear(f"{here}.linear_1", merged, merged, bias=True)
         t.linear(f"{here}.linear_2", text.hidden_size if i == rounds - 1 else hidden, merged, bias=True)
-    return _joined(text, model_type, "MiniCPMOcrForConditionalGeneration", t, "model.language_model.")
+    return joined(text, model_type, "MiniCPMOcrForConditionalGeneration", t, "model.language_model.")
 
 
 FAMILIES = {
