@@ -55,7 +55,7 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 10.0) -> None:
-        self.url = _plain(url)
+        self.url = _base_url(url)
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path
@@ -80,7 +80,9 @@ class Client:
                 hint="use --api-key KEY, or TONNAGE_API_KEY in the environment",
             )
         if answer.status == 503:
-            raise WatchError(f"{self.url}{path} is not ready: {_said(answer)}", hint="it may still be loading")
+            raise WatchError(
+                f"{self.url}{path} is not ready: {_error_message(answer)}", hint="it may still be loading"
+            )
         return answer
 
     def _get(self, path: str) -> Response:
@@ -106,13 +108,13 @@ class Client:
             data = response.read(MAX_PAGE_BYTES + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if over.is_set() or isinstance(error, TimeoutError):
-                raise self._too_late(path) from None
+                raise self._timeout_error(path) from None
             raise self._unreachable(path, error) from None
         finally:
             timer.cancel()
             connection.close()
         if over.is_set():
-            raise self._too_late(path)
+            raise self._timeout_error(path)
         if len(data) > MAX_PAGE_BYTES:
             raise WatchError(
                 f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes, so not from an inference server"
@@ -124,7 +126,7 @@ class Client:
             response.status, data.decode("utf-8", "replace"), response.headers.get("Process-Start-Time-Unix")
         )
 
-    def _too_late(self, path: str) -> WatchError:
+    def _timeout_error(self, path: str) -> WatchError:
         return WatchError(
             f"{self.url}{path}: no complete response within {self._timeout:g} s",
             hint="is the server busy or stopped? --timeout SECONDS waits longer",
@@ -151,7 +153,7 @@ class Client:
         )
 
 
-def _plain(url: str) -> str:
+def _base_url(url: str) -> str:
     """Return the base URL: ``localhost:8000/metrics`` -> ``http://localhost:8000``."""
     text = url if "://" in url else f"http://{url}"
     try:
@@ -171,7 +173,7 @@ def _plain(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def _said(answer: Response) -> str:
+def _error_message(answer: Response) -> str:
     """Return the message of an error response, or the beginning of its text."""
     try:
         body = json.loads(answer.text)

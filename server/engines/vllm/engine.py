@@ -315,7 +315,7 @@ class VLLMEngine(Engine):
 
         A hang means that processes with work to do use no processor time and send no message.
         """
-        cores, seconds = await processes.hang(lambda: self._cores.messages, self._still_limit)
+        cores, seconds = await processes.wait_for_hang(lambda: self._cores.messages, self._still_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
         error = EngineDead(
             f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hung, "

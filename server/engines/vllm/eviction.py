@@ -37,7 +37,7 @@ ALLOCATE = ["request", "num_new_tokens", "num_new_computed_tokens", "new_compute
 AHEAD = 32
 
 
-class NotUnderstood(Exception):
+class UnsupportedManager(Exception):
     """An error that says why learned eviction cannot work with this vLLM manager."""
 
 
@@ -67,7 +67,7 @@ def install(manager: Any) -> LearnedQueue | None:
     try:
         queue = LearnedQueue(manager)
     except Exception as error:
-        why = error if isinstance(error, NotUnderstood) else repr(error)
+        why = error if isinstance(error, UnsupportedManager) else repr(error)
         logger.warning("Tonnage's learned eviction is off, vLLM evicts least recently used blocks: %s", why)
         return None
     manager.block_pool.free_block_queue = queue
@@ -155,16 +155,16 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
     """Return the first full-attention KV cache group of vLLM's manager, and its other groups.
 
     Raises:
-        NotUnderstood: the manager's interface is unknown, or it has no prefixes to learn from.
+        UnsupportedManager: the manager's interface is unknown, or it has no prefixes to learn from.
     """
     pool = manager.block_pool
     methods = {name for name in vars(type(pool.free_block_queue)) if not name.startswith("_")}
     if methods != QUEUE:
-        raise NotUnderstood(f"unknown methods of the free queue: {', '.join(sorted(methods ^ QUEUE))}")
+        raise UnsupportedManager(f"unknown methods of the free queue: {', '.join(sorted(methods ^ QUEUE))}")
     if list(inspect.signature(manager.allocate_slots).parameters)[: len(ALLOCATE)] != ALLOCATE:
-        raise NotUnderstood("unknown arguments of allocate_slots")
+        raise UnsupportedManager("unknown arguments of allocate_slots")
     if not manager.enable_caching:
-        raise NotUnderstood("prefix caching is off")
+        raise UnsupportedManager("prefix caching is off")
     groups = []
     for at, each in enumerate(manager.coordinator.single_type_managers):
         whole = each.block_size % pool.hash_block_size == 0
@@ -181,7 +181,7 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
         )
     anchor = next((group for group in groups if group.full), None)
     if anchor is None:
-        raise NotUnderstood("no KV cache group with full attention, so no prefix to learn from")
+        raise UnsupportedManager("no KV cache group with full attention, so no prefix to learn from")
     return anchor, [group for group in groups if group is not anchor]
 
 
@@ -196,7 +196,7 @@ class LearnedQueue:
         pool = manager.block_pool
         free = pool.free_block_queue.get_all_free_blocks()
         if len(free) != len(pool.blocks) - 1 or pool.null_block.block_id != 0:
-            raise NotUnderstood("blocks of the pool are already in use")
+            raise UnsupportedManager("blocks of the pool are already in use")
         size = self._anchor.block_size
         _warm(size)
         smallest = min(group.block_size for group in (self._anchor, *self._others))
@@ -240,7 +240,7 @@ class LearnedQueue:
         self.num_free_blocks -= n
         if self._plain is None:
             try:
-                self._tell()
+                self._report_events()
                 stack = self._stack
                 if n > len(stack):
                     self._choose(n - len(stack))
@@ -264,7 +264,7 @@ class LearnedQueue:
         self.num_free_blocks -= 1
         if self._plain is not None:
             self._plain.remove(block)
-        elif block.block_hash is None and (at := _place(block, self._stack)) is not None:
+        elif block.block_hash is None and (at := _index_of(block, self._stack)) is not None:
             del self._stack[at]
         else:
             self._taken.append(block.block_id)
@@ -280,12 +280,12 @@ class LearnedQueue:
         self.num_free_blocks += len(blocks)
         if self._plain is None:
             try:
-                self._tell()
+                self._report_events()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
                 self._fail()  # puts every unreferenced block into vLLM's queue, these included
         else:
-            self._plain.append_n(_outside(blocks))
+            self._plain.append_n(_not_queued(blocks))
 
     def prepend_n(self, blocks: list[Any]) -> None:
         """Add blocks that no request references any more and that have no content a prefix could hit."""
@@ -293,12 +293,12 @@ class LearnedQueue:
             return
         self.num_free_blocks += len(blocks)
         if self._plain is not None:
-            self._plain.prepend_n(_outside(blocks))
+            self._plain.prepend_n(_not_queued(blocks))
         elif self._forgotten.isdisjoint(block.block_id for block in blocks):
             self._stack += blocks[::-1]
         else:
             try:
-                self._tell()
+                self._report_events()
                 kept = self._forgotten.intersection(block.block_id for block in blocks)
                 self._forgotten -= kept
                 self._order.release(list(kept))
@@ -310,7 +310,7 @@ class LearnedQueue:
         """Return all free blocks: blocks without content in order, then the others by release time. O(pool)."""
         if self._plain is None:
             try:
-                self._tell()
+                self._report_events()
                 cached = self._chosen[::-1] + self._order.blocks()
                 return self._stack[::-1] + [self._blocks[at] for at in cached]
             except Exception:
@@ -324,7 +324,7 @@ class LearnedQueue:
         Connectors copy the blocks that will be evicted soon.
         """
         blocks = self.get_all_free_blocks()
-        at = _place(cursor, blocks)
+        at = _index_of(cursor, blocks)
         return iter(blocks if at is None else blocks[at + 1 :])
 
     # -- the wrapped methods call these ----------------------------------------------------------------------
@@ -334,7 +334,7 @@ class LearnedQueue:
         if self._plain is not None:
             return
         try:
-            self._tell()
+            self._report_events()
             found = hit_tokens // self._anchor.block_size
             blocks = computed.blocks[self._anchor.at][:found] if found and computed is not None else ()
             self._starting = request, [block.block_id for block in blocks]
@@ -356,7 +356,7 @@ class LearnedQueue:
         if turn is None or self._plain is not None:
             return
         try:
-            self._tell()
+            self._report_events()
             id, anchor = request.request_id, self._anchor
             blocks = self._held(anchor, id)
             hashes = anchor.hashes(request, len(blocks))
@@ -374,7 +374,7 @@ class LearnedQueue:
         if self._plain is not None:
             return
         try:
-            self._tell()
+            self._report_events()
             self._stack += [self._blocks[at] for at in self._order.reset() + self._chosen]
             self._chosen = []
             self._forgotten.clear()
@@ -386,7 +386,7 @@ class LearnedQueue:
         if self._plain is not None:
             return
         try:
-            self._tell()
+            self._report_events()
             self._order.forget(list(block_ids))
             self._forgotten.update(at for at in block_ids if self._blocks[at].ref_cnt > 0)
         except Exception:
@@ -394,7 +394,7 @@ class LearnedQueue:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _report_events(self) -> None:
         """Report the last events to the order: the request that began, then the blocks that it hit."""
         if self._starting is not None:
             self._begin()
@@ -443,7 +443,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, as in Fibonacci hash
 _NO_HASHES = np.zeros(0, np.uint64)
 
 
-def _outside(blocks: list[Any]) -> list[Any]:
+def _not_queued(blocks: list[Any]) -> list[Any]:
     """Return the blocks that vLLM's queue does not hold yet.
 
     A release makes two calls. If the first one failed, the fallback has already entered all blocks.
@@ -451,7 +451,7 @@ def _outside(blocks: list[Any]) -> list[Any]:
     return [block for block in blocks if block.next_free_block is None]
 
 
-def _place(block: Any, blocks: list[Any]) -> int | None:
+def _index_of(block: Any, blocks: list[Any]) -> int | None:
     """Return the index of `block` in `blocks`, or None.
 
     `list.index` would compare vLLM's blocks field by field.

@@ -28,7 +28,9 @@ _GRACE_SECONDS = 5.0
 _MONITOR = "MPClientEngineMonitor"
 
 
-async def hang(heard: Callable[[], int], limit: Callable[[], int | None]) -> tuple[list[int], float]:
+async def wait_for_hang(
+    messages: Callable[[], int], limit: Callable[[], int | None]
+) -> tuple[list[int], float]:
     """Wait until the engine cores have been inactive for `limit()` checks; return their pids and the seconds.
 
     The arguments are passed to `tonnage.server.engines.stillness.still`.
@@ -36,7 +38,7 @@ async def hang(heard: Callable[[], int], limit: Callable[[], int | None]) -> tup
     while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM has no event for it
         await asyncio.sleep(stillness.LOOK_SECONDS)
     watched = stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS)
-    return cores, await stillness.still(watched, heard, limit)
+    return cores, await stillness.still(watched, messages, limit)
 
 
 async def interrupt_loading(loading: Future[Any]) -> None:

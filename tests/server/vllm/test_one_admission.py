@@ -43,7 +43,7 @@ class Ours:
         self.scheduler: Scheduler[Numbered] = Scheduler(self.manager, budget=BUDGET, lookahead=0)
 
     def step(self) -> tuple[list[int], list[int]]:
-        """Run a step; return the ids that started and those that computed."""
+        """Run a step; return the ids of the requests that started and of requests that computed."""
         step = self.scheduler.step()
         drawing = list(step.drawing)
         self.scheduler.computed(step.picked)

@@ -191,7 +191,7 @@ class VllmAdmission(AdmissionAdapter):
         reserved = self.account.reserved if state is None else state.reserved
         outsiders = self.account.outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
-            self._slack = 0  # stale, since `took` was not counted from a computed value
+            self._slack = 0  # not tracked while all reservations fit
             return False
         if outsiders or self.groups.others:
             return True
