@@ -83,8 +83,8 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
     async def memory(request: Request) -> dict[str, Any]:
         """Return the plan beside the measured bytes.
 
-        It also shows the pool by state, the tokens left to reserve, running and waiting requests, the time
-        since the server is ready, and how long it would take to drain.
+        It also shows the pool by state, the tokens left to reserve, running and waiting requests, since when
+        the server is ready, and the time of a drain.
         """
         return memory_report(state, metrics.capacity_forecast(), _sees_all(request))
 

@@ -1,8 +1,8 @@
 """Pacing of new requests, so that a burst does not delay the streams that are running.
 
 A request takes a third of a millisecond until it is queued (route, body, tokens, admission). Without pacing,
-512 simultaneous requests would all begin in one round of the event loop, and every running stream and every
-/health probe would wait for them.
+512 simultaneous requests would all begin in one round of the event loop. Every running stream and every /health
+probe would wait for them.
 """
 
 from __future__ import annotations

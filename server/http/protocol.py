@@ -1,8 +1,8 @@
 """uvicorn's HTTP protocol with limits on connections, heads and trailers, and with errors in OpenAI's envelope.
 
-uvicorn (0.54, protocols/http/httptools_impl.py) limits neither the bytes nor the time of heads and trailers,
-nor the number of connections, nor the time of a client that does not read. It answers bytes that are not HTTP
-with text/plain.
+uvicorn (0.54, protocols/http/httptools_impl.py) limits neither the size nor the time of heads and trailers. It
+has no limit of connections, and waits forever for a client that does not read. It answers bytes that are not
+HTTP with text/plain.
 """
 
 from __future__ import annotations
