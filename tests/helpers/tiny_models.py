@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from hf_steps import finish, publish_and_fork
 from transformers import AutoModelForCausalLM
 
 from tonnage.planner.deployment import Deployment
@@ -53,9 +54,10 @@ def complete(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> list
         batch, picked, _ = scheduler.schedule()
         assert batch is not None
         logits = runner.forward(batch)
-        drawing = scheduler.fork(picked)
-        drawn = sample(logits, [s.params for s in drawing], [s.random for s in drawing])
-        for chunk in scheduler.finish(drawing, drawn):
+        draws = publish_and_fork(scheduler, picked)
+        sequences = [draw.sequence for draw in draws]
+        drawn = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+        for chunk in finish(scheduler, draws, drawn):
             said[chunk.request_id] += chunk.token_ids
         scheduler.manager.check_invariants()
     return list(said.values())

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hf_steps import finish, publish_and_fork
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
@@ -94,11 +95,12 @@ def test_planned_bytes_are_held_and_the_model_answers(name: str) -> None:
         batch, picked, _ = scheduler.schedule()
         assert batch is not None
         logits = runner.forward(batch)
-        drawing = scheduler.fork(picked)
-        if len(drawing) > len(logits):
-            logits = logits.expand(len(drawing), -1)
-        tokens = sample(logits, [s.params for s in drawing], [s.random for s in drawing])
-        said += [t for chunk in scheduler.finish(drawing, tokens) if chunk.index == 0 for t in chunk.token_ids]
+        draws = publish_and_fork(scheduler, picked)
+        if len(draws) > len(logits):
+            logits = logits.expand(len(draws), -1)
+        sequences = [draw.sequence for draw in draws]
+        tokens = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
+        said += [t for chunk in finish(scheduler, draws, tokens) if chunk.index == 0 for t in chunk.token_ids]
     assert 7042 in said  # " Paris"
     assert runner.pool.nbytes == plan.rank.kv_pool_bytes  # no scale was added on the way
 

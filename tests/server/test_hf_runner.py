@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hf_steps import finish, publish_and_fork
 from tiny_models import check_tokens_of_generate, complete, requests, tiny_plan, write_tiny
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -174,7 +175,8 @@ def test_permuted_blocks_change_no_logit(demo_runner: ModelRunner) -> None:
         assert batch is not None
         before = demo_runner.pool.tensor.clone()
         logits = demo_runner.forward(batch)
-        scheduler.finish(drawing := scheduler.fork(picked), logits.argmax(-1).tolist()[: len(drawing)])
+        draws = publish_and_fork(scheduler, picked)
+        finish(scheduler, draws, logits.argmax(-1).tolist()[: len(draws)])
         after = demo_runner.pool.tensor.clone()
         moved = np.random.default_rng(1).permutation(plan.kv_cache.num_blocks)
         size = plan.kv_cache.layout.block_size

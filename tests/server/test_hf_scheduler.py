@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hf_steps import finish, publish_and_fork
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.deployment import Deployment
@@ -46,8 +47,8 @@ def step(scheduler: Scheduler) -> list[Chunk]:
         for at, sequence in enumerate(picked):  # what the model would be given is what the sequence is
             span = slice(int(batch.query_start[at]), int(batch.query_start[at + 1]))
             assert batch.token_ids[span].tolist() == np.asarray(sequence.tokens)[batch.positions[span]].tolist()
-        drawing = scheduler.fork(picked)
-        chunks += scheduler.finish(drawing, [following(sequence) for sequence in drawing])
+        draws = publish_and_fork(scheduler, picked)
+        chunks += finish(scheduler, draws, [following(draw.sequence) for draw in draws])
     scheduler.manager.check_invariants()
     return chunks
 
@@ -228,8 +229,8 @@ def test_no_step_has_more_logits_than_the_plan_has_room_for() -> None:
         batch, picked, _ = scheduler.schedule()
         assert batch is not None
         most = max(most, len(batch.logits_at))
-        drawing = scheduler.fork(picked)
-        scheduler.finish(drawing, [following(sequence) for sequence in drawing])
+        draws = publish_and_fork(scheduler, picked)
+        finish(scheduler, draws, [following(draw.sequence) for draw in draws])
     assert most <= 8
 
 
@@ -239,7 +240,7 @@ def test_an_error_ends_every_sequence_of_its_request_once() -> None:
     for forked in (False, True):
         scheduler.add(GenerationRequest("x", tuple(range(100, 120)), params, n=3))
         _, picked, _ = scheduler.schedule()
-        failing = scheduler.fork(picked) if forked else picked
+        failing = [draw.sequence for draw in publish_and_fork(scheduler, picked)] if forked else picked
         assert sorted(chunk.index for chunk in scheduler.fail(failing, "no")) == [0, 1, 2]
         assert scheduler.idle
         scheduler.manager.check_invariants()

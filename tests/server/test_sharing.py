@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 from endpoints import cached_tokens
+from hf_steps import finish, publish_and_fork
 from serving import PATIENCE, serving
 from vllm.distributed import kv_events as vllm_events
 
@@ -47,8 +48,8 @@ def run(scheduler: Scheduler, prompt: list[int], salt: str) -> int:
     while not scheduler.idle:
         batch, picked, _ = scheduler.schedule()
         assert batch is not None
-        drawing = scheduler.fork(picked)
-        for chunk in scheduler.finish(drawing, [7] * len(drawing)):
+        draws = publish_and_fork(scheduler, picked)
+        for chunk in finish(scheduler, draws, [7] * len(draws)):
             cached = chunk.cached_tokens
     return cached
 

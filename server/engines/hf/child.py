@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
@@ -34,7 +33,7 @@ from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Re
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
 from tonnage.server.engines.hf.scheduler import Scheduler
-from tonnage.server.engines.hf.sequence import Sequence
+from tonnage.server.engines.hf.sequence import Draw, Sequence, draws_of
 from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.niceness import stand_back
 from tonnage.server.engines.request import GenerationRequest
@@ -161,9 +160,9 @@ class EngineLoop:
 
     def step(self) -> list[Chunk]:
         """Compute one step; an error in it ends the requests of the step, not the engine."""
-        begun = self._begin_compiled()
-        batch, picked, chunks = self.scheduler.schedule()
-        chunks = begun + chunks
+        chunks = self._begin_compiled()
+        batch, picked, rejected = self.scheduler.schedule()
+        chunks += rejected
         if batch is None:
             return chunks
         try:
@@ -172,48 +171,54 @@ class EngineLoop:
             traceback.print_exc()
             return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
         logits = self._score_prompts(logits, picked)
-        reached = [sequence for sequence in picked if sequence.samples]
-        likeliest, finite = most_likely(logits) if reached else ([], [])
-        if not all(finite):
-            # Fail these before the step's blocks are published, because no other request may share NaN.
-            broken = [sequence for sequence, good in zip(reached, finite, strict=True) if not good]
-            self._clear(batch, picked, broken)
-            chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
-            picked = [s for s in picked if s.id in self.scheduler.running]
-            reached = [s for s in reached if s.id in self.scheduler.running]
-            kept = [at for at, good in enumerate(finite) if good]
-            logits, likeliest = logits[kept], [likeliest[at] for at in kept]
-        drawing = self.scheduler.fork(picked)
-        if len(drawing) > len(reached):  # forks follow their parent and draw from its logits
-            row = {id(sequence): at for at, sequence in enumerate(reached)}
-            at = list(itertools.accumulate((row.get(id(sequence), -1) for sequence in drawing), max))
-            logits, likeliest = logits[at], [likeliest[place] for place in at]
-        if not drawing:
-            return chunks
-        if all(is_greedy(s.params) and s.params.logprobs is None and not needs_adjusting(s) for s in drawing):
-            return chunks + self.scheduler.finish(drawing, likeliest)
-        logits = logits.float()
-        logits, drawing, ended = self._fill_masks(logits, drawing)
-        chunks += ended
-        if not drawing:
-            return chunks
-        adjusted = adjust(logits, drawing)
+        draws = draws_of(picked)
+        if draws:
+            tokens, finite = most_likely(logits)
+            for draw in draws:
+                draw.token = tokens[draw.row]
+            if not all(finite):
+                # Fail these before the step's blocks are published, because no other request may share NaN.
+                broken = [draw.sequence for draw in draws if not finite[draw.row]]
+                self._clear(batch, picked, broken)
+                chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
+                picked = [sequence for sequence in picked if sequence.id in self.scheduler.running]
+                draws = [draw for draw in draws if finite[draw.row]]
+        self.scheduler.publish(picked)
+        draws = self.scheduler.fork(draws)
+        if not all(_takes_likeliest(draw.sequence) for draw in draws):
+            draws, failed = self._draw(logits, draws)
+            chunks += failed
+        return chunks + self.scheduler.finish(draws)
+
+    def _draw(self, logits: torch.Tensor, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
+        """Draw tokens by each sequence's grammar and parameters, with log probabilities where requested.
+
+        Returns:
+            The draws that have a token, and error chunks of the sequences that cannot go on.
+        """
+        draws, chunks = self._fill_masks(draws)
+        if not draws:
+            return draws, chunks
+        logits = _rows(logits, draws).float()
+        for row, draw in enumerate(draws):
+            draw.row = row
+        adjusted = adjust(logits, [draw.sequence for draw in draws])
         if adjusted is not logits and not all(possible := adjusted.amax(dim=-1).isfinite().tolist()):
-            stuck = [sequence for sequence, good in zip(drawing, possible, strict=True) if not good]
+            stuck = [draw.sequence for draw in draws if not possible[draw.row]]
             chunks += self.scheduler.fail(stuck, NO_TOKEN, refused=True)
-            drawing = [sequence for sequence, good in zip(drawing, possible, strict=True) if good]
-            logits, adjusted = logits[torch.tensor(possible)], adjusted[torch.tensor(possible)]
-        if drawing:
-            tokens = sample(adjusted, [s.params for s in drawing], [s.random for s in drawing])
-            asking = [at for at, s in enumerate(drawing) if s.params.logprobs is not None]
-            scored = logprobs(
-                logits[asking],
-                [tokens[at] for at in asking],
-                [drawing[at].params.logprobs or 0 for at in asking],
-            )
-            by_id = {drawing[at].id: one for at, one in zip(asking, scored, strict=True)}
-            chunks += self.scheduler.finish(drawing, tokens, by_id)
-        return chunks
+            draws = [draw for draw in draws if possible[draw.row]]
+        if not draws:
+            return draws, chunks
+        sequences = [draw.sequence for draw in draws]
+        tokens = sample(_rows(adjusted, draws), [s.params for s in sequences], [s.random for s in sequences])
+        for draw, token in zip(draws, tokens, strict=True):
+            draw.token = token
+        scored = [draw for draw in draws if draw.sequence.params.logprobs is not None]
+        best = [draw.sequence.params.logprobs or 0 for draw in scored]
+        found = logprobs(_rows(logits, scored), [draw.token for draw in scored], best)
+        for draw, one in zip(scored, found, strict=True):
+            draw.logprobs = one
+        return draws, chunks
 
     def add(self, request: GenerationRequest) -> list[Chunk]:
         """Queue a request once its grammar is compiled; return error chunks if it is invalid."""
@@ -251,20 +256,16 @@ class EngineLoop:
             chunks += _errors(request, outcome.error) if outcome.error else self._queue(request, arrival)
         return chunks
 
-    def _fill_masks(
-        self, logits: torch.Tensor, drawing: list[Sequence]
-    ) -> tuple[torch.Tensor, list[Sequence], list[Chunk]]:
+    def _fill_masks(self, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
         """Compute the masks of all sequences with a grammar; end a sequence that exceeds the step's budget."""
-        rows = [at for at, s in enumerate(drawing) if isinstance(s.matcher, GrammarMatcher | TagMatcher)]
-        matched = [(drawing[at].tenant, cast("GrammarMatcher", drawing[at].matcher)) for at in rows]
-        errors = {rows[at]: error for at, error in masks.fill(matched).items()} if rows else {}
-        if not errors:
-            return logits, drawing, []
+        matched = [draw for draw in draws if isinstance(draw.sequence.matcher, GrammarMatcher | TagMatcher)]
+        matchers = [(draw.sequence.tenant, cast("GrammarMatcher", draw.sequence.matcher)) for draw in matched]
+        errors = masks.fill(matchers) if matchers else {}
         chunks: list[Chunk] = []
         for at, error in errors.items():
-            chunks += self.scheduler.fail([drawing[at]], error, refused=True)
-        kept = [at for at in range(len(drawing)) if at not in errors]
-        return logits[kept], [drawing[at] for at in kept], chunks
+            chunks += self.scheduler.fail([matched[at].sequence], error, refused=True)
+        failed = {matched[at] for at in errors}
+        return [draw for draw in draws if draw not in failed], chunks
 
     def _clear(self, batch: Batch, picked: list[Sequence], broken: list[Sequence]) -> None:
         """Write zeros to the slots that these sequences wrote in this step.
@@ -298,6 +299,18 @@ class EngineLoop:
                 drawn.append(row + rows - 1)
             row += rows
         return logits[drawn]
+
+
+def _takes_likeliest(sequence: Sequence) -> bool:
+    """Return whether the sequence's next token is the likeliest one, without further computation."""
+    params = sequence.params
+    return is_greedy(params) and params.logprobs is None and not needs_adjusting(sequence)
+
+
+def _rows(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """Return the row of each draw, in order; no copy is made if these are all rows of ``logits``."""
+    rows = [draw.row for draw in draws]
+    return logits if rows == list(range(len(logits))) else logits[rows]
 
 
 def _errors(request: GenerationRequest, error: TonnageError) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""The request scheduler of the engine process: requests in, batches out, chunks back. No torch.
+"""The request scheduler of the engine process: requests in, batches out, chunks back.
 
 `tonnage.cache.scheduler` decides what a step computes, and which requests wait or are preempted. The scheduler
 here turns its decisions into arrays for the model runner, and drawn tokens into chunks.
@@ -20,7 +20,7 @@ from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.errors import Refused
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.sampling.adjust import Matcher
-from tonnage.server.engines.hf.sequence import Sequence, first_sequence, forked
+from tonnage.server.engines.hf.sequence import Draw, Sequence, first_sequence, forked
 from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws, share
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
@@ -32,7 +32,10 @@ MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
 
 
 class Scheduler:
-    """The state of all requests on this rank. A step: ``schedule``, forward, ``fork``, draw, ``finish``."""
+    """The state of all requests on this rank.
+
+    A step is ``schedule``, the model's forward, ``publish``, ``fork``, drawing tokens, and ``finish``.
+    """
 
     def __init__(
         self,
@@ -163,47 +166,34 @@ class Scheduler:
             copies=tuple(copies),
         )
 
-    def fork(self, picked: list[Sequence]) -> list[Sequence]:
-        """Publish the blocks of the step in the prefix index, then fork sequences with n > 1.
-
-        Call it after the forward.
-
-        Returns:
-            The sequences that draw a token now: each that has computed all its tokens, and its forks.
-        """
-        reached = [sequence for sequence in picked if sequence.samples]
+    def publish(self, picked: list[Sequence]) -> None:
+        """Record the step as computed and publish its blocks in the prefix index; call it after the forward."""
         tokens = sum([sequence.chunk for sequence in picked])
         self.core.computed(picked)
         self.core.took(tokens, len(picked), time.perf_counter() - self._begun)
+
+    def fork(self, draws: list[Draw]) -> list[Draw]:
+        """Fork the sequences with n > 1, after `publish`; a fork draws from its parent's row."""
         drawing = []
-        for sequence in reached:
-            drawing.append(sequence)
-            if sequence.forks:
-                request = sequence.request
-                forks = [forked(sequence, index, self._match(request)) for index in range(1, request.n)]
-                self.core.fork(sequence, forks)
-                drawing += forks
+        for draw in draws:
+            drawing.append(draw)
+            parent = draw.sequence
+            if parent.forks:
+                request = parent.request
+                forks = [forked(parent, index, self._match(request)) for index in range(1, request.n)]
+                self.core.fork(parent, forks)
+                drawing += [Draw(fork, draw.row, draw.token) for fork in forks]
         return drawing
 
-    def finish(
-        self,
-        drawing: list[Sequence],
-        token_ids: list[int],
-        scored: dict[int, TokenLogprobs] | None = None,
-    ) -> list[Chunk]:
-        """Append the drawn tokens, and free the blocks of finished sequences; return one chunk per sequence.
-
-        Args:
-            drawing: the sequences that drew a token.
-            token_ids: the token of each sequence.
-            scored: log probabilities by sequence id, for sequences that requested them.
-        """
+    def finish(self, draws: list[Draw]) -> list[Chunk]:
+        """Append the drawn tokens and free the blocks of finished sequences; return one chunk per sequence."""
         chunks = []
         going: list[Sequence] = []
-        for sequence, token in zip(drawing, token_ids, strict=True):
+        for draw in draws:
+            sequence, token = draw.sequence, draw.token
             params = sequence.request.params
             self.generation_tokens += 1
-            one = (scored[sequence.id],) if scored and sequence.id in scored else ()
+            one = () if draw.logprobs is None else (draw.logprobs,)
             try:
                 complete = sequence.matcher is not None and sequence.matcher.accept(token)
             except TonnageError as error:  # fails this sequence only: its grammar exceeds the matcher's limits

@@ -1,8 +1,9 @@
-"""A sequence of a request in the Hugging Face engine, with its tokens, random stream and matcher. No torch."""
+"""A sequence of a request in the Hugging Face engine, with its tokens, random stream and matcher."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +85,28 @@ def forked(parent: Sequence, index: int, matcher: Matcher | None) -> Sequence:
         index=index,
         matcher=matcher,
     )
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """The next token of one sequence in one step.
+
+    Attributes:
+        sequence: the sequence that draws.
+        row: row of the step's logits to draw from; a fork has its parent's row.
+        token: the token, first the likeliest of the row.
+        logprobs: its log probability, if the request asked for it.
+    """
+
+    sequence: Sequence
+    row: int
+    token: int = -1
+    logprobs: TokenLogprobs | None = None
+
+
+def draws_of(picked: Iterable[Sequence]) -> list[Draw]:
+    """Return a draw for each sequence that this step computes to its last token, with rows in order."""
+    return [Draw(sequence, row) for row, sequence in enumerate(s for s in picked if s.samples)]
 
 
 def generator(seed: int | None, index: int) -> np.random.Generator:
