@@ -31,7 +31,7 @@ _ASK_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """The selected backend and the reason for the selection."""
 
     backend: Literal["hf", "vllm"]
@@ -83,12 +83,12 @@ def ask_vllm() -> VLLMInstallation | None:
     return VLLMInstallation(found, device, frozenset(architectures))
 
 
-def choose_backend(source: ModelSource) -> Choice:
+def choose_backend(source: ModelSource) -> BackendChoice:
     """Return the backend for a model whose files were found."""
     reason = _why_not_vllm(source.config, source.path)
     if reason is None:
-        return Choice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
-    return Choice("hf", reason)
+        return BackendChoice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
+    return BackendChoice("hf", reason)
 
 
 def _why_not_vllm(config: Any, path: str) -> str | None:

@@ -16,7 +16,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
-from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 
@@ -46,7 +46,7 @@ def requests(prompts: list[list[int]], tokens: int) -> list[GenerationRequest]:
 def complete(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """So many greedy tokens of each prompt, all served at once; the manager's laws are checked after every
     step."""
-    scheduler = Scheduler(runner.plan)
+    scheduler = HFScheduler(runner.plan)
     said: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     for request in requests(prompts, tokens):
         scheduler.add(request)

@@ -23,7 +23,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.child import EngineLoop
-from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(1800)  # of each; a minute or so on two cores
@@ -115,7 +115,7 @@ def generate(folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], l
     return tokens, logprobs
 
 
-def run(subject: Subject, order: list[int]) -> Scheduler:
+def run(subject: Subject, order: list[int]) -> HFScheduler:
     """Run these prompts to their end and compare every token and log probability; the laws hold all along."""
     loop = subject.loop
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, logprobs=0)
@@ -149,7 +149,7 @@ def blocks_of(tokens: int) -> int:
 
 
 def test_all_lengths_in_chunks_of_128_with_prefix_hits(subject: Subject) -> None:
-    subject.loop.scheduler = Scheduler(plan_for(subject.folder, max_num_batched_tokens=128))
+    subject.loop.scheduler = HFScheduler(plan_for(subject.folder, max_num_batched_tokens=128))
     run(subject, [0])  # leaves its blocks in the cache
     scheduler = run(subject, list(range(len(LENGTHS))))
     assert scheduler.counters.prefix_hit_tokens >= 2 * SHARED + LENGTHS[0] - 16
@@ -158,7 +158,7 @@ def test_all_lengths_in_chunks_of_128_with_prefix_hits(subject: Subject) -> None
 
 def test_chunks_of_16_where_requests_wait_for_blocks(subject: Subject) -> None:
     room = blocks_of(LENGTHS[0] + TOKENS) + 3  # for the longest and hardly more
-    subject.loop.scheduler = Scheduler(plan_with(subject, room, 16))
+    subject.loop.scheduler = HFScheduler(plan_with(subject, room, 16))
     scheduler = run(subject, SHORT)
     assert scheduler.counters.admissions["wait", "blocks"] >= 1
     assert not scheduler.counters.preemptions
@@ -169,7 +169,7 @@ def test_chunks_of_2048_with_preemption(subject: Subject) -> None:
     # second prompt, whose beginning is the first one's: what they share would be room.
     order = [number for number in SHORT if number != 1]
     room = sum(blocks_of(LENGTHS[number]) for number in order) + 1
-    scheduler = Scheduler(plan_with(subject, room, 2048), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
+    scheduler = HFScheduler(plan_with(subject, room, 2048), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
     subject.loop.scheduler = scheduler
     run(subject, order)
     assert scheduler.counters.preemptions >= 1

@@ -32,10 +32,10 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.engines.grammars import kept, masks, memory
+from tonnage.server.engines.grammars import cache, masks, memory
 from tonnage.server.engines.grammars.library import GrammarError
 from tonnage.server.engines.hf.child import EngineLoop
-from tonnage.server.engines.hf.grammars import Compiler
+from tonnage.server.engines.hf.grammars import GrammarCompiler
 from tonnage.server.engines.hf.messages import Abort
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
@@ -189,7 +189,9 @@ class Waits:
         return bool(self.matcher.is_error())
 
 
-def test_a_busy_machine_is_no_fault_of_a_grammar(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_no_fault_of_a_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(masks, "STEP_SECONDS", 0.05)
     compiler.ask(request("digits", DIGITS))
     assert told(compiler, 1) == ["digits"]
@@ -209,13 +211,13 @@ def replace_held() -> object:
 
 
 @pytest.fixture
-def compiler() -> Iterator[Compiler]:
-    made = Compiler(ensure_demo(), 49152)
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(ensure_demo(), 49152)
     yield made
     made.close()
 
 
-def told(compiler: Compiler, count: int) -> list[str]:
+def told(compiler: GrammarCompiler, count: int) -> list[str]:
     """Names of the next so many requests whose grammar is compiled or refused."""
     names: list[str] = []
     while len(names) < count:
@@ -224,7 +226,7 @@ def told(compiler: Compiler, count: int) -> list[str]:
     return names
 
 
-def test_one_tenants_slow_grammars_do_not_hold_up_anothers(compiler: Compiler) -> None:
+def test_one_tenants_slow_grammars_do_not_hold_up_anothers(compiler: GrammarCompiler) -> None:
     for letter in "abc":
         compiler.ask(request(f"slow {letter}", Grammar("grammar", CHAIN.format(letter)), tenant="one"))
     compiler.ask(request("simple", DIGITS, tenant="other"))
@@ -236,7 +238,7 @@ def test_one_tenants_slow_grammars_do_not_hold_up_anothers(compiler: Compiler) -
     assert told(compiler, 1) == ["last"]
 
 
-def test_a_grammar_at_fault_is_not_tried_again(compiler: Compiler) -> None:
+def test_a_grammar_at_fault_is_not_tried_again(compiler: GrammarCompiler) -> None:
     compiler.ask(request("first", Grammar("grammar", CHAIN.format("a"))))
     assert told(compiler, 1) == ["first"]
     trial = psutil.Process(compiler.pid)
@@ -257,8 +259,10 @@ def tag(name: str) -> Grammar:
 
 
 @needs_xgrammar
-def test_many_different_tags_are_not_all_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "KEPT_BYTES", 200_000)  # one takes 45,000
+def test_many_different_tags_are_not_all_kept(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "CACHE_BYTES", 200_000)  # one takes 45,000
     before = memory.held_bytes()
     for at in range(12):
         compiler.ask(request(f"asks {at}", tag(f"field{at}")))
@@ -269,7 +273,7 @@ def test_many_different_tags_are_not_all_kept(compiler: Compiler, monkeypatch: p
 
 @needs_xgrammar
 def test_whatever_a_tag_leads_to_is_told(tmp_path: Path) -> None:
-    compiler = Compiler(folder_with(tmp_path, **{"tokenizer_config.json": "[]"}), 49152)
+    compiler = GrammarCompiler(folder_with(tmp_path, **{"tokenizer_config.json": "[]"}), 49152)
     compiler.ask(request("asks", tag("field")))
     assert wait([compiler.fileno()], PATIENCE)
     (outcome,) = compiler.outcomes()
@@ -335,7 +339,7 @@ async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() ->
     await asyncio.to_thread(trial.wait, PATIENCE)  # no process is left, stopped as it is
 
 
-def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) -> None:
+def test_a_new_process_tries_grammars_when_one_was_killed(compiler: GrammarCompiler) -> None:
     compiler.ask(request("before", DIGITS))
     assert told(compiler, 1) == ["before"]
     trial = psutil.Process(compiler.pid)
@@ -366,7 +370,7 @@ def test_a_tokenizer_that_names_code_of_its_own_is_only_read(tmp_path: Path) -> 
     config = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
     code = f"open({str(tmp_path / 'was_here')!r}, 'w').close()\nclass Mine: ...\n"
     folder = folder_with(tmp_path, **{"tokenizer_config.json": json.dumps(config), "mine.py": code})
-    compiler = Compiler(folder, 49152)
+    compiler = GrammarCompiler(folder, 49152)
     compiler.ask(request("asks", DIGITS))
     assert wait([compiler.fileno()], PATIENCE)
     assert [outcome.error for outcome in compiler.outcomes()] == [None]

@@ -16,19 +16,19 @@ from serving import PATIENCE
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines import stillness
+from tonnage.server.engines import watchdog
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf import HFEngine
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 # What the limits stand at is a matter of the busiest machine; that they are counted and kept to is tested.
-LOOKS = 3
+CHECKS = 3
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> HFEngine:
     ensure_demo()
-    monkeypatch.setattr(stillness, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "CHECK_SECONDS", 0.2)
     settings = Deployment(
         dtype="float32",  # no kernels to compile
         kv_cache_memory_bytes=128 << 20,
@@ -49,7 +49,7 @@ async def test_an_engine_that_stops_at_work_is_ended(engine: HFEngine, monkeypat
         await anext(stream)
     process.suspend()
     assert engine.ready
-    monkeypatch.setattr(stillness, "STILL_LOOKS", LOOKS)
+    monkeypatch.setattr(watchdog, "HANG_CHECKS", CHECKS)
 
     async def told(stream) -> bool:
         with pytest.raises(EngineDead, match="used no processor time"):
@@ -69,7 +69,7 @@ async def test_an_engine_that_stops_at_work_is_ended(engine: HFEngine, monkeypat
 async def test_an_engine_that_stops_while_it_loads_is_ended(
     engine: HFEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stillness, "STILL_LOOKS_LOADING", LOOKS)
+    monkeypatch.setattr(watchdog, "HANG_CHECKS_LOADING", CHECKS)
     start = asyncio.create_task(engine.start())
     while engine.pid is None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -91,19 +91,19 @@ def test_a_slow_process_is_told_from_one_that_is_stopped() -> None:
         deadline = time.monotonic() + PATIENCE
         while not (children := psutil.Process(process.pid).children()):
             assert time.monotonic() < deadline
-        still = stillness.Stillness(process.pid)
+        watched = watchdog.Watchdog(process.pid)
         moves = 0
         while moves < 3:  # each a tick that only the child can have had
-            moves += still.look(0) == 0
+            moves += watched.check(0) == 0
             assert time.monotonic() < deadline
         for each in (children[0], psutil.Process(process.pid)):
             each.suspend()
             while each.status() != psutil.STATUS_STOPPED:
                 assert time.monotonic() < deadline
-        still.moved()
-        assert still.look(0) == 0
-        assert [still.look(0) for _ in range(LOOKS)] == [1, 2, 3]
-        assert still.look(1) == 0  # a message came
+        watched.reset()
+        assert watched.check(0) == 0
+        assert [watched.check(0) for _ in range(CHECKS)] == [1, 2, 3]
+        assert watched.check(1) == 0  # a message came
     finally:
         for each in children:
             each.kill()

@@ -35,7 +35,7 @@ from tonnage.server.engines.hf.model.profile import full_batch
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import OtherLogits, checked_attention, self_check
 from tonnage.server.engines.hf.pool import PagedPool
-from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.scheduler import HFScheduler
 
 TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -387,7 +387,7 @@ def test_doctor_says_which_attention_a_gpu_would_get(
 def test_the_framework_of_a_gpu_is_what_the_device_holds_beside_the_plan() -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=128, max_num_seqs=4))
     figures = {"weights_bytes": 1000, "warm_weights_bytes": 1000, "kv_pool_bytes": 500, "activation_bytes": 70}
-    ready = Ready(num_blocks=9, self_check_error=0.0, stats=Scheduler(plan).stats(), **figures)
+    ready = Ready(num_blocks=9, self_check_error=0.0, stats=HFScheduler(plan).stats(), **figures)
     assert ready.framework_bytes(resident=1600) == 100
     on_gpu = dataclasses.replace(ready, device_bytes=1900)
     assert on_gpu.framework_bytes(resident=123_456) == 1900 - 1000 - 500 - 70

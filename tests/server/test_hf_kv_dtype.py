@@ -19,7 +19,7 @@ from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import self_check
 from tonnage.server.engines.hf.pool import STORED, PagedPool
 from tonnage.server.engines.hf.sampling.draw import sample
-from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 # Largest error of a stored value: half a step of the format, relative to the value (floats) or, for int8, to
@@ -86,7 +86,7 @@ def test_planned_bytes_are_held_and_the_model_answers(name: str) -> None:
     assert runner.pool.nbytes == plan.rank.kv_pool_bytes
     assert runner.attention == ("in place" if name == "auto" else "gather")
     self_check(runner)
-    scheduler = Scheduler(plan)
+    scheduler = HFScheduler(plan)
     params = SamplingParams(max_tokens=6, temperature=0.0)
     prompt = (504, 3575, 282, 4649, 314)  # "The capital of France is"
     scheduler.add(GenerationRequest("a", prompt, params, n=2))  # n: a block is copied before it is written

@@ -29,7 +29,7 @@ from tonnage.server.engines.hf.model.loading import storage_bytes
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
 from tonnage.server.engines.hf.model.support import require_supported, served
-from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -167,7 +167,7 @@ def test_poisoned_free_blocks_change_no_token(demo_runner: ModelRunner) -> None:
 def test_permuted_blocks_change_no_logit(demo_runner: ModelRunner) -> None:
     """The same step with every block moved elsewhere in the pool, contents and tables alike."""
     plan = demo_runner.plan
-    scheduler = Scheduler(plan)
+    scheduler = HFScheduler(plan)
     for request in requests(PROMPTS, 12):
         scheduler.add(request)
     for _ in range(5):

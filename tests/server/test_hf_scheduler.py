@@ -17,8 +17,8 @@ from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.grammars.library import GrammarError
-from tonnage.server.engines.hf.scheduler import Scheduler
-from tonnage.server.engines.hf.sequence import Sequence
+from tonnage.server.engines.hf.scheduler import HFScheduler
+from tonnage.server.engines.hf.sequence import HFSequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.stats import AutoStats
@@ -32,7 +32,7 @@ def plan_for(blocks: int, **changes: int) -> Plan:
     return make_plan("demo", Deployment(dtype="float32", kv_cache_memory_bytes=(blocks + 1) * size, **settings))
 
 
-def following(sequence: Sequence) -> int:
+def following(sequence: HFSequence) -> int:
     """A next token that only the tokens so far decide, and that would differ after any mistake in them."""
     return 3 + (sum(i * token for i, token in enumerate(sequence.tokens, 1)) + sequence.index) % 40000
 
@@ -41,7 +41,7 @@ def following_of(tokens: tuple[int, ...]) -> int:
     return 3 + sum(i * token for i, token in enumerate(tokens, 1)) % 40000
 
 
-def step(scheduler: Scheduler) -> list[Chunk]:
+def step(scheduler: HFScheduler) -> list[Chunk]:
     batch, picked, chunks = scheduler.schedule()
     if batch is not None:
         for at, sequence in enumerate(picked):  # what the model would be given is what the sequence is
@@ -53,7 +53,7 @@ def step(scheduler: Scheduler) -> list[Chunk]:
     return chunks
 
 
-def run(scheduler: Scheduler, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
+def run(scheduler: HFScheduler, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
     said: dict[tuple[str, int], list[int]] = {}
     for request in requests:
         scheduler.add(request)
@@ -80,10 +80,10 @@ def requests(count: int) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.GREEDY, AdmissionMode.PREDICTIVE])
 def test_every_mode_says_the_same_in_a_pool_that_is_too_small(mode: AdmissionMode) -> None:
-    roomy = Scheduler(plan_for(400))
+    roomy = HFScheduler(plan_for(400))
     wanted = run(roomy, requests(24))
     assert {key[0] for key in wanted} == {str(i) for i in range(24)}
-    scheduler = Scheduler(plan_for(24), policy=Policy(mode))
+    scheduler = HFScheduler(plan_for(24), policy=Policy(mode))
     assert run(scheduler, requests(24)) == wanted
     assert scheduler.counters.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests(24))
     if mode is AdmissionMode.GUARANTEED:
@@ -94,7 +94,7 @@ def test_every_mode_says_the_same_in_a_pool_that_is_too_small(mode: AdmissionMod
 
 
 def test_a_lower_priority_number_starts_first() -> None:
-    scheduler = Scheduler(plan_for(40, max_num_seqs=1, max_num_batched_tokens=32))
+    scheduler = HFScheduler(plan_for(40, max_num_seqs=1, max_num_batched_tokens=32))
     params = SamplingParams(max_tokens=4, temperature=0.0)
     for name, priority in (("a", 0), ("late", 5), ("early", -5)):
         scheduler.add(GenerationRequest(name, (5, 6, 7), params, priority=priority))
@@ -105,7 +105,7 @@ def test_a_lower_priority_number_starts_first() -> None:
 
 
 def test_abort_frees_what_waits_runs_or_was_preempted() -> None:
-    scheduler = Scheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY))
+    scheduler = HFScheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY))
     todo = requests(24)
     for request in todo:
         scheduler.add(request)
@@ -138,16 +138,16 @@ def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
     settings = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     size = make_plan(str(tmp_path), Deployment(**settings)).kv_cache.layout.bytes_per_block
     plan = make_plan(str(tmp_path), Deployment(kv_cache_memory_bytes=25 * size, **settings))
-    scheduler = Scheduler(plan)
+    scheduler = HFScheduler(plan)
     said = run(scheduler, requests(24))
-    assert said == run(Scheduler(plan_for(400)), requests(24))
+    assert said == run(HFScheduler(plan_for(400)), requests(24))
     assert scheduler.counters.admissions["wait", "blocks"] > 0
 
 
 def test_stats_have_step_costs_in_the_mode_auto() -> None:
-    scheduler = Scheduler(plan_for(40), policy=Policy(AdmissionMode.AUTO))
+    scheduler = HFScheduler(plan_for(40), policy=Policy(AdmissionMode.AUTO))
     assert scheduler.stats().auto == AutoStats()
-    assert Scheduler(plan_for(40)).stats().auto is None
+    assert HFScheduler(plan_for(40)).stats().auto is None
     run(scheduler, requests(48))
     told = scheduler.stats().auto
     assert told is not None
@@ -157,7 +157,7 @@ def test_stats_have_step_costs_in_the_mode_auto() -> None:
 
 
 def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = Scheduler(plan_for(40))
+    scheduler = HFScheduler(plan_for(40))
     for request in requests(2):
         scheduler.add(request)
     for _ in range(4):
@@ -175,7 +175,7 @@ def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_one_of_n_that_ends_gives_its_blocks_back_at_once() -> None:
-    scheduler = Scheduler(plan_for(40, max_num_batched_tokens=32))
+    scheduler = HFScheduler(plan_for(40, max_num_batched_tokens=32))
     prompt = tuple(range(100, 120))
     params = SamplingParams(max_tokens=60, temperature=0.0)
     scheduler.add(GenerationRequest("x", prompt, params, n=3))
@@ -196,12 +196,12 @@ def test_one_of_n_that_ends_gives_its_blocks_back_at_once() -> None:
             said[chunk.index] += chunk.token_ids
     assert [len(said[index]) for index in range(3)] == [60, 30, 60]
     assert scheduler.manager.stats().used == 0
-    alone = run(Scheduler(plan_for(40)), [GenerationRequest("x", prompt, params, n=3)])
+    alone = run(HFScheduler(plan_for(40)), [GenerationRequest("x", prompt, params, n=3)])
     assert (said[0], said[2]) == (alone["x", 0], alone["x", 2])
 
 
 def test_one_of_n_that_was_preempted_ends_alone() -> None:
-    scheduler = Scheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
+    scheduler = HFScheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
     params = SamplingParams(max_tokens=100, temperature=0.0)
     for name in "ab":
         scheduler.add(GenerationRequest(name, tuple(range(50, 80)), params, n=2, cache_salt=name))
@@ -218,7 +218,7 @@ def test_one_of_n_that_was_preempted_ends_alone() -> None:
 
 def test_no_step_has_more_logits_than_the_plan_has_room_for() -> None:
     """However many prompts want the log probabilities of every token at once."""
-    scheduler = Scheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
+    scheduler = HFScheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
     params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
     for number in range(6):
         plain = SamplingParams(max_tokens=9, temperature=0.0)
@@ -235,7 +235,7 @@ def test_no_step_has_more_logits_than_the_plan_has_room_for() -> None:
 
 
 def test_an_error_ends_every_sequence_of_its_request_once() -> None:
-    scheduler = Scheduler(plan_for(40))
+    scheduler = HFScheduler(plan_for(40))
     params = SamplingParams(max_tokens=60, temperature=0.0)
     for forked in (False, True):
         scheduler.add(GenerationRequest("x", tuple(range(100, 120)), params, n=3))
@@ -254,7 +254,7 @@ def test_a_grammar_that_refuses_a_drawn_token_ends_its_own_request() -> None:
         def accept(self, token: int) -> bool:
             raise GrammarError(f"token {token} does not match", field="grammar")
 
-    scheduler = Scheduler(plan_for(40), lambda grammar, stops: Refuses())
+    scheduler = HFScheduler(plan_for(40), lambda grammar, stops: Refuses())
     params = SamplingParams(max_tokens=5, temperature=0.0)
     scheduler.add(GenerationRequest("x", (5, 6, 7), replace(params, grammar=Grammar("json_object"))))
     scheduler.add(GenerationRequest("y", (5, 6, 7), params))

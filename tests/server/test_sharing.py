@@ -21,7 +21,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.requests import accounts as accounts_module
@@ -40,7 +40,7 @@ def demo_plan() -> Plan:
     return make_plan("demo", Deployment(dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 * 2**20))
 
 
-def run(scheduler: Scheduler, prompt: list[int], salt: str) -> int:
+def run(scheduler: HFScheduler, prompt: list[int], salt: str) -> int:
     """Cached tokens of a request run to its end."""
     params = SamplingParams(max_tokens=2, temperature=0.0)
     scheduler.add(GenerationRequest(salt, tuple(prompt), params, cache_salt=salt))
@@ -67,7 +67,7 @@ def test_tenants_share_the_system_prompt_of_the_file_and_nothing_else(tmp_path: 
     prompt = tokenizer.encode(text, add_special_tokens=False)
     assert tuple(prompt[: len(prefix)]) == prefix
     for prefixes, shared in (((), 0), ((prefix,), len(prefix) // size * size)):
-        scheduler = Scheduler(plan, sharing=Sharing(prefixes=prefixes))
+        scheduler = HFScheduler(plan, sharing=Sharing(prefixes=prefixes))
         assert run(scheduler, prompt, "one tenant") == 0
         assert run(scheduler, prompt, "another") == shared
         assert run(scheduler, prompt, "another") == (len(prompt) - 1) // size * size > shared
@@ -87,7 +87,7 @@ def test_the_engine_publishes_where_the_setting_says(tmp_path: Path) -> None:
     value = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
     settings = load_settings(model="demo", kv_events_config=value)
     plan = demo_plan()
-    scheduler = Scheduler(plan, sharing=Sharing(settings.kv_events_config))
+    scheduler = HFScheduler(plan, sharing=Sharing(settings.kv_events_config))
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.connect(endpoint)
         subscriber.subscribe("kv")
@@ -107,7 +107,7 @@ def test_the_engine_publishes_where_the_setting_says(tmp_path: Path) -> None:
     assert events[0]["type"] == "BlockStored"
     assert events[0]["block_size"] == size
     with pytest.raises(DeploymentError, match="kv_events_config"):
-        Scheduler(
+        HFScheduler(
             plan,
             sharing=Sharing(
                 load_settings(

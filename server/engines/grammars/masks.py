@@ -18,7 +18,7 @@ from tonnage.server.engines.grammars import library, memory
 if TYPE_CHECKING:
     import llguidance  # optional (extra grammar)
 
-    from tonnage.server.engines.grammars.tags import TagMatcher
+    from tonnage.server.engines.grammars.structural_tags import TagMatcher
 
 # Processor time for all masks of a step, computed one after another. With the slowest single mask (0.1 to
 # 0.2 s) and the step itself, other streams wait for less than a second. 64 ordinary masks take 0.02 s.
@@ -38,7 +38,7 @@ OVER_MEMORY = f"its grammar took more of the {HELD_BYTES >> 20} MiB of this serv
 _BUILDING = threading.Event()  # set while a grammar compiles: memory growth is then not due to a mask
 
 
-class Compiled:
+class CompiledGrammar:
     """A compiled grammar, from which matchers start.
 
     ``held`` is its memory in bytes: the growth measured in its trial plus the growth due to its answers.
@@ -74,7 +74,7 @@ class GrammarMatcher:
     text is complete. ``seconds`` is the processor time of the last mask and of the token before it.
     """
 
-    def __init__(self, compiled: Compiled, ends: tuple[int, ...]) -> None:
+    def __init__(self, compiled: CompiledGrammar, ends: tuple[int, ...]) -> None:
         self.compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._vocab_size, self._own_ends, self._ends = compiled.vocab_size, compiled.ends, ends

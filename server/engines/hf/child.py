@@ -24,16 +24,16 @@ from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, Refused
 from tonnage.server.engines.grammars import masks
 from tonnage.server.engines.grammars.masks import GrammarMatcher
-from tonnage.server.engines.grammars.tags import TagMatcher
+from tonnage.server.engines.grammars.structural_tags import TagMatcher
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import Preparation
-from tonnage.server.engines.hf.grammars import Compiler
+from tonnage.server.engines.hf.grammars import GrammarCompiler
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
+from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
-from tonnage.server.engines.hf.scheduler import Scheduler
-from tonnage.server.engines.hf.sequence import Draw, Sequence, draws_of
+from tonnage.server.engines.hf.scheduler import HFScheduler
+from tonnage.server.engines.hf.sequence import Draw, HFSequence, draws_of
 from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.niceness import stand_back
 from tonnage.server.engines.request import GenerationRequest
@@ -109,9 +109,9 @@ class EngineLoop:
         self.connection = connection
         preparation.load()
         self.runner = ModelRunner(plan)
-        self.grammars = Compiler(model_files(plan.model.path), self.runner.vocab_size)
+        self.grammars = GrammarCompiler(model_files(plan.model.path), self.runner.vocab_size)
         self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # with the arrival time
-        self.scheduler = Scheduler(plan, self.grammars.matcher, policy, sharing)
+        self.scheduler = HFScheduler(plan, self.grammars.matcher, policy, sharing)
         self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
         self.device_bytes = device_bytes(self.runner.device)
@@ -150,7 +150,7 @@ class EngineLoop:
                 elif isinstance(message, Abort):
                     chunks += self.abort(message)
             chunks += self.step()
-            self.connection.send(Step(tuple(chunks), self._stats()))
+            self.connection.send(StepOutput(tuple(chunks), self._stats()))
 
     def _stats(self) -> EngineStats:
         stats = self.scheduler.stats()
@@ -267,7 +267,7 @@ class EngineLoop:
         failed = {matched[at] for at in errors}
         return [draw for draw in draws if draw not in failed], chunks
 
-    def _clear(self, batch: Batch, picked: list[Sequence], broken: list[Sequence]) -> None:
+    def _clear(self, batch: Batch, picked: list[HFSequence], broken: list[HFSequence]) -> None:
         """Write zeros to the slots that these sequences wrote in this step.
 
         A kernel may multiply masked values by 0, so NaN left in a block would spoil its next user.
@@ -279,7 +279,7 @@ class EngineLoop:
                 for slots in batch.slots:
                     self.runner.pool.clear(slots[rows])
 
-    def _score_prompts(self, logits: torch.Tensor, picked: list[Sequence]) -> torch.Tensor:
+    def _score_prompts(self, logits: torch.Tensor, picked: list[HFSequence]) -> torch.Tensor:
         """Record the log probabilities of prompts that requested them.
 
         Returns:
@@ -301,7 +301,7 @@ class EngineLoop:
         return logits[drawn]
 
 
-def _takes_likeliest(sequence: Sequence) -> bool:
+def _takes_likeliest(sequence: HFSequence) -> bool:
     """Return whether the sequence's next token is the likeliest one, without further computation."""
     params = sequence.params
     return is_greedy(params) and params.logprobs is None and not needs_adjusting(sequence)

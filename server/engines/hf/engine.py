@@ -24,13 +24,13 @@ from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import resolve_model
-from tonnage.server.engines import stillness
+from tonnage.server.engines import watchdog
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
+from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
 from tonnage.server.engines.process_memory import PeakSampler
@@ -121,8 +121,8 @@ class HFEngine(Engine):
         self._capabilities = capabilities()
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
         # Unfinished sequences by request. It does not depend on how fast clients read.
-        self._owed: dict[str, int] = {}
-        self._heard = 0  # number of messages from the engine process
+        self._unfinished: dict[str, int] = {}
+        self._messages = 0  # number of messages from the engine process
         self._watch: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -181,7 +181,7 @@ class HFEngine(Engine):
         threading.Thread(target=self._read, args=(loop, started), name="hf-reader", daemon=True).start()
         threading.Thread(target=self._write, name="hf-writer", daemon=True).start()
         self._outbox.put(Load(self._plan, self._policy, self._sharing))
-        self._watch = asyncio.create_task(self._watch_stillness(self._process, started), name="hf watch")
+        self._watch = asyncio.create_task(self._watch_progress(self._process, started), name="hf watch")
         try:
             self._ready = await started
         except BaseException:
@@ -208,7 +208,7 @@ class HFEngine(Engine):
         try:
             while True:
                 message = self._connection.recv()
-                self._heard += 1
+                self._messages += 1
                 loop.call_soon_threadsafe(self._receive, message, started)
         except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
             pass
@@ -222,10 +222,10 @@ class HFEngine(Engine):
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._die, dead, started)
 
-    async def _watch_stillness(self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]) -> None:
+    async def _watch_progress(self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]) -> None:
         """Kill an engine process that has work but makes no progress, and fail its requests."""
-        seconds = await stillness.still(
-            stillness.Stillness(process.pid), lambda: self._heard, self._still_limit
+        seconds = await watchdog.wait_until_hung(
+            watchdog.Watchdog(process.pid), lambda: self._messages, self._check_limit
         )
         did = "loaded nothing" if self._ready is None else "answered nothing"
         error = EngineDead(
@@ -237,11 +237,11 @@ class HFEngine(Engine):
         self._die(error, started)
         process.kill()
 
-    def _still_limit(self) -> int | None:
+    def _check_limit(self) -> int | None:
         """Return the permitted number of checks without progress, or None if the engine has no work."""
         if self._ready is None:
-            return stillness.STILL_LOOKS_LOADING
-        return stillness.STILL_LOOKS if self._owed and self._dead is None else None
+            return watchdog.HANG_CHECKS_LOADING
+        return watchdog.HANG_CHECKS if self._unfinished and self._dead is None else None
 
     def _killed(self) -> bool:
         try:
@@ -249,8 +249,8 @@ class HFEngine(Engine):
         except subprocess.TimeoutExpired:
             return False
 
-    def _receive(self, message: Ready | Failed | Step, started: asyncio.Future[Ready]) -> None:
-        if isinstance(message, Step):
+    def _receive(self, message: Ready | Failed | StepOutput, started: asyncio.Future[Ready]) -> None:
+        if isinstance(message, StepOutput):
             self._stats = message.stats
             for chunk in message.chunks:
                 if chunk.finish_reason is not None:
@@ -276,16 +276,16 @@ class HFEngine(Engine):
 
     def _ended(self, request_id: str) -> None:
         """Count one sequence of the request as finished."""
-        owed = self._owed.pop(request_id, 0)
-        if owed > 1:
-            self._owed[request_id] = owed - 1
+        unfinished = self._unfinished.pop(request_id, 0)
+        if unfinished > 1:
+            self._unfinished[request_id] = unfinished - 1
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Submit a request and yield its chunks; see ``Engine.generate``."""
         self._refuse(request)
         inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
         self._live[request.request_id] = inbox
-        self._owed[request.request_id] = request.n
+        self._unfinished[request.request_id] = request.n
         self._idle.clear()
         self._outbox.put(Generate(request))
         remaining = request.n
@@ -299,7 +299,7 @@ class HFEngine(Engine):
                 yield chunk
         finally:
             del self._live[request.request_id]
-            self._owed.pop(request.request_id, None)
+            self._unfinished.pop(request.request_id, None)
             if remaining:
                 self._outbox.put(Abort(request.request_id))
             if not self._live:

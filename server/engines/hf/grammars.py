@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tonnage.planner.errors import TonnageError
-from tonnage.server.engines.grammars.kept import Kept
+from tonnage.server.engines.grammars.cache import GrammarCache
 from tonnage.server.engines.grammars.masks import GrammarMatcher
 from tonnage.server.engines.grammars.messages import Tried
-from tonnage.server.engines.grammars.tags import TagMatcher
-from tonnage.server.engines.grammars.trials import Trials, outcome_of
+from tonnage.server.engines.grammars.structural_tags import TagMatcher
+from tonnage.server.engines.grammars.trial_client import TrialClient, outcome_of
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GrammarOutcome:
     """The result for the grammar of a request: ready to be matched, or an ``error``."""
 
     request_id: str
     error: TonnageError | None = None
 
 
-class Compiler:
+class GrammarCompiler:
     """A compiler for the grammars of requests, which works beside the step loop.
 
     ``fileno`` becomes readable when outcomes wait, so that an idle engine can wait for them, too.
@@ -38,11 +38,11 @@ class Compiler:
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[GrammarOutcome] = deque()
         self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._kept = Kept(folder, vocab_size)
+        self._cache = GrammarCache(folder, vocab_size)
         self._tag_thread = ThreadPoolExecutor(1, "structural tags")
-        self._trials = None if self._kept.broken else Trials(folder, self._tried)
+        self._trials = None if self._cache.broken else TrialClient(folder, self._tried)
 
     def fileno(self) -> int:
         """Return the file descriptor that becomes readable when outcomes wait."""
@@ -55,10 +55,10 @@ class Compiler:
         return self._trials.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """Start compiling the request's grammar; an Outcome follows unless the request is cancelled."""
+        """Start compiling the request's grammar; a GrammarOutcome follows unless the request is cancelled."""
         if self._trials is None:
-            self._tell(request.request_id, self._kept.broken)
-        elif request.params.grammar in self._kept:
+            self._tell(request.request_id, self._cache.broken)
+        elif request.params.grammar in self._cache:
             self._tell(request.request_id)
         else:
             self._trials.ask(request)
@@ -73,7 +73,7 @@ class Compiler:
         if self._trials is not None:
             self._trials.close()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[GrammarOutcome]:
         """Return the outcomes since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._told)
@@ -81,7 +81,7 @@ class Compiler:
 
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> GrammarMatcher | TagMatcher:
         """Return a new matcher for a grammar that compiled."""
-        return self._kept.begin(grammar, stop_token_ids)
+        return self._cache.begin(grammar, stop_token_ids)
 
     def _tried(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
         if (error := outcome_of(grammar, tried)) is not None:
@@ -95,12 +95,12 @@ class Compiler:
 
     def _compile(self, request_id: str, grammar: Grammar, tried: Tried) -> None:
         try:
-            self._kept.compiled(grammar, tried.source, tried.bytes)
+            self._cache.compiled(grammar, tried.source, tried.bytes)
         except TonnageError as error:
             self._tell(request_id, error)
         else:
             self._tell(request_id)
 
     def _tell(self, request_id: str, error: TonnageError | None = None) -> None:
-        self._outcomes.append(Outcome(request_id, error))
+        self._outcomes.append(GrammarOutcome(request_id, error))
         os.eventfd_write(self._told, 1)

@@ -86,7 +86,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepOutput:
     """The chunks of one step and the statistics after it."""
 
     chunks: tuple[Chunk, ...]

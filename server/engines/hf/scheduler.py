@@ -20,7 +20,7 @@ from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.errors import Refused
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.sampling.adjust import Matcher
-from tonnage.server.engines.hf.sequence import Draw, Sequence, first_sequence, forked
+from tonnage.server.engines.hf.sequence import Draw, HFSequence, first_sequence, forked
 from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws, share
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
@@ -48,7 +48,7 @@ class Scheduler:
         self.manager = new_manager(plan, policy, kv_events=sharing is not None and sharing.events is not None)
         if sharing is not None:
             share(self.manager, sharing)
-        self.core: scheduler.Scheduler[Sequence] = scheduler.Scheduler(
+        self.core: scheduler.Scheduler[HFSequence] = scheduler.Scheduler(
             self.manager, budget=self.manager.limits.max_num_batched_tokens
         )
         self.counters = self.core.counters
@@ -57,12 +57,12 @@ class Scheduler:
         self._begun = 0.0  # start time of the current step
 
     @property
-    def entries(self) -> dict[int, Sequence]:
+    def entries(self) -> dict[int, HFSequence]:
         """The waiting sequences by id."""
         return self.core.waiting
 
     @property
-    def running(self) -> dict[int, Sequence]:
+    def running(self) -> dict[int, HFSequence]:
         """The running sequences by id."""
         return self.core.running
 
@@ -99,7 +99,7 @@ class Scheduler:
                 ended += sequence.indices
         return [Chunk(request_id, index, (), "abort") for index in ended]
 
-    def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
+    def schedule(self) -> tuple[Batch | None, list[HFSequence], list[Chunk]]:
         """Schedule one step.
 
         Returns:
@@ -131,7 +131,7 @@ class Scheduler:
             return None
         return self._matcher(grammar, request.params.stop_token_ids)
 
-    def _batch(self, picked: list[Sequence], copies: list[BlockCopy]) -> Batch:
+    def _batch(self, picked: list[HFSequence], copies: list[BlockCopy]) -> Batch:
         manager = self.manager
         rows = np.array([manager.row(s.id) for s in picked])
         starts = np.array([s.computed for s in picked], dtype=np.int64)
@@ -166,7 +166,7 @@ class Scheduler:
             copies=tuple(copies),
         )
 
-    def publish(self, picked: list[Sequence]) -> None:
+    def publish(self, picked: list[HFSequence]) -> None:
         """Record the step as computed and publish its blocks in the prefix index; call it after the forward."""
         tokens = sum([sequence.chunk for sequence in picked])
         self.core.computed(picked)
@@ -188,7 +188,7 @@ class Scheduler:
     def finish(self, draws: list[Draw]) -> list[Chunk]:
         """Append the drawn tokens and free the blocks of finished sequences; return one chunk per sequence."""
         chunks = []
-        going: list[Sequence] = []
+        going: list[HFSequence] = []
         for draw in draws:
             sequence, token = draw.sequence, draw.token
             params = sequence.request.params
@@ -213,7 +213,7 @@ class Scheduler:
             self.core.append(going, [s.tokens[-1] for s in going])
         return chunks
 
-    def fail(self, picked: list[Sequence], error: str, *, refused: bool = False) -> list[Chunk]:
+    def fail(self, picked: list[HFSequence], error: str, *, refused: bool = False) -> list[Chunk]:
         """End these sequences with an error, caused by the request (``refused``) or by the engine."""
         chunks = []
         for sequence in picked:
@@ -226,7 +226,7 @@ class Scheduler:
 
     def _said(
         self,
-        sequence: Sequence,
+        sequence: HFSequence,
         token_ids: tuple[int, ...],
         reason: FinishReason | None,
         scored: tuple[TokenLogprobs, ...] = (),
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _end(
         self,
-        sequence: Sequence,
+        sequence: HFSequence,
         token_ids: tuple[int, ...],
         reason: FinishReason,
         scored: tuple[TokenLogprobs, ...] = (),

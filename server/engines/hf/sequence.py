@@ -16,7 +16,7 @@ from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence(scheduler.Sequence):
+class HFSequence(scheduler.Sequence):
     """One of the n sequences of a request. ``tokens`` is the prompt followed by the output."""
 
     request: GenerationRequest
@@ -54,9 +54,9 @@ class Sequence(scheduler.Sequence):
         return self.chunk if self.scores else int(self.samples)
 
 
-def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> Sequence:
+def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> HFSequence:
     """Return the first sequence of a new request, which stands for all n until they fork."""
-    return Sequence(
+    return HFSequence(
         prompt=len(request.prompt_token_ids),
         max_tokens=request.params.max_tokens,
         arrival=arrival,
@@ -71,9 +71,9 @@ def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher 
     )
 
 
-def forked(parent: Sequence, index: int, matcher: Matcher | None) -> Sequence:
+def forked(parent: HFSequence, index: int, matcher: Matcher | None) -> HFSequence:
     """Return sequence ``index`` of the request, forked from ``parent``, its first sequence."""
-    return Sequence(
+    return HFSequence(
         prompt=parent.prompt,
         max_tokens=parent.max_tokens,
         arrival=parent.arrival,
@@ -98,13 +98,13 @@ class Draw:
         logprobs: its log probability, if the request asked for it.
     """
 
-    sequence: Sequence
+    sequence: HFSequence
     row: int
     token: int = -1
     logprobs: TokenLogprobs | None = None
 
 
-def draws_of(picked: Iterable[Sequence]) -> list[Draw]:
+def draws_of(picked: Iterable[HFSequence]) -> list[Draw]:
     """Return a draw for each sequence that this step computes to its last token, with rows in order."""
     return [Draw(sequence, row) for row, sequence in enumerate(s for s in picked if s.samples)]
 

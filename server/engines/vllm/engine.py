@@ -24,7 +24,7 @@ from typing import Any
 from tonnage.cache.admission import Policy
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.plans import Plan
-from tonnage.server.engines import stillness
+from tonnage.server.engines import watchdog
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
@@ -149,7 +149,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault(name, value)
         self._sampler.start()
         self._loading = self._loader.submit(self._load, arguments)
-        self._watch = asyncio.create_task(self._watch_stillness(), name="vllm watch")
+        self._watch = asyncio.create_task(self._watch_progress(), name="vllm watch")
         try:
             self._llm = await asyncio.wrap_future(self._loading)
             # The blocks of all engine cores, with one null block each, as in the plan.
@@ -310,12 +310,12 @@ class VLLMEngine(Engine):
             error = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
         self._dead = self._dead or error  # the first error is the cause
 
-    async def _watch_stillness(self) -> None:
+    async def _watch_progress(self) -> None:
         """Kill vLLM's processes when they hang, and fail the requests that wait for them.
 
         A hang means that processes with work to do use no processor time and send no message.
         """
-        cores, seconds = await processes.wait_for_hang(lambda: self._cores.messages, self._still_limit)
+        cores, seconds = await processes.wait_for_hang(lambda: self._cores.messages, self._check_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
         error = EngineDead(
             f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hung, "
@@ -326,11 +326,11 @@ class VLLMEngine(Engine):
         self._die(error)
         processes.kill(cores)
 
-    def _still_limit(self) -> int | None:
+    def _check_limit(self) -> int | None:
         """Return the number of checks without activity that counts as a hang, or None while vLLM is idle."""
         if not self._ready:
-            return stillness.STILL_LOOKS_LOADING
-        return stillness.STILL_LOOKS if self._llm.output_processor.has_unfinished_requests() else None
+            return watchdog.HANG_CHECKS_LOADING
+        return watchdog.HANG_CHECKS if self._llm.output_processor.has_unfinished_requests() else None
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request in vLLM. One sequence (`index`) of several cannot be aborted."""

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from tonnage.server.engines.grammars.messages import Tried
-from tonnage.server.engines.grammars.trials import Trials, outcome_of
+from tonnage.server.engines.grammars.trial_client import TrialClient, outcome_of
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
 from tonnage.server.text.grammar import Grammar
@@ -23,7 +23,7 @@ class GrammarChecks:
         self._loop = asyncio.get_running_loop()
         self._pending: dict[str, asyncio.Future[Tried | None]] = {}
         self._closed = False
-        self._trials = Trials(folder, self._set_outcome)
+        self._trials = TrialClient(folder, self._set_outcome)
 
     @property
     def pid(self) -> int:

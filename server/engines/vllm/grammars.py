@@ -19,10 +19,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tonnage.planner.errors import TonnageError
 from tonnage.server.engines.grammars import masks
-from tonnage.server.engines.grammars.kept import Kept
+from tonnage.server.engines.grammars.cache import GrammarCache
 from tonnage.server.engines.grammars.library import first_line
 from tonnage.server.engines.grammars.masks import GrammarMatcher
-from tonnage.server.engines.grammars.tags import TagMatcher
+from tonnage.server.engines.grammars.structural_tags import TagMatcher
 from tonnage.server.engines.vllm.checked_grammar import COMPLETE, CheckedGrammar
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
@@ -99,7 +99,7 @@ class GrammarBackend:
     def __init__(self, vllm_config: Any) -> None:
         model = vllm_config.model_config
         self._vocab_size: int = model.get_vocab_size()
-        self._kept = Kept(model_files(model.model), self._vocab_size)
+        self._cache = GrammarCache(model_files(model.model), self._vocab_size)
 
     def compile_grammar(
         self, request_type: object, grammar_spec: str, stop_token_ids: set[int] | None = None
@@ -108,7 +108,7 @@ class GrammarBackend:
         checked = CheckedGrammar.decode(grammar_spec)
         try:
             ends = tuple(stop_token_ids or ())
-            matcher = self._kept.begin(checked.grammar, ends, checked.grammar.text, checked.bytes)
+            matcher = self._cache.begin(checked.grammar, ends, checked.grammar.text, checked.bytes)
         except TonnageError as error:
             return GrammarState(checked.tenant, None, str(error))
         return GrammarState(checked.tenant, matcher, None)

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from tonnage.server.engines import stillness
+from tonnage.server.engines import watchdog
 from tonnage.server.engines.process_memory import process_tree
 
 # Upper bound of the clock ticks per second of a waiting vLLM process. A worker's main thread checks its queue
 # every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): 1 tick in 36 s was measured with its
 # engine core stopped. Its gloo threads always use 2.2 ticks per second. A busy process uses 4 or more
-# (stillness.py).
+# (watchdog.py).
 PARKED_TICKS = 0.2
 # Seconds that an engine core has to end by itself while it loads: vLLM's own limit (v1/utils.py, 0.32).
 _GRACE_SECONDS = 5.0
@@ -33,12 +33,12 @@ async def wait_for_hang(
 ) -> tuple[list[int], float]:
     """Wait until the engine cores have been inactive for `limit()` checks; return their pids and the seconds.
 
-    The arguments are passed to `tonnage.server.engines.stillness.still`.
+    The arguments are passed to `tonnage.server.engines.watchdog.wait_until_hung`.
     """
     while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM has no event for it
-        await asyncio.sleep(stillness.LOOK_SECONDS)
-    watched = stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS)
-    return cores, await stillness.still(watched, messages, limit)
+        await asyncio.sleep(watchdog.CHECK_SECONDS)
+    watched = watchdog.Watchdog(*cores, main_threads=True, parked=PARKED_TICKS)
+    return cores, await watchdog.wait_until_hung(watched, messages, limit)
 
 
 async def interrupt_loading(loading: Future[Any]) -> None:

@@ -92,8 +92,8 @@ def server(
         *("--max-lora-rank", str(RANK), "--lora-modules"),
         ",".join(f"{name}={path}" for name, path in adapters.items()),
     ]
-    # A minute of stillness in tests is ten seconds.
-    before = "from tonnage.server.engines import stillness; stillness.STILL_LOOKS = 10"
+    # A minute without progress in tests is ten seconds.
+    before = "from tonnage.server.engines import watchdog; watchdog.HANG_CHECKS = 10"
     with serving("demo", "--backend", "vllm", *flags, before=before, killed=True) as url:
         yield url
 

@@ -1,7 +1,7 @@
 """The process that tries grammars: one fork each, which the kernel ends if it exceeds its limits.
 
-Started as ``python -m tonnage.server.engines.grammars.trial FD FOLDER``; it ends with its parent. It holds
-llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some milliseconds.
+Started as ``python -m tonnage.server.engines.grammars.trial_process FD FOLDER``; it ends with its parent. It
+holds llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some milliseconds.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from pathlib import Path
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.engines.grammars import library
 from tonnage.server.engines.grammars.library import GrammarError
-from tonnage.server.engines.grammars.masks import HELD_BYTES, Compiled, GrammarMatcher
+from tonnage.server.engines.grammars.masks import HELD_BYTES, CompiledGrammar, GrammarMatcher
 from tonnage.server.engines.grammars.memory import held_bytes
-from tonnage.server.engines.grammars.tags import CompiledTag, TagMatcher, Tags
+from tonnage.server.engines.grammars.structural_tags import CompiledTag, TagCompiler, TagMatcher
 from tonnage.server.text.grammar import Grammar
 
-KEPT_BYTES = HELD_BYTES // 2  # of compiled grammars; beyond, the least recently used are evicted
+CACHE_BYTES = HELD_BYTES // 2  # of compiled grammars; beyond, the least recently used are evicted
 
 
-class Kept:
+class GrammarCache:
     """A thread-safe cache of compiled grammars.
 
     ``broken`` is the error that every grammar gets if the model's tokenizer cannot be used, else None.
@@ -35,8 +35,8 @@ class Kept:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # protects the cache
         self._building = threading.Lock()
-        self._compiled: OrderedDict[Grammar, Compiled | CompiledTag] = OrderedDict()
-        self._tags = Tags(folder, vocab_size)
+        self._compiled: OrderedDict[Grammar, CompiledGrammar | CompiledTag] = OrderedDict()
+        self._tags = TagCompiler(folder, vocab_size)
         self.broken: TonnageError | None = None
         try:
             self._tokenizer = library.tokenizer_of(folder, vocab_size)
@@ -67,7 +67,9 @@ class Kept:
         # The request's other stop tokens are ordinary text to the grammar; one ends the answer when drawn.
         return compiled.begin(tuple(token for token in stop_token_ids if token in self._special))
 
-    def compiled(self, grammar: Grammar, source: str | None = None, held: int = 0) -> Compiled | CompiledTag:
+    def compiled(
+        self, grammar: Grammar, source: str | None = None, held: int = 0
+    ) -> CompiledGrammar | CompiledTag:
         """Return the compiled grammar from the cache, or compile it.
 
         Args:
@@ -84,7 +86,7 @@ class Kept:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found
-        made: Compiled | CompiledTag
+        made: CompiledGrammar | CompiledTag
         if grammar.kind == "structural_tag":
             made = self._tags.compile(grammar.text)
         else:
@@ -92,11 +94,11 @@ class Kept:
                 made = self._made(grammar, source, held)
         with self._lock:
             self._compiled[grammar] = made
-            while sum(each.held for each in self._compiled.values()) > KEPT_BYTES and len(self._compiled) > 1:
+            while sum(each.held for each in self._compiled.values()) > CACHE_BYTES and len(self._compiled) > 1:
                 self._compiled.popitem(last=False)
         return made
 
-    def _made(self, grammar: Grammar, source: str | None, held: int) -> Compiled:
+    def _made(self, grammar: Grammar, source: str | None, held: int) -> CompiledGrammar:
         if not self._make_room(held):
             raise TonnageError(
                 f"the grammars of others take {held_bytes() >> 20} of the {HELD_BYTES >> 20} MiB of this "
@@ -105,7 +107,7 @@ class Kept:
             )
         try:
             text = source or library.source_of(grammar)
-            return Compiled(self._tokenizer, text, self._vocab_size, held)
+            return CompiledGrammar(self._tokenizer, text, self._vocab_size, held)
         except Exception as error:  # the caller serves other grammars, too
             raise GrammarError(library.first_line(str(error)), field=grammar.kind) from None
 

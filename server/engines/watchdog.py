@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from tonnage.server.engines.process_memory import process_tree
 
 # The limits count checks, not seconds: if the API process was stopped or the machine slept, none was made.
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 # A process of nice 5 beside eight busy ones on its only core gets 4 % of it (weights 335 and 1024,
 # kernel/sched/core.c): a tick of 10 ms per quarter of a second. A minute without one is 240 times as long.
-STILL_LOOKS = 60
+HANG_CHECKS = 60
 # A file server may be away for some minutes and return (nfs(5): over TCP a request is repeated after 60 s, on a
 # hard mount without end), and no client waits for an answer during a load.
-STILL_LOOKS_LOADING = 300
+HANG_CHECKS_LOADING = 300
 
 
 def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
@@ -45,7 +45,7 @@ def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
     return total
 
 
-class Stillness:
+class Watchdog:
     """A counter of consecutive checks without progress of processes and their descendants. Not thread-safe.
 
     Args:
@@ -59,40 +59,42 @@ class Stillness:
         self._main_threads = main_threads
         self._parked = parked
         self._since: tuple[int, int] | None = None
-        self._looks = 0
+        self._checks = 0
 
-    def look(self, heard: int) -> int:
+    def check(self, messages: int) -> int:
         """Check once; return how many checks in a row have found no progress, given the messages so far."""
         tree = [member for pid in self._pids for member in process_tree(pid)]
         ticks = processor_ticks(tree, self._main_threads)
-        self._looks += 1
-        idle = self._parked * len(tree) * self._looks
-        if self._since is None or heard != self._since[0] or not 0 <= ticks - self._since[1] <= idle:
-            self._since, self._looks = (heard, ticks), 0
-        return self._looks
+        self._checks += 1
+        idle = self._parked * len(tree) * self._checks
+        if self._since is None or messages != self._since[0] or not 0 <= ticks - self._since[1] <= idle:
+            self._since, self._checks = (messages, ticks), 0
+        return self._checks
 
-    def moved(self) -> None:
+    def reset(self) -> None:
         """Record progress, because a message came."""
-        self._since, self._looks = None, 0
+        self._since, self._checks = None, 0
 
 
-async def still(processes: Stillness, heard: Callable[[], int], limit: Callable[[], int | None]) -> float:
+async def wait_until_hung(
+    processes: Watchdog, messages: Callable[[], int], limit: Callable[[], int | None]
+) -> float:
     """Wait until the processes have made no progress for ``limit()`` checks; return that time in seconds.
 
     Args:
         processes: the progress counter.
-        heard: returns the number of messages received so far.
+        messages: returns the number of messages received so far.
         limit: returns the largest permitted number of checks, or None while the processes have no work; such
             checks do not count.
     """
     before = -1
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        now, most = heard(), limit()
+        await asyncio.sleep(CHECK_SECONDS)
+        now, most = messages(), limit()
         if now != before:
             before = now
-            processes.moved()
+            processes.reset()
         elif most is not None:
-            looks = await asyncio.to_thread(processes.look, now)  # reads /proc
-            if looks >= most and heard() == now:
-                return looks * LOOK_SECONDS
+            checks = await asyncio.to_thread(processes.check, now)  # reads /proc
+            if checks >= most and messages() == now:
+                return checks * CHECK_SECONDS

@@ -19,7 +19,7 @@ from tonnage.server.engines.grammars import memory
 from tonnage.server.engines.grammars.library import GrammarError, first_line
 
 
-class Tags:
+class TagCompiler:
     """A compiler of structural tags for the tokenizer in ``folder``; its first use takes some seconds."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:

@@ -45,7 +45,7 @@ class _Job:
     askers: list[str] = field(default_factory=list)  # request ids
 
 
-class Trials:
+class TrialClient:
     """A client that tries the grammars of requests and reports each result.
 
     Args:
@@ -203,7 +203,7 @@ class _Trial:
         with theirs:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tonnage.server.engines.grammars.trial"),
+                    *(sys.executable, "-m", "tonnage.server.engines.grammars.trial_process"),
                     *(str(theirs.fileno()), str(folder)),
                 ],
                 pass_fds=[theirs.fileno()],
