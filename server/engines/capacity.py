@@ -36,7 +36,9 @@ def limits_of(plan: Plan) -> Limits:
     }
     for name, value in values.items():
         if value is None:
-            raise DeploymentError("the plan leaves it open", field=name, hint="build it with make_plan")
+            raise DeploymentError(
+                "the plan has no value for it", field=name, hint="make the plan with make_plan"
+            )
     return Limits(
         layout=plan.kv_cache.layout,
         usable_blocks=plan.kv_cache.usable_blocks,

@@ -29,14 +29,14 @@ def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> t
     modules = [_module(text, max_lora_rank) for text in given]
     names = [model_name, *(module.name for module in modules)]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise DeploymentError(f"{min(twice)!r} names two models", field=_FIELD)
+        raise DeploymentError(f"the model name {min(twice)!r} is used twice", field=_FIELD)
     return tuple(modules)
 
 
 def _module(text: str, max_lora_rank: int) -> LoRAModule:
     name, _, folder = text.partition("=")
     if not name or not folder:
-        raise DeploymentError(f"{text!r} is not name=path", field=_FIELD)
+        raise DeploymentError(f"{text!r} does not have the form name=path", field=_FIELD)
     path = Path(folder).absolute()
     if not (path / "adapter_model.safetensors").is_file():  # never adapter_model.bin: a pickle
         raise DeploymentError(f"{path} has no adapter_model.safetensors", field=_FIELD)
@@ -51,6 +51,8 @@ def _module(text: str, max_lora_rank: int) -> LoRAModule:
         )
     if rank > max_lora_rank:
         raise DeploymentError(
-            f"{name} has rank {rank}, the slots {max_lora_rank}", field=_FIELD, hint=f"--max-lora-rank {rank}"
+            f"adapter {name} has rank {rank}; the adapter slots have rank {max_lora_rank}",
+            field=_FIELD,
+            hint=f"use --max-lora-rank {rank}",
         )
     return LoRAModule(name, path)

@@ -41,7 +41,7 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
 def sample_laws(manager: KVCacheManager, step: int) -> None:
     """Check the block manager's invariants at regular steps; log and count a violation."""
     if step % LAWS_EVERY == 0 and (law := manager.sample_invariants()) is not None:
-        log.error("the block manager broke its law of %s; restart this engine and report it", law)
+        log.error("the block manager's invariant %s does not hold; restart this engine and report it", law)
 
 
 def share(manager: KVCacheManager, sharing: Sharing) -> None:

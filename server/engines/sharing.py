@@ -62,7 +62,7 @@ def events_config(value: str) -> KVEventsConfig | None:
         default = getattr(KVEventsConfig(), name)
         wanted = str if default is None else type(default)
         if type(found) is not wanted and not (name == "replay_endpoint" and found is None):
-            raise ValueError(f"{name}: {found!r} is no {wanted.__name__}")
+            raise ValueError(f"{name}: {found!r} is not of type {wanted.__name__}")
         if wanted is int and isinstance(found, int) and found < 1:
             raise ValueError(f"{name}: {found} is below 1")
     config = KVEventsConfig(**given)

@@ -100,7 +100,7 @@ class SupervisedEngine(Engine):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Submit a request to the current engine; raise EngineDead during a restart."""
         if self._between:
-            raise EngineDead("the engine is being started again")
+            raise EngineDead("the engine is restarting")
         return self._engine.generate(request)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
@@ -163,7 +163,7 @@ class SupervisedEngine(Engine):
         if len(self._restarted) >= self._max_restarts:
             await self._give_up()
         pause = self._back_off[min(attempt, len(self._back_off) - 1)]
-        log.error("the engine is gone; starting another in %g s", pause)
+        log.error("the engine process ended; restarting it in %g s", pause)
         with contextlib.suppress(Exception):  # the old engine may fail to stop; only the next one counts
             await asyncio.wait_for(self._engine.stop(), _STOP_SECONDS)
         await asyncio.sleep(pause)
@@ -175,7 +175,7 @@ class SupervisedEngine(Engine):
             self._before, self._engine = self.stats(), engine
             await self._load(engine)
         except Exception as error:
-            log.error("the engine did not start: %s: %s", type(error).__name__, error)
+            log.error("the restart of the engine failed: %s: %s", type(error).__name__, error)
             return False
         self._between = False
         settle_heap()
@@ -194,8 +194,8 @@ class SupervisedEngine(Engine):
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
             raise EngineDead(
-                f"the engine did not load within {self._ready_timeout:g} s and was ended",
-                hint="--engine-ready-timeout sets the limit",
+                f"the engine did not load within {self._ready_timeout:g} s and was stopped",
+                hint="raise --engine-ready-timeout if the model needs longer",
             ) from error
 
     async def _give_up(self) -> None:

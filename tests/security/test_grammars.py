@@ -394,7 +394,7 @@ def test_a_tokenizer_that_does_not_load_ends_no_engine(tmp_path: Path) -> None:
             loop.add(request("asks", DIGITS))
             (chunk,) = until(loop, lambda chunks: loop.idle)
             assert (chunk.finish_reason, chunk.refused) == ("error", True)
-            assert "tokenizer does not load" in (chunk.error or "")
+            assert "tokenizer, which does not load" in (chunk.error or "")
         loop.add(request("plain"))
         assert tokens_of(until(loop, lambda chunks: loop.idle), "plain") == 4
 

@@ -75,7 +75,7 @@ async def test_an_engine_that_stops_while_it_loads_is_ended(
         await asyncio.sleep(0.01)
     os.kill(engine.pid, signal.SIGSTOP)
     async with asyncio.timeout(PATIENCE):
-        with pytest.raises(EngineDead, match="loaded nothing and used no processor time"):
+        with pytest.raises(EngineDead, match=r"used no processor time for .* during the load"):
             await start
     assert engine._process is not None
     assert engine._process.returncode == -signal.SIGKILL

@@ -177,6 +177,6 @@ def test_a_model_of_the_hub_is_served_once_it_is_here(
 
 def test_what_the_hf_engine_cannot_load_is_refused_before_a_plan_is_printed() -> None:
     out = io.StringIO()
-    with pytest.raises(DeploymentError, match="gptq is made by a calibration"):
+    with pytest.raises(DeploymentError, match="gptq needs a calibration"):
         plan_for_loading(*model_of("demo", "--backend", "hf", "--quantization", "gptq"), out)
     assert out.getvalue() == ""

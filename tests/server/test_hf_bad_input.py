@@ -73,7 +73,9 @@ async def test_surplus_tensors_end_the_start_with_their_names(folder: Path) -> N
     """A config of fewer layers than the file holds would be another model without anybody noticing."""
     change(folder, model__layers__2__mlp__up_proj__weight=torch.ones(96, 64))
     engine = HFEngine(plan_for(folder))
-    with pytest.raises(CheckpointError, match=r"beside what this model uses, 1 tensor: model\.layers\.2\.mlp"):
+    with pytest.raises(
+        CheckpointError, match=r"has 1 tensor that the model does not use: model\.layers\.2\.mlp"
+    ):
         await engine.start()
 
 

@@ -354,7 +354,7 @@ def test_what_fails_the_self_check_is_passed_over_by_name(
     assert checked_attention(runner) < 1e-4
     assert runner.attention == "gather"
     assert "fourth failed the self-check ('llama' gives other logits" in caplog.messages[-1]
-    assert caplog.messages[-1].endswith("allowed)); going on with gather")
+    assert caplog.messages[-1].endswith("allowed)); trying gather")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -48,7 +48,7 @@ class GrammarCache:
         except Exception as error:  # a model's files may cause any error
             said = library.first_line(str(error))
             self.broken = GrammarError(
-                f"this model's tokenizer does not load ({type(error).__name__}: {said}), which a grammar needs",
+                f"grammars need the model's tokenizer, which does not load ({type(error).__name__}: {said})",
                 field="grammar",
             )
 
@@ -101,9 +101,9 @@ class GrammarCache:
     def _made(self, grammar: Grammar, source: str | None, held: int) -> CompiledGrammar:
         if not self._make_room(held):
             raise TonnageError(
-                f"the grammars of others take {held_bytes() >> 20} of the {HELD_BYTES >> 20} MiB of this "
-                f"server's grammars, and yours {held >> 20} MiB",
-                hint="try again",
+                f"this grammar needs {held >> 20} MiB, but other requests use {held_bytes() >> 20} of the "
+                f"{HELD_BYTES >> 20} MiB for grammars",
+                hint="try again later",
             )
         try:
             text = source or library.source_of(grammar)

@@ -117,7 +117,7 @@ def check(matcher: llguidance.LLMatcher) -> None:
 def first_line(text: str) -> str:
     """Return the first non-empty line of an error message, at most 300 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "not understood"
+    return lines[0][:300] if lines else "the grammar is invalid"
 
 
 def parts_of(grammar: Grammar) -> list[Grammar]:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 STEP_SECONDS = 0.25
 
 OVER_BUDGET = (
-    f"its grammar is too slow: the masks of this step took {STEP_SECONDS:g} s of processor time before its "
-    "turn came; ask for fewer answers at once, or for a simpler grammar"
+    f"the grammar is too slow: the masks of this step took more than {STEP_SECONDS:g} s of processor time; "
+    "request fewer answers at once, or use a simpler grammar"
 )
 
 # Memory for all grammars in the cache or in use, as in the plan.
 HELD_BYTES = GRAMMARS_BYTES
 
-OVER_MEMORY = f"its grammar took more of the {HELD_BYTES >> 20} MiB of this server's grammars than is left"
+OVER_MEMORY = f"the grammar needs more memory than is left of the {HELD_BYTES >> 20} MiB for grammars"
 
 _BUILDING = threading.Event()  # set while a grammar compiles: memory growth is then not due to a mask
 
@@ -105,7 +105,7 @@ class GrammarMatcher:
         """Raise GrammarError if llguidance has stopped in the middle of the answer."""
         if self._matcher.is_error():
             said = library.first_line(self._matcher.get_error())
-            raise library.GrammarError(f"its grammar is too complex at this point of the answer: {said}")
+            raise library.GrammarError(f"the grammar is too complex at this point of the answer: {said}")
 
     def mask(self, logits: torch.Tensor) -> None:
         """Set the logits of tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""

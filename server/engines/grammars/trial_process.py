@@ -48,8 +48,8 @@ STACK_BYTES = 1 << 20
 BEHIND_THE_ENGINE = 5
 
 TOO_MUCH = (
-    f"it needs more than {SECONDS:g} s of processor time, {MEMORY_BYTES >> 20} MiB or is nested too deeply: "
-    "this server compiles no such grammar"
+    f"the grammar needs more than {SECONDS:g} s of processor time or {MEMORY_BYTES >> 20} MiB, or is nested "
+    "too deeply; simplify it"
 )
 
 

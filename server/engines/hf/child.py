@@ -67,7 +67,9 @@ def main(descriptor: int, threads: int) -> None:
             engine.run()
         except InvariantViolation as error:  # the scheduler's guarantees no longer hold, so end the process
             traceback.print_exc()
-            connection.send(Failed(EngineDead(f"the engine broke its own law: {error}", hint="report it")))
+            connection.send(
+                Failed(EngineDead(f"an engine invariant does not hold: {error}", hint="report this error"))
+            )
 
 
 def set_threads(count: int) -> None:
@@ -242,7 +244,7 @@ class EngineLoop:
         except Exception as error:  # no request may end the engine
             if not isinstance(error, TonnageError):
                 traceback.print_exc()
-                error = TonnageError(f"the engine cannot take this request: {type(error).__name__}")
+                error = TonnageError(f"the engine cannot queue this request: {type(error).__name__}")
             return _errors(request, error)
         return []
 

@@ -90,7 +90,7 @@ def _config(path: str) -> dict[str, Any]:
         return resolve_model(path).config
     config = Path(path) / "config.json"
     if not config.is_file():
-        raise ModelNotFound(f"no config.json in {path!r}: the hf backend loads a folder", field="model")
+        raise ModelNotFound(f"no config.json in {path!r}: the hf backend needs a model folder", field="model")
     found: dict[str, Any] = json.loads(config.read_text())
     return found
 
@@ -215,8 +215,8 @@ class HFEngine(Engine):
         dead = EngineDead("the engine process ended", hint="see its output; restart the server")
         if not started.done() and self._killed():
             dead = EngineDead(
-                "the engine process ended: killed while loading, as the kernel does when memory runs out; the "
-                f"plan needs {gib(self._plan.rank.used_bytes)}, available now {gib(available_memory())}",
+                "the engine process was killed during the load, probably because memory ran out: the plan "
+                f"needs {gib(self._plan.rank.used_bytes)}, and {gib(available_memory())} are available now",
                 hint=SMALLER,
             )
         if not loop.is_closed():
@@ -227,10 +227,10 @@ class HFEngine(Engine):
         seconds = await watchdog.wait_until_hung(
             watchdog.Watchdog(process.pid), lambda: self._messages, self._check_limit
         )
-        did = "loaded nothing" if self._ready is None else "answered nothing"
+        doing = "during the load" if self._ready is None else "with requests in flight"
         error = EngineDead(
-            f"the engine process {did} and used no processor time for {seconds:g} s: it was stopped or hangs, "
-            "and was killed",
+            f"the engine process used no processor time for {seconds:g} s {doing}; it was stopped or hung, and "
+            "was killed",
             hint="see its output and the kernel's log",
         )
         log.error("%s", error)

@@ -19,7 +19,7 @@ def available_memory() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    raise DoesNotFit("/proc/meminfo has no MemAvailable", field="device", hint="Linux 3.14 or newer")
+    raise DoesNotFit("/proc/meminfo has no MemAvailable", field="device", hint="use Linux 3.14 or newer")
 
 
 def require_available(plan: Plan, available: int) -> None:
@@ -29,7 +29,7 @@ def require_available(plan: Plan, available: int) -> None:
         raise DoesNotFit(
             f"the plan needs {gib(needed)}; other programs leave {gib(available)} of this machine's memory",
             field="device_memory",
-            hint=f"end some of them, or {SMALLER}",
+            hint=f"stop some of them, or {SMALLER}",
         )
 
 
@@ -56,7 +56,7 @@ def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
         f"out of memory while loading ({first[:200]}); the plan needs {gib(plan.rank.used_bytes)} of "
         f"{gib(plan.rank.total_bytes)}, available now {gib(available_memory())}",
         field="device_memory",
-        hint=f"end other programs, lift the limit of this process, or {SMALLER}",
+        hint=f"stop other programs, raise the memory limit of this process, or {SMALLER}",
     )
 
 
@@ -75,7 +75,8 @@ def require_fits(forecast: Plan, measured: Plan) -> None:
         )
     )
     raise DoesNotFit(
-        f"measured after the load: {terms}; together {gib(rank.used_bytes)} of {gib(rank.total_bytes)}",
+        f"the memory measured after the load exceeds the device: {terms}; together {gib(rank.used_bytes)} of "
+        f"{gib(rank.total_bytes)}",
         field="device_memory",
         hint=SMALLER,
     )

@@ -31,7 +31,7 @@ from tonnage.server.text.grammar import Grammar
 MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
 
 
-class Scheduler:
+class HFScheduler:
     """The state of all requests on this rank.
 
     A step is ``schedule``, the model's forward, ``publish``, ``fork``, drawing tokens, and ``finish``.

@@ -89,7 +89,7 @@ def paged_attention(
         The attention [1, T, heads, size], and None in place of attention weights.
     """
     if paged_batch is None:
-        raise RuntimeError("this model does not hand its keyword arguments down to attention")
+        raise RuntimeError("this model does not pass its keyword arguments to attention")
     group, slot = paged_batch.place[module.layer_idx]  # type: ignore[index]
     paged_batch.calls += 1
     output = paged_batch.attention(

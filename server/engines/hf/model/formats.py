@@ -67,15 +67,15 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
         return
     if quantization not in NEEDS:
         raise DeploymentError(
-            f"{quantization} is a format the planner knows and the hf backend does not make",
+            f"the hf backend cannot quantize to {quantization}",
             field="--quantization",
-            hint=f"one of {', '.join(MADE_BY_FLAG)}, or a checkpoint quantized by gptq or awq",
+            hint=f"use one of {', '.join(MADE_BY_FLAG)}, or a checkpoint quantized by gptq or awq",
         )
     if stored is None and quantization not in MADE_BY_FLAG:
         raise DeploymentError(
-            f"{quantization} is made by a calibration, not while loading",
+            f"{quantization} needs a calibration and cannot be made during the load",
             field="--quantization",
-            hint="give a checkpoint that is quantized, and leave the flag out",
+            hint="use a checkpoint that is already quantized, and leave the flag out",
         )
     module, install = NEEDS[quantization]
     if find_spec(module) is None:
@@ -96,14 +96,14 @@ def require_weights(path: str) -> None:
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"{folder.name} has its weights in {pickles[0]} only: reading a pickle runs the code in it",
+            f"{folder.name} has its weights in {pickles[0]} only, and loading a pickle can run any code",
             field="model",
-            hint="convert it where that does no harm: save_pretrained of transformers writes safetensors",
+            hint="convert it on an isolated machine: save_pretrained of transformers writes safetensors",
         )
     raise CheckpointError(
         f"{folder.name} has no weights: neither {_WEIGHTS[0]} nor its index",
         field="model",
-        hint="download them",
+        hint="download the weights",
     )
 
 

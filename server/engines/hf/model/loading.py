@@ -74,17 +74,18 @@ def _require_complete(info: dict[str, Any]) -> None:
     ``info`` is its loading report, by transformers' own rules about optional and surplus keys.
     """
     for what, keys in (
-        ("lacks", info["missing_keys"]),
-        ("has in another shape than config.json gives", [name for name, *_ in info["mismatched_keys"]]),
-        ("has, beside what this model uses,", info["unexpected_keys"]),
+        ("lacks {}", info["missing_keys"]),
+        ("has {} in another shape than config.json gives", [name for name, *_ in info["mismatched_keys"]]),
+        ("has {} that the model does not use", info["unexpected_keys"]),
     ):
         if keys:
             first = ", ".join(sorted(keys)[:3])
+            tensors = f"{len(keys):,} tensor{'s' * (len(keys) > 1)}"
             more = f" and {len(keys) - 3:,} more" if len(keys) > 3 else ""
             raise CheckpointError(
-                f"the checkpoint {what} {len(keys):,} tensor{'s' * (len(keys) > 1)}: {first}{more}",
+                f"the checkpoint {what.format(tensors)}: {first}{more}",
                 field="safetensors",
-                hint="config.json and the weights do not belong together",
+                hint="use the config.json that belongs to these weights",
             )
 
 

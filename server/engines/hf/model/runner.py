@@ -48,7 +48,7 @@ class ModelRunner:
         while self._candidates:
             chosen = self._candidates.pop(0)
             if why:
-                log.warning("attention: %s; going on with %s", why, chosen.name)
+                log.warning("attention: %s; trying %s", why, chosen.name)
             try:
                 self._step = chosen.load()
             except Exception as error:

@@ -126,7 +126,7 @@ def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarra
     for prompt in prompts:
         blocks = -(-len(prompt) // layout.block_size)
         if blocks * len(layout.groups) > len(free):
-            raise DoesNotFit("too small for the self-check", field="--kv-cache-memory-bytes")
+            raise DoesNotFit("the KV pool is too small for the self-check", field="--kv-cache-memory-bytes")
         tables.append(
             [
                 np.array([free.pop(0 if i % 2 else -1) for i in range(blocks)], dtype=np.int32)

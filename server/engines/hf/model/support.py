@@ -19,14 +19,14 @@ REASONS: dict[Paged, str] = {
     "unreviewed": "it is not on the reviewed list",
     "encoder-decoder": "it is an encoder-decoder model, and needs the encoder's run and a cache of "
     "cross-attention for each request",
-    "encoder": "it is an encoder that looks both ways, and has no KV cache",
-    "latent": "MLA hands over expanded K and V (71 times the latent), and needs a latent pool and kernels that "
+    "encoder": "it is a bidirectional encoder, and has no KV cache",
+    "latent": "MLA passes expanded K and V (71 times the latent), and needs a latent pool and kernels that "
     "absorb the projections",
     "recurrent": "its recurrent layers mix the sequences of a flat batch, and need a pool of states and a scan "
     "for each sequence",
     "own attention": "its attention does not go through the attention interface, and needs a port of its "
     "attention classes",
-    "keywords lost": "it does not hand keyword arguments down to attention, and needs that in its layers",
+    "keywords lost": "its layers do not pass keyword arguments to attention",
     "routing": "in bfloat16 rounding makes its router choose other experts, which the self-check cannot tell "
     "from an error: it needs a check that follows the routing",
     "alibi": "it adds ALiBi inside its own attention, and needs a bias for each head in the kernels",

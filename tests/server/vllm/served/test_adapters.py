@@ -72,8 +72,8 @@ def test_invalid_adapters_are_refused_before_the_start(tmp_path: Path) -> None:
     for given, message in (
         (["good"], "name=path"),
         ([f"a={tmp_path}"], "adapter_model.safetensors"),
-        ([f"a={good}", f"a={good}"], "names two models"),
-        ([f"demo={good}"], "names two models"),
+        ([f"a={good}", f"a={good}"], "is used twice"),
+        ([f"demo={good}"], "is used twice"),
     ):
         with pytest.raises(DeploymentError, match=message):
             lora_modules(given, "demo", RANK)
