@@ -199,8 +199,6 @@ class EngineLoop:
             The draws that have a token, and error chunks of the sequences that cannot go on.
         """
         draws, chunks = self._fill_masks(draws)
-        if not draws:
-            return draws, chunks
         logits = _rows(logits, draws).float()
         for row, draw in enumerate(draws):
             draw.row = row
@@ -215,11 +213,8 @@ class EngineLoop:
         tokens = sample(_rows(adjusted, draws), [s.params for s in sequences], [s.random for s in sequences])
         for draw, token in zip(draws, tokens, strict=True):
             draw.token = token
-        scored = [draw for draw in draws if draw.sequence.params.logprobs is not None]
-        best = [draw.sequence.params.logprobs or 0 for draw in scored]
-        found = logprobs(_rows(logits, scored), [draw.token for draw in scored], best)
-        for draw, one in zip(scored, found, strict=True):
-            draw.logprobs = one
+            if (best := draw.sequence.params.logprobs) is not None:
+                (draw.logprobs,) = logprobs(logits[draw.row : draw.row + 1], [token], [best])
         return draws, chunks
 
     def add(self, request: GenerationRequest) -> list[Chunk]:
