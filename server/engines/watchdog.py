@@ -2,8 +2,8 @@
 
 A slow process uses processor time, even if late on a busy machine. A process that is stopped (SIGSTOP), or that
 waits for a lock, a disk or a driver without end, uses none. So the watchdog sets no limit on the duration of a
-step or a load. It reports a process only if no message came and neither the process nor its children got a
-clock tick (an engine that loads waits for the process that compiles).
+step or a load. It reports a process only if no message came and no clock tick went to it or its children.
+Children count, because an engine that loads waits for the processes that compile.
 """
 
 from __future__ import annotations

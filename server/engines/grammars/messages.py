@@ -9,7 +9,7 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A request to try ``grammar``; the result carries the same ``number``."""
+    """A request to try compiling ``grammar``; the result carries the same ``number``."""
 
     number: int
     grammar: Grammar
@@ -17,7 +17,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A cancellation: end the trial and send no result."""
+    """A cancellation of the trial with this number; no result follows."""
 
     number: int
 

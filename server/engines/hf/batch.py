@@ -17,8 +17,8 @@ Int64 = NDArray[np.int64]
 class Batch:
     """A flat (unpadded) batch of S sequences and T tokens, with prefill chunks and decodes mixed.
 
-    For group g, ``slots[g]`` is the slot of each token's K and V (block * block_size + offset), and
-    ``tables[g]`` has the block tables of the S sequences. ``kv_len`` is the context length after this step.
+    ``slots[g]`` is where group g writes each token's K and V (block * block_size + offset). ``tables[g]`` has
+    the block tables of the S sequences. ``kv_len`` is the context length after this step.
     """
 
     token_ids: Int64  # [T]

@@ -1,7 +1,7 @@
 """Compilation of the kernels in separate processes, before the weights are loaded.
 
-A compiler keeps its memory: compiled in the engine process, the same code takes about 190 MB more than read
-from disk (demo model), and the plan would be wrong at the first start.
+A compiler does not free its memory. Code compiled in the engine process takes about 190 MB more than
+code read from disk (demo model), so the plan would be wrong at the first start.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A request to generate."""
+    """A request to generate tokens."""
 
     request: GenerationRequest
 
@@ -44,7 +44,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The message after load, self-check and profile run.
+    """The message that the engine is ready: load, self-check and profile run have succeeded.
 
     Attributes:
         num_blocks: first dimension of the pool.

@@ -100,7 +100,7 @@ class HFScheduler:
         return [Chunk(request_id, index, (), "abort") for index in ended]
 
     def schedule(self) -> tuple[Batch | None, list[HFSequence], list[Chunk]]:
-        """Schedule one step.
+        """Schedule one step and build its batch.
 
         Returns:
             The batch (None if there is nothing to compute), its sequences in order, and chunks of rejected

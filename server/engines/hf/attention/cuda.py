@@ -2,7 +2,7 @@
 
 No kernel here has run on a GPU in this project yet. The tests run each with the reference's arithmetic
 (FlexAttention with its own, on a CPU) and compare. At every start the self-check (``model.selfcheck``) compares
-the selected kernel with the model's own attention on the real device, and tries the next if they differ.
+the selected kernel with the model's own attention on the real device. If they differ, it tries the next kernel.
 """
 
 from __future__ import annotations

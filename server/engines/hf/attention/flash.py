@@ -31,7 +31,7 @@ def load_flash_attn() -> Kernel:
 
 
 def load_vllm() -> Kernel:
-    """Load the same function from vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py).
+    """Load ``flash_attn_varlen_func`` from vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py).
 
     It uses FlashAttention 3 where the device supports it (Hopper), else 2.
     """

@@ -47,8 +47,8 @@ def cut(
     """Divide a step's attention into items, and the items into shares of about equal cost.
 
     Returns:
-        The items [n, 5] (sequence, first flat query, queries, position of the first query, KV head), and the
-        bounds of each thread's run of items [threads + 1].
+        Items [n, 5]: sequence, first flat query, queries, position of the first query, KV head.
+        Bounds of each thread's run of items, [threads + 1].
     """
     counts = np.diff(query_start)
     pieces = -(-counts // ROWS)

@@ -84,7 +84,7 @@ def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon,
 
 @compiled(parallel=True)
 def _turns(q, k, v, w, cosine, sine, rows, heads, kv_heads, size, epsilon, shift, threads):  # type: ignore[no-untyped-def]
-    """Run `_turn` on all rows in parallel."""
+    """Apply bias, norm of each head and rotary embedding to all rows in parallel."""
     for thread in prange(threads):
         _turn(
             q, k, v, w, cosine, sine, thread * rows // threads, (thread + 1) * rows // threads, heads, kv_heads,
@@ -109,7 +109,7 @@ def _sum(x, more, out, after, then, to, first, last, n, epsilon, shift):  # type
 
 @compiled(parallel=True)
 def _sums(x, more, out, after, then, to, rows, n, epsilon, shift, threads):  # type: ignore[no-untyped-def]
-    """Run `_sum` on all rows in parallel."""
+    """Compute the residual sum, and the norm of it, of all rows in parallel."""
     for thread in prange(threads):
         first, last = thread * rows // threads, (thread + 1) * rows // threads
         _sum(x, more, out, after, then, to, first, last, n, epsilon, shift)

@@ -1,6 +1,6 @@
 """Linear layers y = x W^T for bfloat16 on a CPU, which read W [out, in] as stored in the checkpoint.
 
-Each output is a dot product of a row of W and a row of x, so W is neither repacked nor copied, and a head tied
+Each output is a dot product of a row of W and a row of x. So W is neither repacked nor copied, and a head tied
 to the embedding stays tied. An output depends on its own row of x alone, so it does not change with the rest of
 the batch.
 """

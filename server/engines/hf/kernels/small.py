@@ -28,7 +28,7 @@ def norm_rows(
 def _norms(
     x: int, weight: int, out: int, rows: int, n: int, epsilon: float, shift: float, threads: int
 ) -> None:
-    """Run `norm_rows` on all rows in parallel."""
+    """Apply RMS norm to all rows in parallel."""
     for thread in prange(threads):
         norm_rows(x, weight, out, thread * rows // threads, (thread + 1) * rows // threads, n, epsilon, shift)
 

@@ -21,7 +21,7 @@ from tonnage.server.engines.hf.kernels import linear, small
 
 
 class GatedMLP(nn.Module):
-    """The type of a module that ``_is_gated_mlp`` accepts."""
+    """A gated MLP module as recognized by ``_is_gated_mlp``."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """The type of a module that ``_is_rms_norm`` accepts; some families call ``eps`` ``variance_epsilon``."""
+    """An RMS norm module as recognized by ``_is_rms_norm``; some families name ``eps`` ``variance_epsilon``."""
 
     weight: nn.Parameter
     eps: float

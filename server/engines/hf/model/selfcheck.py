@@ -1,8 +1,8 @@
 """The start-up self-check: a comparison of paged attention with the model's own attention.
 
 A mixed flat batch (prefill chunks and decodes of several sequences, scattered blocks) is compared with
-transformers' eager attention, one sequence at a time. It shows for the loaded model that every layer calls the
-paged attention, that sequences do not mix, and that masks and positions are correct for each token.
+transformers' eager attention, one sequence at a time. It shows that every layer of the loaded model calls the
+paged attention, that sequences do not mix, and that masks and positions are correct.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tonnage.server.engines.hf.model.fuse import plain
 from tonnage.server.engines.hf.model.runner import ModelRunner
 
 # Relative error of logits (L2) of one prompt. Measured on SmolLM2-135M: float32 2e-6, float16 0.002; bfloat16
-# 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens (there the model's own bfloat16 code differs from
-# float32 by up to 0.06). A model that mixes sequences or ignores a mask differs by more than 0.3.
+# 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens. On these prompts the model's own bfloat16 code
+# differs from float32 by up to 0.06. A model that mixes sequences or ignores a mask differs by more than 0.3.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # The same for K and V stored in a narrower dtype, measured on SmolLM2-135M in float32: float16 0.0005, bfloat16
 # 0.005, fp8 0.04 (with and without scales), int8 0.03; in bfloat16 fp8 0.05, int8 0.07.

@@ -1,7 +1,7 @@
 """The architectures that paged attention serves, and why other known ones are rejected. Imports no torch.
 
-An architecture qualifies in transformers 5.19.0 if every layer calls the registered attention function with the
-step's own K and V, passes keyword arguments on, and depends on positions and masks per token only. The
+An architecture qualifies (transformers 5.19.0) if every layer calls the registered attention function with the
+step's own K and V and passes keyword arguments on. Positions and masks may affect it per token only. The
 self-check at start (``selfcheck``) verifies it for the loaded model; the reviewed list (``Family.hf``) prevents
 surprises.
 """
@@ -40,8 +40,8 @@ REASONS: dict[Paged, str] = {
 def served() -> tuple[str, ...]:
     """Return the reviewed model types.
 
-    Each gives the same tokens as transformers' generate with a tiny random model in float32, passes the
-    self-check in bfloat16 and holds the planned bytes (tests/server/test_hf_runner.py, test_hf_families.py).
+    A tiny random model of each gives the tokens of transformers' generate in float32, passes the self-check in
+    bfloat16 and holds the planned bytes (tests/server/test_hf_runner.py, test_hf_families.py).
     """
     return tuple(sorted(name for name, family in families().items() if family.hf == "served"))
 
