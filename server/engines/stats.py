@@ -103,7 +103,7 @@ class AutoStats:
         cost: seconds of a step by its parts; None until enough steps have run.
         share: the rule's share (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule holds.
         fresh: whether new requests are held back too, not only preempted requests.
-        gain: tokens/s of the rule over those of vLLM's, both rehearsed; None until a rehearsal.
+        gain: rehearsed tokens/s of the rule divided by that of vLLM's rule; None before a rehearsal.
         fallbacks: how often the guard went back to vLLM's rule.
     """
 
