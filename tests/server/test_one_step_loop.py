@@ -28,8 +28,8 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.engines.hf import scheduler as hf
 from tonnage.server.engines.hf.child import EngineLoop
+from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.text.grammar import Grammar
 
@@ -202,7 +202,7 @@ class Counted:
 
 def served(loop: EngineLoop, plan: Plan, given: list[Arrival], policy: Policy) -> list[Decisions]:
     """By the engine of a server, as its child process runs it."""
-    loop.scheduler = hf.Scheduler(plan, lambda grammar, stops: Counted(int(grammar.text)), policy)
+    loop.scheduler = HFScheduler(plan, lambda grammar, stops: Counted(int(grammar.text)), policy)
     log, todo = recorded(loop.scheduler.core), list(given)
     while todo or not loop.scheduler.idle:
         while todo and todo[0].step <= len(log):
