@@ -294,7 +294,7 @@ async def test_the_page_that_plans_is_at_plan_where_pyodide_is(
     answer = await server.http.get("/plan/")
     assert answer.status_code == 404
     said = answer.json()["error"]["message"]
-    assert "tonnage page fetches it once" in said
+    assert "tonnage page downloads its files once" in said
     assert list(places.iterdir()) == []
     made = tmp_path / f"pyodide-{pyodide.VERSION}"
     made.mkdir()
