@@ -83,7 +83,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     with (cache / "models" / f".{NAME}.lock").open("w") as lock:  # until both have come
         fcntl.flock(lock, fcntl.LOCK_EX)
         both = [start(cache), start(cache)]
-        waited = [next(line for line in process.stderr or () if "waiting for it" in line) for process in both]
+        waited = [next(line for line in process.stderr or () if "Waiting for another process" in line) for process in both]
     outputs = [process.communicate(timeout=2 * PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
@@ -103,7 +103,7 @@ def test_one_run_makes_the_whole_model(made: tuple[Path, list[str]]) -> None:
     assert {path.name for path in folder.iterdir()} >= set(FILES)
     assert count_parameters(folder / "model.safetensors") == PARAMETERS
     assert sum("Converting" in text for text in said) == 1
-    assert sum("waiting for it" in text for text in said) == 2
+    assert sum("Waiting for another process" in text for text in said) == 2
     assert partials(cache) == []
 
 
