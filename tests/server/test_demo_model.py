@@ -83,7 +83,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     with (cache / "models" / f".{NAME}.lock").open("w") as lock:  # until both have come
         fcntl.flock(lock, fcntl.LOCK_EX)
         both = [start(cache), start(cache)]
-        waited = [next(line for line in process.stderr or () if "Waiting for another process" in line) for process in both]
+        waited = [
+            next(line for line in process.stderr or () if "Waiting for another" in line) for process in both
+        ]
     outputs = [process.communicate(timeout=2 * PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
