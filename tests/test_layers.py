@@ -40,7 +40,7 @@ def modules(package: str) -> list[str]:
     return names
 
 
-def test_the_layers_contracts_are_kept(tmp_path: Path) -> None:
+def test_import_contracts_hold(tmp_path: Path) -> None:
     """Over the packages side by side: import-linter takes a package below another only in a namespace."""
     (tmp_path / "tonnage").mkdir()
     for package in PACKAGES:
@@ -75,7 +75,7 @@ def test_the_layers_contracts_are_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_layers_contracts_notice(tmp_path: Path, module: str, above: str, told: str) -> None:
+def test_import_contracts_detect_violations(tmp_path: Path, module: str, above: str, told: str) -> None:
     """The same contracts over a copy in which ``module`` looks up, or back."""
     for package in PACKAGES:
         shutil.copytree(
@@ -92,27 +92,27 @@ def test_the_layers_contracts_notice(tmp_path: Path, module: str, above: str, to
     assert told in " ".join(done.stdout.split())
 
 
-def test_the_planner_imports_nothing_heavy() -> None:
+def test_planner_imports_no_heavy_modules() -> None:
     imports = "\n".join(f"import {name}" for name in modules("planner"))
     assert not loaded_by(imports) & HEAVY
 
 
-def test_the_cache_imports_no_torch() -> None:
+def test_cache_imports_no_torch() -> None:
     imports = "\n".join(f"import {name}" for name in modules("cache"))
     assert not loaded_by(imports) & (HEAVY - {"numpy"})
 
 
-def test_the_api_process_imports_no_torch() -> None:
+def test_api_process_imports_no_torch() -> None:
     imports = "import tonnage.server.app, tonnage.server.commands.serve, tonnage.server.engines.hf"
     assert not loaded_by(imports) & {"torch", "transformers", "vllm"}
 
 
-def test_the_api_imports_no_compiler_before_an_engine() -> None:
+def test_api_imports_no_compiler_before_an_engine_starts() -> None:
     assert not loaded_by("import tonnage.server.commands.serve") & {"numba", "llvmlite"}
 
 
 @pytest.mark.parametrize("command", ["--help", "--version", "plan"])
-def test_the_command_line_starts_light(command: str) -> None:
+def test_command_line_start_imports_no_heavy_modules(command: str) -> None:
     arguments = [command, "demo", "--json"] if command == "plan" else [command]
     code = (
         "import contextlib, io\nfrom tonnage.server.cli import main\n"
@@ -121,7 +121,7 @@ def test_the_command_line_starts_light(command: str) -> None:
     assert not loaded_by(code) & HEAVY
 
 
-def test_no_bare_import_of_a_folder() -> None:
+def test_top_level_folders_are_not_imported_by_their_bare_name() -> None:
     """From the repository root ``import planner`` would succeed, as a second copy of every module."""
     found = []
     for folder in (*PACKAGES, "tests", "benchmarks", "deploy", ".ci"):
@@ -138,7 +138,7 @@ def test_no_bare_import_of_a_folder() -> None:
     assert found == []
 
 
-def test_ruff_refuses_a_bare_import() -> None:
+def test_ruff_rejects_bare_imports_of_top_level_folders() -> None:
     done = subprocess.run(
         [Path(sys.executable).parent / "ruff", "check", "--stdin-filename", "server/x.py", "-"],
         input="import planner.plan\n\nprint(planner.plan)\n",
@@ -161,7 +161,7 @@ def late_imports(node: ast.AST, inside: bool = False) -> Iterator[int]:
             yield from late_imports(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def test_an_import_inside_a_function_says_why() -> None:
+def test_import_inside_a_function_has_a_comment() -> None:
     """By a comment on the line or above it, for each group of lines."""
     silent = []
     for path in sorted((ROOT / "server").rglob("*.py")):

@@ -64,7 +64,7 @@ def test_wheel_has_exactly_the_tracked_files(wheel: Path) -> None:
     assert {"tonnage/py.typed", *(f"tonnage/{package}/py.typed" for package in PACKAGES)} <= found
 
 
-def test_what_vllm_looks_for_is_in_the_wheel(wheel: Path) -> None:
+def test_vllm_entry_points_are_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (written,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
         entries = configparser.ConfigParser()
@@ -86,7 +86,7 @@ print(json.dumps([sum(sum(each.cache_hits.values()) for each in stats),
 """
 
 
-def test_a_wheel_brings_the_machine_code_that_its_checkout_has(source: Path, tmp_path: Path) -> None:
+def test_wheel_contains_precompiled_machine_code(source: Path, tmp_path: Path) -> None:
     """Where it is installed, the block manager starts without the compiler."""
     level = level_here()
     if level is None or not is_there(level, ["manager"]):
@@ -155,7 +155,7 @@ def test_help_and_version_run_from_the_wheel(installed: Path, tmp_path: Path) ->
     assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout.startswith("tonnage ")
 
 
-def test_the_version_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+def test_version_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
     version, distribution, files = where(installed / "python", tmp_path)
     assert version == distribution
     assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout == f"tonnage {version}\n"
@@ -163,7 +163,7 @@ def test_the_version_of_an_installed_wheel(installed: Path, tmp_path: Path) -> N
     assert [Path(file) for file in files[1:]] == [top / package / "__init__.py" for package in PACKAGES]
 
 
-def test_the_version_of_a_wheel_that_is_not_unpacked(wheel: Path, tmp_path: Path) -> None:
+def test_version_from_a_zipped_wheel(wheel: Path, tmp_path: Path) -> None:
     """As zipimport finds it: the version is no file to be opened."""
     first = f"import sys; sys.path.insert(0, {str(wheel)!r})"
     version, distribution, files = where(Path(sys.executable), tmp_path, first)
@@ -171,7 +171,7 @@ def test_the_version_of_a_wheel_that_is_not_unpacked(wheel: Path, tmp_path: Path
     assert files == [f"{wheel}/tonnage/{name}__init__.py" for name in ("", *(f"{one}/" for one in PACKAGES))]
 
 
-def test_the_version_of_an_editable_install(source: Path, tmp_path: Path) -> None:
+def test_version_from_an_editable_install(source: Path, tmp_path: Path) -> None:
     """Its finder maps four folders that lie elsewhere, as in the environment that make builds."""
     tools = environment(tmp_path / "environment", "-e", source)
     version, distribution, files = where(tools / "python", tmp_path)
@@ -193,9 +193,7 @@ def test_the_version_of_an_editable_install(source: Path, tmp_path: Path) -> Non
         ("demo", "demo"),
     ],
 )
-def test_a_missing_extra_is_named_before_anything_else(
-    installed: Path, tmp_path: Path, arguments: str, extra: str
-) -> None:
+def test_missing_extra_is_named_first(installed: Path, tmp_path: Path, arguments: str, extra: str) -> None:
     done = run(installed / "tonnage", *arguments.split(), cwd=tmp_path, TONNAGE_CACHE=str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tonnage: ")
@@ -204,7 +202,7 @@ def test_a_missing_extra_is_named_before_anything_else(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_planner_s_commands_need_no_extra(installed: Path, tmp_path: Path) -> None:
+def test_planner_commands_need_no_extra(installed: Path, tmp_path: Path) -> None:
     """And the module is the command."""
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,100,10\n")
     log = ROOT / "tests" / "data" / "startup_logs" / "meta-llama-llama-3-1-8b---h100-80gb--tp1pp4dp1--8192.log"

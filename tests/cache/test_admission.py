@@ -41,7 +41,7 @@ LIMITS = Limits(
 )
 
 
-def test_full_group_counts_prompt_and_output_in_blocks() -> None:
+def test_full_group_reserves_blocks_for_prompt_and_output() -> None:
     assert reserved_blocks(AdmissionRequest(1600, 3200), LIMITS) == 300
     assert reserved_blocks(AdmissionRequest(1, 15), LIMITS) == 1
     assert reserved_blocks(AdmissionRequest(1, 16), LIMITS) == 2
@@ -53,7 +53,7 @@ def test_forks_share_the_full_prompt_blocks_and_nothing_else() -> None:
     assert reserved_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
 
 
-def test_groups_add_up_because_they_share_one_pool() -> None:
+def test_reservation_sums_all_groups_of_the_pool() -> None:
     sliding = KVGroup("sliding", (1,), window=32)
     limits = replace(LIMITS, layout=layout_of(FULL, sliding))
     request = AdmissionRequest(1000, 1000)
@@ -68,7 +68,7 @@ def test_groups_add_up_because_they_share_one_pool() -> None:
     prompt=st.integers(1, 90),
     more=st.integers(1, 60),
 )
-def test_the_sliding_bound_is_the_maximum_over_all_steps(
+def test_sliding_window_reservation_is_the_maximum_over_all_steps(
     window: int, budget: int, size: int, prompt: int, more: int
 ) -> None:
     """Position by position: which blocks does a step [computed, end) touch or look back to?"""
@@ -96,7 +96,7 @@ def beside(*running: AdmissionRequest) -> Admission:
     return manager.admission
 
 
-def test_now_later_and_never_are_told_apart() -> None:
+def test_admission_distinguishes_now_later_and_never() -> None:
     first, second = AdmissionRequest(1600, 3200), AdmissionRequest(8000, 1600)
     assert beside().decide_early(first) == Admit(300)
     assert beside(first).decide_early(second) == Wait(WaitReason.BLOCKS, blocks_short=300 + 600 - 805)
@@ -115,7 +115,7 @@ def test_now_later_and_never_are_told_apart() -> None:
     assert "prompt of 11880 tokens fits" in str(never)
 
 
-def test_never_names_what_is_exceeded() -> None:
+def test_never_names_the_exceeded_limit() -> None:
     long = refusal(AdmissionRequest(16_000, 385), LIMITS)
     assert isinstance(long, Never)
     assert (long.reason, long.needed_tokens, long.max_model_len) == (NeverReason.MAX_MODEL_LEN, 16_385, 16_384)
@@ -138,7 +138,7 @@ def test_never_names_what_is_exceeded() -> None:
     window=st.none() | st.integers(1, 30),
     size=st.sampled_from([1, 2, 4, 8]),
 )
-def test_the_largest_prompt_is_the_largest(
+def test_largest_prompt_of_never_is_exact(
     usable: int, max_model_len: int, max_tokens: int, n: int, window: int | None, size: int
 ) -> None:
     groups = (FULL,) if window is None else (FULL, KVGroup("sliding", (1,), window=window))
@@ -152,7 +152,7 @@ def test_the_largest_prompt_is_the_largest(
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "max_tokens", "n"])
-def test_a_request_for_nothing_is_refused_by_name(field: str) -> None:
+def test_request_with_zero_counts_is_rejected(field: str) -> None:
     values = {"prompt_tokens": 1, "max_tokens": 1, "n": 1, field: 0}
     with pytest.raises(InvalidRequest, match=field):
         AdmissionRequest(**values)
@@ -171,7 +171,7 @@ def test_a_request_for_nothing_is_refused_by_name(field: str) -> None:
         ({"layout": layout_of(KVGroup("cross", (0,)))}, "layout"),
     ],
 )
-def test_limits_that_cannot_work_are_refused_by_name(change: dict[str, object], field: str) -> None:
+def test_invalid_limits_are_rejected_by_name(change: dict[str, object], field: str) -> None:
     with pytest.raises(CacheConfigError) as caught:
         replace(LIMITS, **change)  # type: ignore[arg-type]
     assert caught.value.field == field
@@ -206,7 +206,7 @@ def advance(manager: KVCacheManager, sequence: int, lengths: dict[int, tuple[int
 
 
 @pytest.mark.parametrize(("budget", "peak"), [(64, 808), (16, 834)])
-def test_the_case_that_breaks_the_lockstep_peak_rule(budget: int, peak: int) -> None:
+def test_chunked_prefill_case_that_overflows_the_lockstep_peak_rule(budget: int, peak: int) -> None:
     """805 blocks, (1,600 + 3,200) then (8,000 + 1,600): a peak rule that assumes whole-prompt prefill admits
     both, and with decodes first and the rest of the budget for prefill they need 808 or 834. Here the second
     waits."""
@@ -245,7 +245,9 @@ HYBRID = (FULL, KVGroup("sliding", (1,), window=100), KVGroup("sliding", (2,), w
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("groups", [(FULL,), HYBRID, HYBRID[1:]], ids=["full", "hybrid", "sliding"])
 @pytest.mark.parametrize("order", ["random", "one at a time", "all prompts first", "longest first"])
-def test_no_schedule_breaks_a_reservation(budget: int, groups: tuple[KVGroup, ...], order: str) -> None:
+def test_reservations_suffice_under_every_schedule(
+    budget: int, groups: tuple[KVGroup, ...], order: str
+) -> None:
     """Requests are admitted whenever they may be, forked where asked, and run to max_tokens, in hostile orders.
 
     An allocation that failed would raise; at the end everybody must have been served.
@@ -313,7 +315,7 @@ def test_no_schedule_breaks_a_reservation(budget: int, groups: tuple[KVGroup, ..
     assert manager.stats().reserved == manager.stats().used == 0
 
 
-def test_reservations_are_given_back_at_once_and_for_each_fork() -> None:
+def test_reservations_are_released_at_the_end_of_each_fork() -> None:
     manager = manager_of(100, 64, FULL)
     manager.admit(0, list(range(40)), 50, n=3)
     extend(manager, 0, 40)

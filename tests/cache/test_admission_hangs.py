@@ -79,7 +79,7 @@ def run(trace: Trace, mode: AdmissionMode, **changes: object) -> Replay:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prompt_that_never_fits_is_refused_and_the_next_is_served(mode: AdmissionMode) -> None:
+def test_prompt_that_never_fits_is_rejected_and_the_next_is_served(mode: AdmissionMode) -> None:
     result = run(trace_of((0, 2000, 10, 10), (0, 50, 5, 10)), mode)
     assert (result.rejected, result.reasons) == (1, {"blocks": 1})
     assert result.finished == 1
@@ -87,7 +87,7 @@ def test_a_prompt_that_never_fits_is_refused_and_the_next_is_served(mode: Admiss
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_output_that_outgrows_the_pool_is_refused_at_submit(mode: AdmissionMode) -> None:
+def test_request_whose_output_exceeds_the_pool_is_rejected_at_submit(mode: AdmissionMode) -> None:
     """The prompt fits, prompt and max_tokens do not: 1,000 + 700 tokens are 107 blocks of 100."""
     result = run(trace_of((0, 1000, 700, 700), (0, 50, 5, 10)), mode)
     assert (result.rejected, result.finished) == (1, 1)
@@ -101,7 +101,7 @@ def test_an_output_that_outgrows_the_pool_is_refused_at_submit(mode: AdmissionMo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_half_loaded_requests_do_not_wait_on_each_other(mode: AdmissionMode) -> None:
+def test_partially_prefilled_requests_do_not_deadlock(mode: AdmissionMode) -> None:
     """Prompts of 60 and 55 blocks in a pool of 100, loaded in chunks; each alone fits, both never."""
     result = run(trace_of((0, 960, 20, 40), (0, 880, 20, 40), (0, 900, 20, 40)), mode)
     assert result.finished == 3
@@ -110,7 +110,7 @@ def test_half_loaded_requests_do_not_wait_on_each_other(mode: AdmissionMode) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_small_requests_do_not_keep_a_huge_one_waiting(mode: AdmissionMode) -> None:
+def test_small_requests_do_not_starve_a_large_one(mode: AdmissionMode) -> None:
     """A request for 94 of 100 blocks among a stream of small ones that alone would fill the pool for ever."""
     small = [(float(at), 100, 60, 60) for at in range(300)]
     trace = trace_of(*small[:20], (20.0, 1400, 100, 100), *small[20:])
@@ -123,7 +123,7 @@ def test_small_requests_do_not_keep_a_huge_one_waiting(mode: AdmissionMode) -> N
     assert len(before) < 60
 
 
-def test_passing_the_head_does_not_delay_it() -> None:
+def test_requests_that_pass_the_queue_head_do_not_delay_it() -> None:
     """Everybody runs to max_tokens, so the forecast start is the true one: with passing it is the same step."""
     first = [(0.0, 400, 100, 100)] * 3
     head, short, long = (0.0, 800, 200, 200), (0.0, 60, 4, 4), (0.0, 60, 200, 200)
@@ -157,7 +157,7 @@ def take(queue: WaitingQueue, manager: KVCacheManager) -> int | None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_tenant_holds_no_more_than_its_quota_and_holds_up_nobody(mode: AdmissionMode) -> None:
+def test_tenant_quota_is_kept_and_blocks_no_other_tenant(mode: AdmissionMode) -> None:
     _, manager = queue_and_manager(Policy(mode, tenant_blocks=20))
     assert isinstance(manager.admit(0, [1] * 200, 40, tenant="a"), Admitted)  # 15 blocks
     assert manager.admit(1, [2] * 80, 16, tenant="a") == Wait(WaitReason.TENANT_QUOTA, 1)
@@ -170,7 +170,7 @@ def test_a_tenant_holds_no_more_than_its_quota_and_holds_up_nobody(mode: Admissi
     manager.check_invariants()
 
 
-def test_cancelling_a_waiting_head_lets_the_next_in_and_changes_nothing_else() -> None:
+def test_cancelled_queue_head_lets_the_next_request_start() -> None:
     queue, manager = queue_and_manager(Policy())
     for id, prompt in enumerate((800, 1400, 320)):
         queue.push(Waiting(id, AdmissionRequest(prompt, 100), float(id)))
@@ -185,7 +185,7 @@ def test_cancelling_a_waiting_head_lets_the_next_in_and_changes_nothing_else() -
     assert len(queue) == 0
 
 
-def test_an_abort_after_preemption_leaves_nothing_behind() -> None:
+def test_abort_after_preemption_releases_everything() -> None:
     queue, manager = queue_and_manager(Policy(AdmissionMode.PREDICTIVE))
     for id in range(2):
         queue.push(Waiting(id, AdmissionRequest(700, 500), 0.0))
@@ -219,7 +219,7 @@ def test_an_abort_after_preemption_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE, AdmissionMode.GREEDY])
-def test_outputs_still_to_come_change_no_decision(mode: AdmissionMode) -> None:
+def test_decisions_do_not_depend_on_future_outputs(mode: AdmissionMode) -> None:
     rng = random.Random(3)
     trace = trace_of(*[(0.0, rng.randint(20, 400), rng.randint(1, 60), 80) for _ in range(40)])
     setup = replace(SETUP, policy=Policy(mode), leap=False, check=False)

@@ -39,7 +39,7 @@ def snapshot_of(
     )
 
 
-def test_the_peak_is_that_of_the_finishing_order() -> None:
+def test_committed_peak_is_that_of_the_finishing_order() -> None:
     draw = random.Random(0)
     for _ in range(200):
         count = draw.randrange(1, 9)
@@ -74,7 +74,7 @@ STATES = st.integers(1, 5).flatmap(
 
 @settings(deadline=None, max_examples=300)
 @given(STATES)
-def test_safe_is_what_a_search_over_all_orders_finds(state: tuple[list[int], list[int], int]) -> None:
+def test_safety_check_agrees_with_a_search_over_all_orders(state: tuple[list[int], list[int], int]) -> None:
     held, need, available = state
     snapshot = snapshot_of(sum(held) + available, held, need)
     assert is_safe(snapshot) == some_order_works(available, need, held)
@@ -83,7 +83,7 @@ def test_safe_is_what_a_search_over_all_orders_finds(state: tuple[list[int], lis
 
 @settings(deadline=None, max_examples=300)
 @given(STATES, st.data())
-def test_grants_keep_a_safe_state_safe_and_serve_somebody(
+def test_grants_keep_the_state_safe_and_progress(
     state: tuple[list[int], list[int], int], data: st.DataObject
 ) -> None:
     held, need, available = state
@@ -112,7 +112,7 @@ def test_grants_keep_a_safe_state_safe_and_serve_somebody(
             assert left == 0 or not some_order_works(left - 1, more_need, more_held)
 
 
-def test_a_part_is_granted_in_whole_multiples() -> None:
+def test_partial_grants_are_whole_multiples() -> None:
     # 12 available: the second must still find its 5 when the first has taken a part of the 14 it needs.
     snapshot = snapshot_of(20, [4, 4], [14, 5])
     assert grant(snapshot, ints(0), ints(13), multiple=1).tolist() == [7]
@@ -120,7 +120,7 @@ def test_a_part_is_granted_in_whole_multiples() -> None:
     assert grant(snapshot, ints(1), ints(5), multiple=2).tolist() == [5]
 
 
-def test_the_exact_count_sees_what_the_bound_cannot() -> None:
+def test_exact_block_count_is_below_the_bound_for_merged_blocks() -> None:
     """Two requests hold the same four blocks, found equal after each had computed them: the bound counts them
     as never returned, though they are when the second one leaves."""
     tables = ints(1, 2, 3, 4, 5, 1, 2, 3, 4, 6)
@@ -145,7 +145,7 @@ def test_the_exact_count_sees_what_the_bound_cannot() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> None:
+def test_committed_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
     size = data.draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
 
@@ -174,7 +174,7 @@ def test_the_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("budget", [16, 64, 9600])
-def test_stalls_instead_of_overflow_where_the_lockstep_peak_is_wrong(budget: int) -> None:
+def test_sequences_stall_instead_of_overflowing_the_pool(budget: int) -> None:
     """805 blocks, (1,600 + 3,200) and (8,000 + 1,600). Run together from the start they would need 808 blocks
     at 64 tokens a step and 834 at 16. Whatever is admitted must end, without preemption."""
     from tonnage.cache.admission import Policy
@@ -231,7 +231,7 @@ def test_stalls_instead_of_overflow_where_the_lockstep_peak_is_wrong(budget: int
         assert stalls
 
 
-def test_limits_of_the_law_with_sliding_groups_are_set_aside() -> None:
+def test_safety_law_reserves_the_maximum_of_sliding_groups() -> None:
     """A random life of a pool with a full and a sliding group, forks and shared prefixes: nothing admitted ever
     finds itself without a block, and everybody ends."""
     from tonnage.cache.admission import Never, Policy, Wait

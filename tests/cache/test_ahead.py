@@ -66,7 +66,7 @@ def hits(compiler: Compiler) -> int:
     return sum(one.stats.cache_hits.values())  # type: ignore[attr-defined]
 
 
-def test_a_start_reads_what_was_compiled_ahead(sources: Path, tmp_path: Path) -> None:
+def test_start_reads_code_compiled_ahead(sources: Path, tmp_path: Path) -> None:
     archived(sources)
     compiler = Compiler(sources)
     assert "all" in compiler
@@ -75,7 +75,7 @@ def test_a_start_reads_what_was_compiled_ahead(sources: Path, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.nbc"))
 
 
-def test_it_is_of_the_same_sources_wherever_they_lie(sources: Path, tmp_path: Path) -> None:
+def test_compiled_archive_depends_on_sources_not_their_location(sources: Path, tmp_path: Path) -> None:
     archived(sources)
     sources.rename(tmp_path / "moved")
     moved = Compiler(tmp_path / "moved")
@@ -84,7 +84,7 @@ def test_it_is_of_the_same_sources_wherever_they_lie(sources: Path, tmp_path: Pa
     assert "all" not in Compiler(tmp_path / "moved")
 
 
-def test_it_is_of_the_same_sets_of_instructions(
+def test_compiled_archive_depends_on_the_instruction_set(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archived(sources)
@@ -108,7 +108,7 @@ def test_it_is_of_the_same_sets_of_instructions(
         (("avx512bf16", "avx512vl", "fma"), None),
     ],
 )
-def test_a_processor_gets_the_best_level_that_it_has(
+def test_best_supported_instruction_level_is_chosen(
     lacks: tuple[str, ...], level: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = {name: name not in lacks for name in ahead.LEVELS[0].needs}
@@ -144,7 +144,7 @@ ahead.write(level.path, {compiler.archive.name: compiler.archive.collected})
 
 
 @pytest.mark.parametrize("level", ahead.LEVELS, ids=lambda level: level.name)
-def test_code_for_another_level_runs_here(
+def test_code_compiled_for_another_instruction_level_runs(
     level: ahead.Level, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vector instructions, compiled by a process that is told of the level, and read by this one."""
@@ -168,7 +168,7 @@ def test_code_for_another_level_runs_here(
 
 
 @pytest.mark.parametrize("name", ["CPU_NAME", "CPU_FEATURES", "ENABLE_AVX"])
-def test_who_chooses_a_processor_gets_its_code(
+def test_configured_processor_selects_its_archive(
     name: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archived(sources)
@@ -176,7 +176,7 @@ def test_who_chooses_a_processor_gets_its_code(
     assert "all" not in Compiler(sources)
 
 
-def test_a_damaged_archive_is_compiled_again(sources: Path) -> None:
+def test_damaged_archive_is_recompiled(sources: Path) -> None:
     archived(sources)
     path = ahead.LEVELS[-1].path
     whole = path.read_bytes()
@@ -188,7 +188,7 @@ def test_a_damaged_archive_is_compiled_again(sources: Path) -> None:
     assert "all" not in compiler
 
 
-def test_what_is_compiled_by_signature_is_not_run(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_by_signature_runs_no_code(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(sources)
     module = importlib.import_module("ahead_module")
     one = compiler(function())
@@ -199,7 +199,7 @@ def test_what_is_compiled_by_signature_is_not_run(sources: Path, monkeypatch: py
     assert [member.partition("-")[0] for member in found.members] == ["ahead_module.one"]
 
 
-def test_it_says_what_it_does_while_it_works(
+def test_ahead_compilation_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A process that has nothing to compile, only to import; and one that fails."""

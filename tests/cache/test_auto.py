@@ -50,7 +50,7 @@ def observe(fit: CostFit, cost: StepCost, steps: int, seed: int, noise: float = 
 
 
 @pytest.mark.parametrize("cost", [CPU, GPU, StepCost(0.006, 2e-5, 1e-5, 3e-8)])
-def test_costs_are_found_from_noisy_steps(cost: StepCost) -> None:
+def test_step_costs_are_fitted_from_noisy_steps(cost: StepCost) -> None:
     fit = CostFit()
     assert fit.cost is None
     observe(fit, cost, 1000, 0, noise=0.05)
@@ -61,7 +61,7 @@ def test_costs_are_found_from_noisy_steps(cost: StepCost) -> None:
         assert found.seconds(*shape) == pytest.approx(cost.seconds(*shape), rel=0.05)
 
 
-def test_costs_follow_an_engine_that_became_slower() -> None:
+def test_step_costs_follow_a_slower_engine() -> None:
     fit = CostFit()
     observe(fit, GPU, 2000, 0)
     slower = StepCost(2 * GPU.fixed, 2 * GPU.prefill, 2 * GPU.sequence, 0.0)
@@ -70,7 +70,7 @@ def test_costs_follow_an_engine_that_became_slower() -> None:
     assert fit.cost.fixed == pytest.approx(slower.fixed, rel=0.1)
 
 
-def test_a_pause_of_the_machine_is_no_cost() -> None:
+def test_machine_pause_does_not_change_the_step_cost() -> None:
     fit = CostFit()
     observe(fit, CPU, 640, 0)
     for _ in range(10):
@@ -80,7 +80,7 @@ def test_a_pause_of_the_machine_is_no_cost() -> None:
     assert fit.cost.fixed == pytest.approx(CPU.fixed, rel=0.05)
 
 
-def test_no_cost_is_negative_or_known_before_a_prompt() -> None:
+def test_step_costs_are_unknown_before_a_prompt_and_never_negative() -> None:
     fit = CostFit()
     for _ in range(500):
         fit.observe(8, 8, 100, 0.01)
@@ -96,7 +96,7 @@ def test_no_cost_is_negative_or_known_before_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("rule", [VLLM, Rule(0.7), Rule(0.6, fresh=False)])
-def test_a_rehearsal_serves_every_token_once(rule: Rule) -> None:
+def test_rehearsal_serves_every_token_once(rule: Rule) -> None:
     load = load_of(64)
     outcome = rehearse(load, ENGINE, CPU, rule)
     tokens = int(load.output.sum())
@@ -108,7 +108,7 @@ def test_a_rehearsal_serves_every_token_once(rule: Rule) -> None:
     )
 
 
-def test_a_pool_that_holds_all_preempts_nothing() -> None:
+def test_rehearsal_of_a_large_pool_has_no_preemption() -> None:
     large = Engine(100_000, 16, 2048, 256)
     outcomes = [rehearse(load_of(64), large, CPU, rule) for rule in (VLLM, Rule(0.7))]
     assert outcomes[0] == outcomes[1]
@@ -116,7 +116,7 @@ def test_a_pool_that_holds_all_preempts_nothing() -> None:
     assert outcomes[0].recomputed == 0
 
 
-def test_holding_back_gains_where_computing_again_is_dear_and_loses_where_it_is_cheap() -> None:
+def test_holding_back_gains_with_costly_recompute_and_loses_with_cheap() -> None:
     load = load_of(128)
     gain = {
         name: rehearse(load, ENGINE, cost, Rule(0.7)).tokens_per_second
@@ -134,7 +134,7 @@ def outcome(tokens: float, first: float = 1.0, between: float = 0.1) -> Outcome:
     return Outcome(tokens, first, first, between, 0.1, 10)
 
 
-def test_the_best_rule_loses_nothing_that_a_client_notices() -> None:
+def test_best_rule_keeps_ttft_and_time_between_tokens() -> None:
     own = outcome(100)
     choices = [
         Choice(VLLM, own, own),
@@ -148,7 +148,7 @@ def test_the_best_rule_loses_nothing_that_a_client_notices() -> None:
     assert best([choices[0], choices[5]], None, START).rule == VLLM
 
 
-def test_a_target_between_tokens_buys_smoothness_with_throughput() -> None:
+def test_target_itl_trades_throughput_for_time_between_tokens() -> None:
     own = outcome(100)
     choices = [
         Choice(VLLM, own, own),
@@ -174,7 +174,7 @@ def taught(cost: StepCost, in_system: int, target: float | None = None) -> Auto:
     return auto
 
 
-def test_cold_it_is_vllms_rule() -> None:
+def test_cold_auto_uses_vllms_rule() -> None:
     auto = Auto(ENGINE, background=False)
     assert auto.rule(100) == VLLM
     auto.ended(10, 10, 100)
@@ -182,7 +182,7 @@ def test_cold_it_is_vllms_rule() -> None:
     assert auto.choice is None
 
 
-def test_where_computing_again_is_dear_and_a_queue_stands_it_holds_back() -> None:
+def test_auto_holds_back_with_costly_recompute_and_a_queue() -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128).share is not None
     assert auto.choice is not None
@@ -190,18 +190,18 @@ def test_where_computing_again_is_dear_and_a_queue_stands_it_holds_back() -> Non
     assert auto.rule(14) == VLLM  # a queue that is nearly empty
 
 
-def test_where_computing_again_is_cheap_it_is_vllms_rule() -> None:
+def test_auto_uses_vllms_rule_with_cheap_recompute() -> None:
     assert taught(GPU, 128).rule(128) == VLLM
 
 
-def test_a_target_holds_back_where_vllms_rule_would_be_faster() -> None:
+def test_target_itl_holds_back_although_vllms_rule_is_faster() -> None:
     auto = taught(GPU, 128, target=0.025)
     assert auto.rule(128).share is not None
     assert auto.choice is not None
     assert auto.choice.outcome.tokens_per_second < auto.choice.own.tokens_per_second
 
 
-def test_in_the_background_the_last_rule_holds_until_the_rehearsal_is_done() -> None:
+def test_previous_rule_holds_during_a_background_rehearsal() -> None:
     auto = taught(CPU, 128)
     auto.background = True
     assert auto.rule(128) == VLLM
@@ -210,21 +210,21 @@ def test_in_the_background_the_last_rule_holds_until_the_rehearsal_is_done() -> 
     assert auto.rule(128).share is not None
 
 
-def test_a_step_without_a_duration_teaches_nothing() -> None:
+def test_step_without_duration_is_ignored() -> None:
     auto = Auto(ENGINE, background=False)
     auto.stepped(8, 8, 100, 0.0, 8)
     assert auto.cost is None
     assert auto.rule(8) == VLLM
 
 
-def test_answers_too_long_to_rehearse_leave_vllms_rule() -> None:
+def test_vllms_rule_holds_for_outputs_too_long_to_rehearse() -> None:
     auto = Auto(Engine(10_000_000, 16, 2048, 256), background=False)
     load = auto._load(100, [(100, 100_000, 200_000)] * 100)
     assert len(load.output) == 0
     assert len(auto._load(100, [(100, 100, 200)] * 100).output) == 200 + 1536
 
 
-def test_an_exception_of_a_rehearsal_leaves_vllms_rule(
+def test_vllms_rule_holds_after_an_exception_in_a_rehearsal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     auto = taught(CPU, 128)
@@ -238,7 +238,7 @@ def test_an_exception_of_a_rehearsal_leaves_vllms_rule(
     assert "a rehearsal failed" in caplog.text
 
 
-def test_the_guard_goes_back_where_less_is_served_than_forecast(caplog: pytest.LogCaptureFixture) -> None:
+def test_guard_returns_to_vllms_rule_below_its_forecast(caplog: pytest.LogCaptureFixture) -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128) != VLLM
     with caplog.at_level(logging.WARNING, logger="tonnage.cache"):
@@ -253,7 +253,7 @@ def test_the_guard_goes_back_where_less_is_served_than_forecast(caplog: pytest.L
     assert len([record for record in caplog.records if "vLLM's rule holds" in record.message]) == 1
 
 
-def test_only_auto_has_a_target() -> None:
+def test_target_itl_is_rejected_outside_auto() -> None:
     with pytest.raises(CacheConfigError, match="target_itl"):
         Policy(AdmissionMode.PREDICTIVE, target_itl=0.1)
     with pytest.raises(CacheConfigError, match="target_itl"):

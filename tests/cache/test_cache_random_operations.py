@@ -318,16 +318,18 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_ten_thousand_random_operations(groups: tuple[KVGroup, ...]) -> None:
+def test_ten_thousand_random_operations_keep_every_slot(groups: tuple[KVGroup, ...]) -> None:
     many_operations(groups, 14 * len(groups), seeds=10)
 
 
 @pytest.mark.parametrize(("groups", "blocks"), WITH_STATES.values(), ids=WITH_STATES.keys())
-def test_states_chunks_and_latents(groups: tuple[KVGroup, ...], blocks: int) -> None:
+def test_random_operations_with_states_chunked_attention_and_latents(
+    groups: tuple[KVGroup, ...], blocks: int
+) -> None:
     many_operations(groups, blocks, seeds=3)
 
 
-def test_cached_states_beside_windows() -> None:
+def test_random_operations_with_cached_states_and_windows() -> None:
     many_operations((FULL, KVGroup("sliding", (1,), window=5), KVGroup("state", (2,))), 40, seeds=1)
 
 

@@ -41,7 +41,7 @@ def order() -> EvictionOrder:
     return EvictionOrder(16, BLOCK, 8)
 
 
-def test_the_last_block_of_a_request_goes_first(order: EvictionOrder) -> None:
+def test_tail_block_of_a_request_is_evicted_first(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "xyz", [4, 5, 6])()
     assert order.blocks() == [3, 2, 1, 6, 5, 4]
@@ -53,7 +53,7 @@ def test_the_last_block_of_a_request_goes_first(order: EvictionOrder) -> None:
         order.pop(3)
 
 
-def test_what_others_continue_outlives_them(order: EvictionOrder) -> None:
+def test_shared_prefix_outlives_the_requests_that_extend_it(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "abcde", [1, 2, 3, 4, 5], hit=3)()
     live(order, "abcxy", [1, 2, 3, 6, 7], hit=3)()
@@ -62,7 +62,7 @@ def test_what_others_continue_outlives_them(order: EvictionOrder) -> None:
     check_order(order)
 
 
-def test_a_taken_block_is_not_given_out(order: EvictionOrder) -> None:
+def test_block_in_use_is_not_evicted(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     order.take([1, 2])
     check_order(order)
@@ -74,7 +74,7 @@ def test_a_taken_block_is_not_given_out(order: EvictionOrder) -> None:
     assert order.pop(2) == [2, 1]
 
 
-def test_a_second_block_with_the_same_content_goes_first(order: EvictionOrder) -> None:
+def test_duplicate_block_is_evicted_first(order: EvictionOrder) -> None:
     end = [live(order, "ab", [1, 2]), live(order, "ab", [3, 4])]
     end[0]()
     live(order, "x", [5])()
@@ -84,7 +84,7 @@ def test_a_second_block_with_the_same_content_goes_first(order: EvictionOrder) -
     assert order.evicted == 1
 
 
-def test_a_spare_block_that_is_hit_is_taken(order: EvictionOrder) -> None:
+def test_hit_on_a_duplicate_block_takes_it_out_of_the_order(order: EvictionOrder) -> None:
     end = [live(order, "ab", [1, 2]), live(order, "ab", [3, 4])]
     for each in end:
         each()
@@ -96,7 +96,7 @@ def test_a_spare_block_that_is_hit_is_taken(order: EvictionOrder) -> None:
     check_order(order)
 
 
-def test_blocks_that_wait_for_used_ones_are_given_out_all_the_same(order: EvictionOrder) -> None:
+def test_blocks_below_used_blocks_are_evicted_as_a_last_resort(order: EvictionOrder) -> None:
     ab, abc = live(order, "ab", [1, 2]), live(order, "abc", [3, 4, 5])
     ab()
     hashes = chain(*"abc")
@@ -108,7 +108,7 @@ def test_blocks_that_wait_for_used_ones_are_given_out_all_the_same(order: Evicti
     assert order.pop(3) == [5, 4, 3]
 
 
-def test_what_is_forgotten_goes_first_unless_it_is_continued(order: EvictionOrder) -> None:
+def test_forgotten_block_is_evicted_first_unless_extended(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "x", [4])()
     order.forget([2, 4, 9])
@@ -119,7 +119,7 @@ def test_what_is_forgotten_goes_first_unless_it_is_continued(order: EvictionOrde
     check_order(order)
 
 
-def test_reset_gives_back_all(order: EvictionOrder) -> None:
+def test_reset_frees_all_blocks(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "abd", [1, 2, 4], hit=2)()
     assert sorted(order.reset()) == [1, 2, 3, 4]
@@ -127,7 +127,7 @@ def test_reset_gives_back_all(order: EvictionOrder) -> None:
     check_order(order)
 
 
-def test_groups_with_windows_go_alone_in_the_class_of_their_place(order: EvictionOrder) -> None:
+def test_window_group_blocks_are_evicted_by_their_position_class(order: EvictionOrder) -> None:
     hashes = chain(*"abcd")
     turn = order.start(hashes, [], 17, 0)
     order.release([9])  # left by the window while the request ran
@@ -146,7 +146,7 @@ def test_groups_with_windows_go_alone_in_the_class_of_their_place(order: Evictio
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_laws_in_random_worlds(seed: int) -> None:
+def test_eviction_order_laws_hold_in_random_runs(seed: int) -> None:
     """A pool of 40 blocks whose user may leave two blocks with one content, forget some and start anew."""
     world = random.Random(seed)
     order = EvictionOrder(40, BLOCK, 12)

@@ -61,7 +61,7 @@ def compute(manager: KVCacheManager, sequence: int, tokens: list[int], **options
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32, 64, 256])
-def test_the_written_out_hash_is_that_of_the_library(count: int) -> None:
+def test_compiled_hash_equals_xxhash(count: int) -> None:
     random_ids = np.random.default_rng(count)
     for _ in range(50):
         tokens = random_ids.integers(0, 2**31, count + 3, dtype=np.int64).astype(np.int32)
@@ -125,9 +125,7 @@ def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
     assert done.stdout.split() == compiled.split()
 
 
-def test_kept_machine_code_depends_on_every_module_of_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_machine_code_depends_on_every_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tonnage.cache import ahead, compiled
     from tonnage.cache.sequences import steps
 
@@ -160,9 +158,7 @@ def test_kept_machine_code_depends_on_every_module_of_the_package(
         assert compiled.Compiler(twin).folder not in (changed, None)
 
 
-def test_machine_code_that_no_start_has_used_for_a_month_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_code_unused_for_a_month_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tonnage.cache import compiled
 
     if numba.config.DISABLE_JIT:
@@ -204,7 +200,7 @@ def triple(value: int) -> int:
     return 3 * value
 
 
-def test_where_nothing_can_be_kept_code_is_compiled_at_every_start(
+def test_without_a_writable_cache_code_is_compiled_at_every_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tonnage.cache.compiled import Compiler
@@ -219,7 +215,7 @@ def test_where_nothing_can_be_kept_code_is_compiled_at_every_start(
 # -- salts -----------------------------------------------------------------------------------------------------
 
 
-def test_an_allowed_prefix_is_shared_and_what_follows_is_not() -> None:
+def test_allowed_prefix_is_shared_between_salts_and_the_rest_is_not() -> None:
     manager = make()
     system, question = list(range(10)), [50, 51, 52, 53, 54, 55, 56, 57, 58]
     manager.allow_prefix(system)  # its two whole blocks
@@ -232,7 +228,7 @@ def test_an_allowed_prefix_is_shared_and_what_follows_is_not() -> None:
     manager.check_invariants()
 
 
-def test_a_prompt_that_ends_inside_an_allowed_prefix_stays_with_its_salt() -> None:
+def test_prompt_that_ends_inside_an_allowed_prefix_keeps_its_salt() -> None:
     manager = make()
     manager.allow_prefix(list(range(16)))
     assert compute(manager, 1, list(range(13)), salt="a") == 0
@@ -241,7 +237,7 @@ def test_a_prompt_that_ends_inside_an_allowed_prefix_stays_with_its_salt() -> No
     assert compute(manager, 4, list(range(17)), salt="c") == 16
 
 
-def test_the_longest_allowed_prefix_counts() -> None:
+def test_longest_allowed_prefix_applies() -> None:
     manager = make()
     manager.allow_prefix(list(range(4)))
     manager.allow_prefix(list(range(8)))
@@ -249,7 +245,7 @@ def test_the_longest_allowed_prefix_counts() -> None:
     assert compute(manager, 2, list(range(12)), salt="b") == 8
 
 
-def test_ids_of_salts_are_used_again_and_never_for_two_at_once() -> None:
+def test_salt_ids_are_reused_and_never_shared() -> None:
     manager = make(blocks=33)
     for number in range(1000):
         compute(manager, number, [1] * 9, salt=f"tenant {number}")
@@ -264,7 +260,7 @@ def test_ids_of_salts_are_used_again_and_never_for_two_at_once() -> None:
 # -- what admission reads --------------------------------------------------------------------------------------
 
 
-def test_private_blocks_follow_who_shares_them() -> None:
+def test_private_block_counts_follow_sharing() -> None:
     manager = make()
     compute(manager, 1, list(range(16)))
     assert manager.running().private.tolist() == manager.running().held.tolist() == [4]
@@ -281,7 +277,7 @@ def test_private_blocks_follow_who_shares_them() -> None:
     assert manager.running().private.tolist() == [4]  # cached blocks that nobody held
 
 
-def test_forks_hold_their_common_blocks_once() -> None:
+def test_forked_sequences_count_shared_blocks_once() -> None:
     manager = make(FULL, SLIDING)
     compute(manager, 1, list(range(18)), n=3)
     manager.fork(1, 2)
@@ -300,7 +296,7 @@ def test_forks_hold_their_common_blocks_once() -> None:
     manager.check_invariants()
 
 
-def test_a_step_without_room_changes_nothing() -> None:
+def test_step_without_free_blocks_changes_nothing() -> None:
     manager = make(blocks=9)
     compute(manager, 1, list(range(8)))
     compute(manager, 2, list(range(20, 28)))
@@ -320,7 +316,7 @@ def test_a_step_without_room_changes_nothing() -> None:
 # -- laws ------------------------------------------------------------------------------------------------------
 
 
-def test_the_compiled_laws_notice_what_is_broken() -> None:
+def test_compiled_laws_detect_violations() -> None:
     def fresh() -> KVCacheManager:
         manager = make()
         compute(manager, 1, list(range(10)), n=2)
@@ -399,7 +395,7 @@ def hits(manager: KVCacheManager, requests: list[list[int]]) -> list[int]:
     return out
 
 
-def test_the_forced_rule_is_exactly_lru() -> None:
+def test_forced_lru_eviction_is_exactly_lru() -> None:
     requests = prompts("popular", 600)
     manager, model = make(blocks=201, eviction="lru"), LruModel(200)
     found = hits(manager, requests)
@@ -412,7 +408,7 @@ def test_the_forced_rule_is_exactly_lru() -> None:
 
 @pytest.mark.parametrize("kind", ["loop", "scan", "popular"])
 @pytest.mark.parametrize("blocks", [120, 300, 600])
-def test_the_chosen_rule_is_never_worse_than_lru(kind: str, blocks: int) -> None:
+def test_adaptive_eviction_hits_at_least_as_often_as_lru(kind: str, blocks: int) -> None:
     requests = prompts(kind, 1500)
     lru = sum(hits(make(blocks=blocks, eviction="lru"), requests))
     adaptive = sum(hits(make(blocks=blocks), requests))
@@ -422,7 +418,7 @@ def test_the_chosen_rule_is_never_worse_than_lru(kind: str, blocks: int) -> None
         assert adaptive > 0.15 * blocks / 720 * 1500 * 48  # of what fits
 
 
-def test_only_the_end_of_a_chain_may_be_evicted() -> None:
+def test_only_the_tail_of_a_chain_is_evictable() -> None:
     manager = make()
     compute(manager, 1, list(range(17)))
     manager.free([1])
@@ -452,7 +448,7 @@ def conversations(count: int) -> list[list[int]]:
     return out
 
 
-def test_the_pool_learns_which_turns_are_continued_and_when() -> None:
+def test_pool_learns_which_turns_are_continued_and_when() -> None:
     requests = conversations(1500)
     lru = sum(hits(make(blocks=60, eviction="lru"), requests))
     manager = make(blocks=60)
@@ -467,7 +463,7 @@ def test_the_pool_learns_which_turns_are_continued_and_when() -> None:
     assert density.max() > 1.1 * max(density[0], density[-1])
 
 
-def test_the_pool_returns_to_lru_while_that_hits_more() -> None:
+def test_pool_returns_to_lru_while_lru_hits_more() -> None:
     manager = make(blocks=100)
     hits(manager, prompts("popular", 400))
     assert manager.model.rule[0] == LEARNED
@@ -479,7 +475,7 @@ def test_the_pool_returns_to_lru_while_that_hits_more() -> None:
     assert manager.model.rule[0] == LEARNED
 
 
-def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> None:
+def test_real_trace_hits_at_least_as_often_as_lru() -> None:
     path = Path(__file__).parents[1] / "data" / "traces" / "mooncake_conversation_120.jsonl"
     requests = read_trace(path).requests
     size = 16

@@ -37,7 +37,7 @@ def _oldest(manager: KVCacheManager, block: int) -> None:
     manager.core.stamp[block] -= 1000
 
 
-def test_the_same_ids_in_other_rows_are_found_there() -> None:
+def test_request_ids_resolve_to_their_current_rows() -> None:
     manager = make()
     start(manager, 1, [1] * 6)
     start(manager, 2, [2] * 6)
@@ -73,7 +73,7 @@ def test_at_least_one_prompt_token_is_left_to_compute() -> None:
     assert start(manager, 3, list(range(17))) == 16
 
 
-def test_produced_tokens_are_hit_by_the_next_turn() -> None:
+def test_generated_tokens_are_prefix_hits_of_the_next_turn() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
     append(manager, 1, [50, 51, 52])
@@ -94,7 +94,7 @@ def test_salts_isolate_and_each_salt_has_its_own_cache() -> None:
     assert start(manager, 7, list(range(17)), salt="\ud800") == 0  # what a JSON body may carry
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
+def test_without_prefix_caching_no_block_is_cached() -> None:
     for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix.index
         assert not manager.prefix.enabled
         start(manager, 1, list(range(16)))
@@ -130,7 +130,7 @@ def test_a_fork_on_a_block_border_copies_nothing() -> None:
     assert blocks_of(manager, 1)[2] != blocks_of(manager, 2)[2]
 
 
-def test_slots_made_before_a_fork_are_made_again_after_it() -> None:
+def test_slots_extended_before_a_fork_are_extended_again_after_it() -> None:
     """The parent had room for position 10; writing there without another extend would hit the child's block."""
     manager = make()
     start(manager, 1, list(range(10)), n=2)
@@ -182,7 +182,7 @@ def test_a_fork_copies_the_state_at_the_next_write(ahead: int) -> None:
     manager.check_invariants()
 
 
-def test_extend_never_takes_slots_back() -> None:
+def test_extend_never_removes_slots() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
     start(manager, 2, list(range(6)))
@@ -192,7 +192,7 @@ def test_extend_never_takes_slots_back() -> None:
     manager.check_invariants()
 
 
-def test_extend_of_a_batch_gives_what_one_by_one_gives() -> None:
+def test_batched_extend_equals_single_extends() -> None:
     one, many = make(FULL, SLIDING), make(FULL, SLIDING)
     lengths = [5, 8, 11, 4]
     for manager in (one, many):
@@ -214,7 +214,7 @@ def test_extend_of_a_batch_gives_what_one_by_one_gives() -> None:
     assert one.stats() == many.stats()
 
 
-def test_many_tokens_for_many_sequences_are_what_one_after_the_other_would_be() -> None:
+def test_batched_append_of_many_tokens_equals_single_appends() -> None:
     one, many = make(FULL, SLIDING), make(FULL, SLIDING)
     more = np.arange(10, dtype=np.int32).reshape(2, 5)
     for manager in (one, many):
@@ -235,7 +235,7 @@ def test_many_tokens_for_many_sequences_are_what_one_after_the_other_would_be() 
     assert many.rows.length[[many.row(1), many.row(2)]].tolist() == [11, 11]
 
 
-def test_a_sliding_group_drops_the_blocks_no_query_can_see() -> None:
+def test_sliding_group_frees_blocks_outside_the_window() -> None:
     manager = make(FULL, SLIDING, budget=8)
     manager.admit(1, list(range(40)), 8)
     for end in range(8, 41, 8):
@@ -291,7 +291,7 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     assert again.cached_tokens == 24
 
 
-def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None:
+def test_eviction_takes_unhashed_blocks_first_then_the_oldest_tail() -> None:
     manager = make(blocks=13)
     start(manager, 1, list(range(100, 108)))
     manager.free([1])
@@ -319,7 +319,7 @@ def test_duplicates_are_merged_when_they_are_published() -> None:
     assert (manager.stats().used, manager.stats().merged) == (2, 2)
 
 
-def test_equal_tokens_after_another_prefix_are_no_hit_whatever_the_hash_says() -> None:
+def test_equal_tokens_after_a_different_prefix_are_no_hit_despite_equal_hashes() -> None:
     manager = make(hash_block=lambda data, parent: xxh64_block(data, 0))
     start(manager, 1, [1] * 4 + [2] * 4 + [3])
     start(manager, 2, [7] * 4)
@@ -444,12 +444,12 @@ def test_blocks_of_any_size_are_slots_of_any_position() -> None:
         (KVGroup("full", (0,), block_size=8), "blocks of 8 tokens in a pool of blocks of 4"),
     ],
 )
-def test_groups_without_a_place_in_the_pool_are_refused(group: KVGroup, words: str) -> None:
+def test_layout_whose_groups_do_not_fit_the_pool_is_rejected(group: KVGroup, words: str) -> None:
     with pytest.raises(CacheConfigError, match=words):
         make(group)
 
 
-def test_several_are_freed_as_one_after_the_other() -> None:
+def test_batched_free_equals_single_frees() -> None:
     found = []
     for calls in ([[1, 2, 3, 4]], [[1], [2], [3], [4]], [[1, 4], [2, 3]]):
         manager = make(FULL, SLIDING)

@@ -17,7 +17,7 @@ def order_of(queue: WaitingQueue) -> list[int]:
     return [waiting.id for waiting in queue]
 
 
-def test_first_come_first_served_and_a_preempted_one_comes_back_before_later_arrivals() -> None:
+def test_queue_is_fifo_and_preempted_requests_precede_later_arrivals() -> None:
     queue = WaitingQueue()
     for id, arrival in ((1, 1.0), (2, 2.0), (3, 3.0)):
         queue.push(entry(id, arrival))
@@ -28,7 +28,7 @@ def test_first_come_first_served_and_a_preempted_one_comes_back_before_later_arr
     assert queue.tokens == 4 * 20
 
 
-def test_priority_is_worth_seconds_so_nobody_starves() -> None:
+def test_priority_ages_in_seconds_without_starvation() -> None:
     queue = WaitingQueue(ageing=10)
     queue.push(entry(0, 0.0, priority=1))
     for id in range(1, 40):
@@ -37,7 +37,7 @@ def test_priority_is_worth_seconds_so_nobody_starves() -> None:
     assert order_of(queue).index(0) == 9
 
 
-def test_errors_change_nothing() -> None:
+def test_queue_errors_change_nothing() -> None:
     queue = WaitingQueue()
     queue.push(entry(1, 0.0))
     with pytest.raises(InvalidRequest):
@@ -64,7 +64,7 @@ def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) 
     return (None if taken is None else taken[0].id), behind
 
 
-def test_passing_ends_when_the_head_is_due() -> None:
+def test_no_request_passes_a_head_that_is_due() -> None:
     queue = WaitingQueue(lookahead=2)
     for id in range(5):
         queue.push(entry(id, float(id)))
@@ -77,7 +77,7 @@ def test_passing_ends_when_the_head_is_due() -> None:
     assert answers(queue, {}, start=7, step=8) == (0, [])
 
 
-def test_a_tenant_at_its_quota_holds_up_nobody() -> None:
+def test_tenant_at_its_quota_blocks_no_other_tenant() -> None:
     queue = WaitingQueue()
     queue.push(entry(0, 0.0, tenant="a"))
     queue.push(entry(1, 1.0, tenant="b"))
@@ -85,7 +85,7 @@ def test_a_tenant_at_its_quota_holds_up_nobody() -> None:
     assert order_of(queue) == [0]
 
 
-def test_without_a_free_sequence_nobody_is_asked_further() -> None:
+def test_without_a_free_sequence_no_further_request_is_considered() -> None:
     queue = WaitingQueue()
     queue.push(entry(0, 0.0))
     queue.push(entry(1, 1.0))

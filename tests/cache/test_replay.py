@@ -35,7 +35,7 @@ MOONCAKE = (
 )
 
 
-def test_azure_trace() -> None:
+def test_azure_trace_is_read() -> None:
     trace = read_trace(AZURE)
     assert (trace.format, len(trace.requests), trace.skipped) == ("azure", 300, 0)
     first, second = trace.requests[:2]
@@ -45,7 +45,7 @@ def test_azure_trace() -> None:
     assert all(a.arrival <= b.arrival for a, b in pairwise(trace.requests))
 
 
-def test_mooncake_trace_and_the_log_say_the_same(tmp_path: Path) -> None:
+def test_mooncake_trace_equals_the_request_log(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(MOONCAKE)
     mooncake = read_trace(tmp_path / "m.jsonl")
     assert mooncake.requests[1] == TraceRequest(3.0, 1536, 4, hash_ids=(0, 1, 7))
@@ -71,7 +71,7 @@ def test_mooncake_trace_and_the_log_say_the_same(tmp_path: Path) -> None:
         ('{"timestamp": true, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "timestamp is True"),
     ],
 )
-def test_a_bad_line_is_refused_by_its_number_or_counted(tmp_path: Path, line: str, says: str) -> None:
+def test_bad_trace_line_is_rejected_by_number_or_counted(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(MOONCAKE + line + "\n" + MOONCAKE)
     with pytest.raises(TraceError, match="line 3") as caught:
@@ -82,7 +82,7 @@ def test_a_bad_line_is_refused_by_its_number_or_counted(tmp_path: Path, line: st
     assert (len(trace.requests), trace.skipped) == (4, 1)
 
 
-def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
+def test_non_trace_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.csv")
     for text in ("", "hello\n", '{"a": 1}\n'):
@@ -98,7 +98,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", list(AdmissionMode))
-def test_everybody_is_served_and_every_block_comes_back(mode: AdmissionMode) -> None:
+def test_replay_serves_every_request_and_frees_every_block(mode: AdmissionMode) -> None:
     trace = read_trace(AZURE, limit=120)
     simulator = Simulator(trace, replace(SETUP, policy=Policy(mode), num_blocks=513, scale=20.0))
     result = simulator.run()
@@ -115,7 +115,7 @@ def test_everybody_is_served_and_every_block_comes_back(mode: AdmissionMode) -> 
 
 
 @pytest.mark.parametrize(("chunk", "quantile"), [(16_384, 1.0), (64, 1.0), (64, 0.3)])
-def test_the_committed_peak_fits_at_every_step(chunk: int, quantile: float) -> None:
+def test_committed_peak_fits_at_every_replayed_step(chunk: int, quantile: float) -> None:
     """``check`` raises where the law of guaranteed mode or any invariant does not hold."""
     trace = read_trace(AZURE, limit=40)
     policy = Policy(length_quantile=quantile)
@@ -124,7 +124,7 @@ def test_the_committed_peak_fits_at_every_step(chunk: int, quantile: float) -> N
     assert (result.finished, result.preemptions) == (40, 0)
 
 
-def test_leaps_change_nothing_that_is_counted() -> None:
+def test_replay_with_leaps_equals_replay_without() -> None:
     trace = read_trace(AZURE, limit=60)
     setup = replace(SETUP, num_blocks=2049, scale=1.0)
     leaping, walking = (Simulator(trace, replace(setup, leap=leap)).run() for leap in (True, False))
@@ -134,7 +134,7 @@ def test_leaps_change_nothing_that_is_counted() -> None:
     assert leaping.seconds == pytest.approx(walking.seconds, rel=0.02)
 
 
-def test_shared_prefixes_hit(tmp_path: Path) -> None:
+def test_replay_hits_shared_prefixes(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(MOONCAKE)
     result = Simulator(read_trace(tmp_path / "m.jsonl"), SETUP).run()
     assert (result.query_tokens, result.hit_tokens) == (1100 + 1536, 1024)
@@ -142,7 +142,7 @@ def test_shared_prefixes_hit(tmp_path: Path) -> None:
     assert off.hit_tokens == 0
 
 
-def test_search_finds_the_smallest_number() -> None:
+def test_replay_search_finds_the_smallest_pool() -> None:
     trace = read_trace(AZURE, limit=150)
     setup = replace(SETUP, scale=30.0, num_blocks=513)
     found = search_engines(trace, setup, target=0.5)
@@ -155,7 +155,7 @@ def test_search_finds_the_smallest_number() -> None:
     assert none.engines is None
 
 
-def test_the_page_stands_alone() -> None:
+def test_replay_report_is_self_contained() -> None:
     result = Simulator(read_trace(AZURE, limit=30), SETUP).run()
     text = page(result, "<trace> & model", [("a", "1 < 2")])
     assert "&lt;trace&gt; &amp; model" in text
@@ -165,7 +165,7 @@ def test_the_page_stands_alone() -> None:
     json.dumps(result.to_dict())
 
 
-def test_the_roofline_is_the_slower_of_traffic_and_arithmetic() -> None:
+def test_roofline_step_time_is_the_slower_of_traffic_and_arithmetic() -> None:
     h100 = find_gpu("h100")
     step = StepTime(16 * 10**9, 8 * 10**9, 131_072, h100.bandwidth, h100.flops, overhead=0.0)
     assert step.seconds(1, 0) == pytest.approx(16e9 / 3350e9)
@@ -174,7 +174,7 @@ def test_the_roofline_is_the_slower_of_traffic_and_arithmetic() -> None:
     assert replace(step, devices=4).seconds(1, 0) == pytest.approx(16e9 / 3350e9 / 4)
 
 
-def test_a_trace_keeps_its_order_by_arrival(tmp_path: Path) -> None:
+def test_trace_is_ordered_by_arrival(tmp_path: Path) -> None:
     later, earlier = TraceRequest(5.0, 10, 1), TraceRequest(2.0, 20, 1)
     (tmp_path / "log.jsonl").write_text(log_line(later) + "\n" + log_line(earlier))
     trace: Trace = read_trace(tmp_path / "log.jsonl")
@@ -206,7 +206,7 @@ HYBRID = replace(SETUP.layout, groups=(KVGroup("full", (0,)), KVGroup("state", (
         (AdmissionMode.PREDICTIVE, 170, 100.0),
     ],
 )
-def test_a_hybrid_finds_its_prefixes_with_their_states(
+def test_hybrid_model_hits_prefixes_with_their_states(
     tmp_path: Path, mode: AdmissionMode, blocks: int, scale: float
 ) -> None:
     """``check`` raises where a law is broken; in the small pool all come at once, and states are evicted."""
@@ -225,14 +225,14 @@ def test_a_hybrid_finds_its_prefixes_with_their_states(
         assert cached.evictions > 0
 
 
-def test_leaps_pass_over_no_state(tmp_path: Path) -> None:
+def test_replay_leaps_skip_no_state(tmp_path: Path) -> None:
     trace, setup = _sharing(tmp_path), replace(SETUP, layout=HYBRID)
     leaping, walking = (Simulator(trace, replace(setup, leap=leap)).run() for leap in (True, False))
     for name in ("steps", "hit_tokens", "evictions", "prompt_tokens", "output_tokens", "most_running"):
         assert getattr(leaping, name) == getattr(walking, name), name
 
 
-def test_states_cost_their_blocks_where_nothing_is_found_again() -> None:
+def test_cached_states_cost_blocks_without_any_hit() -> None:
     trace = read_trace(AZURE, limit=20)
     assert not trace.has_prefixes
     on, off = (

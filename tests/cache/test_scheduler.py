@@ -30,7 +30,7 @@ def manager_of(policy: Policy | None) -> KVCacheManager:
 
 
 @pytest.mark.parametrize("mode", list(AdmissionMode))
-def test_where_all_stall_only_the_modes_that_preempt_do(
+def test_stalled_scheduler_preempts_only_in_preempting_modes(
     mode: AdmissionMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = manager_of(Policy(mode))
@@ -54,7 +54,7 @@ def test_where_all_stall_only_the_modes_that_preempt_do(
     manager.check_invariants()
 
 
-def test_without_a_policy_nobody_is_evicted() -> None:
+def test_default_policy_evicts_no_sequence() -> None:
     scheduler: Scheduler[Numbered] = Scheduler(manager_of(None), budget=64)
     admitted: list[int] = []
     for _ in range(2):

@@ -58,11 +58,11 @@ def rows(trace: Trace) -> list[tuple[float, int, int]]:
         "json, the rest as the log",
     ],
 )
-def test_the_same_requests(text: str, columns: str | None, tmp_path: Path) -> None:
+def test_renamed_trace_columns_give_the_same_requests(text: str, columns: str | None, tmp_path: Path) -> None:
     assert rows(read(tmp_path / "t", text, columns)) == SAME
 
 
-def test_more_than_is_needed_is_read(tmp_path: Path) -> None:
+def test_extra_trace_columns_are_ignored(tmp_path: Path) -> None:
     text = "t,in,out,cap,who\n0,10,5,50,7\n1,20,6,,b\n"
     trace = read(tmp_path / "t", text, "arrival=t,prompt_tokens=in,output_tokens=out,max_tokens=cap,tenant=who")
     assert [(r.max_tokens, r.tenant) for r in trace.requests] == [(50, "7"), (None, "b")]
@@ -80,7 +80,7 @@ def test_more_than_is_needed_is_read(tmp_path: Path) -> None:
         ("arrival=t,arrival_ms=u", "both"), ("colour=t", "one of arrival"),
     ],
 )  # fmt: skip
-def test_columns_that_say_nothing_are_refused(columns: str, says: str) -> None:
+def test_useless_column_mappings_are_rejected(columns: str, says: str) -> None:
     with pytest.raises(DeploymentError) as caught:
         parse_columns(columns)
     assert says in str(caught.value)
@@ -103,14 +103,12 @@ def test_columns_that_say_nothing_are_refused(columns: str, says: str) -> None:
         ('{"t": 0, "in": 1}\n', NAMED, "out is missing"),
     ],
 )
-def test_what_the_file_does_not_have_is_named(
-    text: str, columns: str | None, says: str, tmp_path: Path
-) -> None:
+def test_missing_trace_column_is_named(text: str, columns: str | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(TraceError) as caught:
         read(tmp_path / "t", text, columns)
     assert says in str(caught.value)
 
 
-def test_seven_digits_of_a_second() -> None:
+def test_trace_time_with_seven_fractional_digits() -> None:
     assert seconds("2023-11-16 18:15:46.6805900") - seconds("2023-11-16 18:15:46") == pytest.approx(0.68059)
     assert seconds("2023-11-16T18:15:46Z") == seconds("2023-11-16 18:15:46")

@@ -73,12 +73,12 @@ CASES = [(suite, case) for suite, cases in SUITES.items() for case in cases]
 
 
 @pytest.mark.parametrize(("suite", "case"), CASES)
-def test_case(results: dict[str, dict[str, Any]], suite: str, case: str) -> None:
+def test_llm_comply_case_passes(results: dict[str, dict[str, Any]], suite: str, case: str) -> None:
     result = results[suite][case]
     first, *_ = [*result.get("errors", ()), ""]
     assert (result["status"], first, len(result.get("warnings", ()))) == SUITES[suite][case], result
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_no_case_is_left_out(results: dict[str, dict[str, Any]], suite: str) -> None:
+def test_every_llm_comply_case_is_run(results: dict[str, dict[str, Any]], suite: str) -> None:
     assert results[suite].keys() == SUITES[suite].keys()

@@ -88,7 +88,7 @@ def api(url: str, document: Document) -> Iterator[Api]:
         yield api
 
 
-def test_a_string_is_a_users_message(api: Api) -> None:
+def test_string_input_is_a_user_message(api: Api) -> None:
     one = api.ask(input=ASK[0]["content"], max_output_tokens=4)
     other = api.ask(max_output_tokens=4)
     assert one["output"][0]["content"] == other["output"][0]["content"]
@@ -99,7 +99,7 @@ def test_a_string_is_a_users_message(api: Api) -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, 3], ids=["completed", "incomplete"])
-def test_a_message_from_its_first_event_to_its_last(api: Api, tokens: int | None) -> None:
+def test_message_stream_has_all_events_in_order(api: Api, tokens: int | None) -> None:
     *events, last = api.events(max_output_tokens=tokens)
     status = "completed" if tokens is None else "incomplete"
     assert last["type"] == f"response.{status}"
@@ -124,7 +124,7 @@ def test_a_message_from_its_first_event_to_its_last(api: Api, tokens: int | None
     assert (last["response"]["incomplete_details"] is None) == (last["response"]["completed_at"] is not None)
 
 
-def test_a_call_from_its_first_event_to_its_last(api: Api) -> None:
+def test_tool_call_stream_has_all_events_in_order(api: Api) -> None:
     """tool-calling-streaming; which tool is the model's choice."""
     *events, last = api.events(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     (item,) = last["response"]["output"]
@@ -143,7 +143,7 @@ def test_a_call_from_its_first_event_to_its_last(api: Api) -> None:
     jsonschema.validate(json.loads(item["arguments"]), tool["parameters"])
 
 
-def test_a_call_and_its_output(api: Api) -> None:
+def test_tool_call_output_round_trip(api: Api) -> None:
     """function-call-roundtrip."""
     called = api.ask(tools=TOOLS, tool_choice=NAMED)
     (call,) = called["output"]
@@ -160,7 +160,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
-def test_an_answer_in_a_form(api: Api) -> None:
+def test_response_follows_the_json_schema(api: Api) -> None:
     form: dict[str, Any] = {"type": "json_schema", "name": "letter", "schema": SCHEMA, "strict": True}
     body = {"model": "demo", "input": ASK, "temperature": 0, "text": {"format": form}}
     answer = api.http.post("/responses", json=body).json()
@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_what_is_not_offered_is_refused_by_name(api: Api, name: str, stream: bool) -> None:
+def test_unsupported_responses_features_are_rejected_by_name(api: Api, name: str, stream: bool) -> None:
     more, param = REFUSED[name]
     response = api.http.post("/responses", json={"model": "demo", "input": ASK, "stream": stream, **more})
     error = response.json()["error"]
@@ -206,7 +206,7 @@ def test_what_is_not_offered_is_refused_by_name(api: Api, name: str, stream: boo
     api.document.check("ErrorPayload", error)
 
 
-def test_no_compaction_and_no_websocket(api: Api) -> None:
+def test_compaction_and_websocket_are_not_offered(api: Api) -> None:
     compact = api.http.post("/responses/compact", json={"model": "demo", "input": ASK})
     assert (compact.status_code, compact.json()["error"]["code"]) == (404, "unknown_url")
     upgrade = {

@@ -51,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return parent / "model"
 
 
-def test_the_tokens_of_generate_and_the_planned_bytes(folder: Path) -> None:
+def test_gptq_engine_generates_transformers_tokens_within_planned_bytes(folder: Path) -> None:
     plan = make_plan(
         str(folder),
         Deployment(

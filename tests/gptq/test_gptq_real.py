@@ -65,7 +65,9 @@ def storages(model: torch.nn.Module) -> int:
     return sum(seen.values())
 
 
-def test_the_three_figures(tmp_path: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_file_load_and_forward_bytes_match_the_plan(
+    tmp_path: Path, said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # GPTQModel writes its logs where it stands
     from gptqmodel import GPTQModel, QuantizeConfig
     from transformers import AutoModelForCausalLM

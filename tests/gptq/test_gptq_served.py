@@ -52,7 +52,7 @@ def asked(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-def test_it_answers_over_http_and_holds_the_planned_bytes(folder: Path) -> None:
+def test_served_gptq_model_answers_and_holds_the_planned_bytes(folder: Path) -> None:
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", str(folder), "--served-model-name", "demo"]
     command += [
         "--kv-cache-memory-bytes",

@@ -148,7 +148,7 @@ def blocks_of(tokens: int) -> int:
     return -(-tokens // 16)
 
 
-def test_all_lengths_in_chunks_of_128_with_prefix_hits(subject: Subject) -> None:
+def test_generation_equals_transformers_in_chunks_of_128_with_prefix_hits(subject: Subject) -> None:
     subject.loop.scheduler = HFScheduler(plan_for(subject.folder, max_num_batched_tokens=128))
     run(subject, [0])  # leaves its blocks in the cache
     scheduler = run(subject, list(range(len(LENGTHS))))
@@ -156,7 +156,7 @@ def test_all_lengths_in_chunks_of_128_with_prefix_hits(subject: Subject) -> None
     assert not scheduler.counters.preemptions
 
 
-def test_chunks_of_16_where_requests_wait_for_blocks(subject: Subject) -> None:
+def test_generation_equals_transformers_in_chunks_of_16_with_waiting_requests(subject: Subject) -> None:
     room = blocks_of(LENGTHS[0] + TOKENS) + 3  # for the longest and hardly more
     subject.loop.scheduler = HFScheduler(plan_with(subject, room, 16))
     scheduler = run(subject, SHORT)
@@ -164,7 +164,7 @@ def test_chunks_of_16_where_requests_wait_for_blocks(subject: Subject) -> None:
     assert not scheduler.counters.preemptions
 
 
-def test_chunks_of_2048_with_preemption(subject: Subject) -> None:
+def test_generation_equals_transformers_in_chunks_of_2048_with_preemption(subject: Subject) -> None:
     # Room for the prompts, not for their answers, under vLLM's rule, which does not look that far. Without the
     # second prompt, whose beginning is the first one's: what they share would be room.
     order = [number for number in SHORT if number != 1]

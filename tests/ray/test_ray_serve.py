@@ -90,7 +90,7 @@ def _client() -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="-", max_retries=0, timeout=PATIENCE)
 
 
-async def test_both_replicas_answer_and_both_pages_are_scraped(cluster: str) -> None:
+async def test_both_ray_replicas_answer_and_expose_metrics(cluster: str) -> None:
     before = {key: _metric(at, TOKENS) for key, at in _wait_for_replicas(2).items()}
     async with _client() as client:
         answers = await asyncio.gather(*(_ask(client, f"Number {i} is a number that") for i in range(12)))
@@ -106,7 +106,7 @@ async def test_both_replicas_answer_and_both_pages_are_scraped(cluster: str) -> 
         assert _metric(address, "tonnage_memory_measured_bytes{", 'component="weights"') == planned > 0
 
 
-async def test_a_common_beginning_goes_to_the_replica_that_has_it(cluster: str) -> None:
+async def test_request_is_routed_to_the_replica_that_caches_its_prefix(cluster: str) -> None:
     long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
     async with _client() as client:
         for question in ("Who?", "When?", "Where?", "Why?"):
@@ -117,7 +117,7 @@ async def test_a_common_beginning_goes_to_the_replica_that_has_it(cluster: str) 
     assert usage.prompt_tokens_details.cached_tokens > 0.9 * usage.prompt_tokens
 
 
-def test_a_replicas_page_takes_no_requests_and_no_endless_heads(cluster: str) -> None:
+def test_replica_operations_page_rejects_requests_and_endless_headers(cluster: str) -> None:
     """They would pass by the API's queue and quotas, and wait for no end."""
     for address in _wait_for_replicas(2).values():
         assert get(f"http://{address}/ready").status_code == 200
@@ -128,14 +128,14 @@ def test_a_replicas_page_takes_no_requests_and_no_endless_heads(cluster: str) ->
         assert get(f"http://{address}/metrics", headers={"x-long": "a" * 70_000}).status_code == 431
 
 
-async def test_what_can_never_fit_is_refused_with_the_numbers(cluster: str) -> None:
+async def test_request_that_can_never_fit_is_rejected_with_numbers(cluster: str) -> None:
     async with _client() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.completions.create(model="demo", prompt=[1] * 8000, max_tokens=8000)
     assert "8000" in str(refused.value) or "16000" in str(refused.value)
 
 
-async def test_a_killed_replica_leaves_no_client_hanging_and_is_replaced(cluster: str) -> None:
+async def test_killed_replica_fails_its_requests_and_is_replaced(cluster: str) -> None:
     before = _wait_for_replicas(2)
     async with _client() as client:
         asked = [asyncio.create_task(_ask(client, f"Story {i}: once upon a time", 200)) for i in range(16)]
@@ -182,7 +182,7 @@ def test_prefix_memory_counts_from_the_start_and_forgets_the_oldest() -> None:
     assert chain(tuple(range(256)), "salt") != first
 
 
-def test_order_prefers_prefix_then_headroom_then_the_shorter_queue() -> None:
+def test_router_prefers_prefix_then_headroom_then_shorter_queue() -> None:
     queues, headroom = {"a": 2, "b": 0}, {"a": 10.0, "b": 500.0}
     assert order({"a": 3}, queues, headroom) == ["a", "b"]
     assert order({}, queues, headroom) == ["b", "a"]
@@ -199,7 +199,7 @@ class _Context:
         }
 
 
-def test_autoscaling_follows_the_queue_and_goes_down_only_into_room() -> None:
+def test_autoscaling_follows_the_queue_and_shrinks_only_with_headroom() -> None:
     assert replicas_wanted(_Context(1, [9], [1.0]))[0] == 3  # type: ignore[arg-type]
     assert replicas_wanted(_Context(2, [4, 4], [1.0, 1.0]))[0] == 2  # type: ignore[arg-type]
     assert replicas_wanted(_Context(2, [0, 0], [0.3, 0.3]))[0] == 1  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def test_autoscaling_follows_the_queue_and_goes_down_only_into_room() -> None:
     assert replicas_wanted(_Context(1, [0], [0.0]))[0] == 1  # type: ignore[arg-type]
 
 
-def test_a_replica_takes_what_its_plan_says() -> None:
+def test_replica_requests_the_resources_of_its_plan() -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=2**28))
     options = placement(plan, ClusterOptions(cpus_per_replica=2))["ray_actor_options"]
     assert options == {"num_cpus": 2, "memory": plan.rank.used_bytes}
@@ -223,6 +223,6 @@ def test_a_replica_takes_what_its_plan_says() -> None:
         ({"model": "demo", "device_memory": "300MiB"}, DoesNotFit),
     ],
 )
-def test_bad_arguments_place_nothing(args: dict[str, object], error: type[TonnageError]) -> None:
+def test_bad_arguments_start_no_replica(args: dict[str, object], error: type[TonnageError]) -> None:
     with pytest.raises(error):
         build(dict(args))

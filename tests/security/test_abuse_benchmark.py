@@ -12,7 +12,7 @@ from serving import PATIENCE
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "abuse.py"
 
 
-def test_a_case_is_measured_and_judged() -> None:
+def test_abuse_case_reports_measurements_and_verdict() -> None:
     command = [
         sys.executable,
         str(SCRIPT),

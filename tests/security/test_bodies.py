@@ -54,7 +54,9 @@ def called(arguments: str) -> list[dict[str, Any]]:
         (RESPONSES, "max_output_tokens", {"input": "a"}),
     ],
 )
-async def test_a_number_of_4300_nines(server, checked, path: str, field: str, more: dict[str, Any]) -> None:
+async def test_integer_of_4300_digits_is_rejected(
+    server, checked, path: str, field: str, more: dict[str, Any]
+) -> None:
     response = await server.http.post(path, json={"model": "demo", field: NINES, **more})
     error = checked(response)
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, field)
@@ -62,7 +64,7 @@ async def test_a_number_of_4300_nines(server, checked, path: str, field: str, mo
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tools"])
-async def test_names_that_are_not_free_in_a_template(server, checked, name: str) -> None:
+async def test_reserved_template_variables_are_rejected(server, checked, name: str) -> None:
     body = {"model": "demo", "messages": [HELLO], "chat_template_kwargs": {name: 1}}
     error = checked(await server.http.post(CHAT, json=body))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "chat_template_kwargs")
@@ -71,7 +73,9 @@ async def test_names_that_are_not_free_in_a_template(server, checked, name: str)
 @pytest.mark.parametrize(
     "arguments", ['{"a":' * 5000 + "1" + "}" * 5000, '{"a": "\\ud800"}'], ids=["deep", "half a character"]
 )
-async def test_arguments_of_a_call_that_no_template_can_show(server, checked, arguments: str) -> None:
+async def test_tool_call_arguments_that_templates_cannot_render_are_rejected(
+    server, checked, arguments: str
+) -> None:
     error = checked(await server.http.post(CHAT, json={"model": "demo", "messages": called(arguments)}))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "messages.1.tool_calls")
     fine = called('{"a": [1, {"b": null}]}')
@@ -79,7 +83,7 @@ async def test_arguments_of_a_call_that_no_template_can_show(server, checked, ar
     assert response.status_code == 200
 
 
-async def test_a_web_page_cannot_leave_the_content_type_out(server, checked) -> None:
+async def test_json_body_without_content_type_is_rejected(server, checked) -> None:
     """The one form of a JSON body that a browser sends to a foreign server without asking it first."""
     body = json.dumps({"model": "demo", "prompt": "a", "max_tokens": 1}).encode()
     for origin in ("https://evil.example", "null"):
@@ -118,7 +122,7 @@ WRONG: dict[str, tuple[Fields[Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
 @pytest.mark.parametrize("case", WRONG)
-def test_a_hundred_thousand_faults_cost_as_much_as_one(case: str, lenient: bool) -> None:
+def test_validation_cost_is_independent_of_the_number_of_errors(case: str, lenient: bool) -> None:
     """What the body takes as Python objects is all; it was kilobytes for each wrong item."""
     fields, more, param = WRONG[case]
     body = json.dumps({"model": "demo"} | more).encode()
@@ -145,7 +149,7 @@ def test_a_hundred_thousand_faults_cost_as_much_as_one(case: str, lenient: bool)
     ],
     ids=["objects", "lists", "strings", "escapes", "numbers"],
 )
-def test_millions_of_values_are_counted_before_they_are_built(items: str, what: str) -> None:
+def test_json_values_are_counted_before_parsing(items: str, what: str) -> None:
     body = f'{{"model":"demo","prompt":[{items}0]}}'.encode()
     tracemalloc.start()
     try:
@@ -158,7 +162,7 @@ def test_millions_of_values_are_counted_before_they_are_built(items: str, what: 
     assert peak < 2.5 * len(body)
 
 
-def test_names_of_one_object_are_counted_before_they_are_built() -> None:
+def test_json_object_keys_are_counted_before_parsing() -> None:
     """Each costs ten times what a number does: 250,000 of them held the event loop for 150 ms."""
     body = b'{"model":"demo","metadata":{' + b",".join(b'"%x":1' % at for at in range(240_000)) + b"}}"
     with pytest.raises(ApiError, match="240002 names in objects; at most 120000"):
@@ -177,7 +181,7 @@ def in_json(value: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_values_are_counted_as_they_are_read(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_values_are_counted_across_chunk_boundaries(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the text is cut: in a string, behind a backslash."""
     draw = random.Random(size)
 
@@ -209,7 +213,7 @@ def test_values_are_counted_as_they_are_read(size: int, monkeypatch: pytest.Monk
                         json_body._check_values(text, count["values"] - (what == "values"))
 
 
-async def test_large_bodies_are_parsed_in_turn_and_leave_time_to_others() -> None:
+async def test_large_bodies_are_parsed_one_at_a_time_without_blocking_other_requests() -> None:
     """However many are there at once."""
     bodies, large = BodyBytes(10 * FREE_BYTES), 2 * FREE_BYTES
     begun, ended = list[float](), list[float]()
@@ -231,7 +235,7 @@ async def test_large_bodies_are_parsed_in_turn_and_leave_time_to_others() -> Non
         await asyncio.gather(*(bodies.in_turn(11 * FREE_BYTES, parse) for _ in range(4)))
 
 
-async def test_the_error_of_a_large_body_does_not_hold_what_was_built_of_it() -> None:
+async def test_error_for_large_body_releases_the_parsed_body() -> None:
     class Built:
         pass
 
@@ -251,7 +255,9 @@ async def test_the_error_of_a_large_body_does_not_hold_what_was_built_of_it() ->
     assert [reference() for reference in built] == [None]
 
 
-async def test_few_long_texts_are_encoded_at_once(server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_long_texts_tokenized_concurrently_is_bounded(
+    server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, now, most = threading.Lock(), 0, 0
     apart = Tokenizer.encode_all
 
@@ -273,7 +279,9 @@ async def test_few_long_texts_are_encoded_at_once(server, monkeypatch: pytest.Mo
     assert most == 2
 
 
-async def test_large_answers_of_tokenize_are_made_one_by_one(server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_tokenize_responses_are_built_one_at_a_time(
+    server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, now, most, largest = threading.Lock(), 0, 0, 0
     texts_of = Tokenizer.token_texts
 
@@ -300,13 +308,13 @@ async def test_large_answers_of_tokenize_are_made_one_by_one(server, monkeypatch
 
 
 @pytest.mark.parametrize("text", ['{"a":[1,2]},' * 600_000, "[" * 2_000_000, '\\"' * 900_000, "," * 7_000_000])
-def test_a_long_text_may_look_like_json(text: str) -> None:
+def test_long_prompt_that_looks_like_json_is_accepted(text: str) -> None:
     body = json.dumps({"model": "demo", "prompt": text, "max_tokens": 1}).encode()
     found, _ = parse_body(body, completions.FIELDS)
     assert found.prompt == text
 
 
-def test_a_longer_context_has_room_for_its_tokens() -> None:
+def test_body_limit_grows_with_max_model_len() -> None:
     body = json.dumps({"model": "demo", "prompt": [1] * 1_000_000}).encode()
     with pytest.raises(ApiError, match="1000000 values"):
         parse_body(body, completions.FIELDS)
@@ -314,7 +322,7 @@ def test_a_longer_context_has_room_for_its_tokens() -> None:
     assert len(found.prompt) == 1_000_000
 
 
-def test_a_lenient_server_leaves_out_what_it_does_not_know_in_every_message() -> None:
+def test_lenient_server_drops_unknown_fields_of_every_message() -> None:
     body = {"model": "demo", "messages": [HELLO | {"foo": 1}] * 3}
     _, ignored = parse_body(json.dumps(body).encode(), chat.FIELDS, lenient=True)
     assert ignored == ("messages.0.foo", "messages.1.foo", "messages.2.foo")
@@ -323,7 +331,7 @@ def test_a_lenient_server_leaves_out_what_it_does_not_know_in_every_message() ->
         parse_body(json.dumps(different).encode(), chat.FIELDS, lenient=True)
 
 
-def test_the_longest_conversation_is_read() -> None:
+def test_conversation_of_maximum_length_is_accepted() -> None:
     parts = HELLO | {"content": [{"type": "text", "text": "a"}]}
     body, _ = parse_body(json.dumps({"model": "demo", "messages": [parts] * MAX_ITEMS}).encode(), chat.FIELDS)
     assert len(body.messages) == MAX_ITEMS
@@ -348,7 +356,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     return calls
 
 
-async def test_more_prompts_than_the_queue_holds_are_not_encoded(server, checked, encoded) -> None:
+async def test_more_prompts_than_queue_places_are_rejected_before_tokenization(
+    server, checked, encoded
+) -> None:
     body = {"model": "demo", "prompt": ["a"] * 200_000}
     error = checked(await server.http.post(COMPLETIONS, json=body))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "prompt")
@@ -356,7 +366,7 @@ async def test_more_prompts_than_the_queue_holds_are_not_encoded(server, checked
     assert not encoded
 
 
-async def test_long_prompts_are_encoded_in_slices_beside_the_loop(server, checked, encoded) -> None:
+async def test_long_prompts_are_tokenized_in_slices_off_the_event_loop(server, checked, encoded) -> None:
     prompts = ["one two " * 500, "three " * 3000, "", *["four " * 1000] * 9]
     body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
     error = checked(await server.http.post(COMPLETIONS, json=body))  # the second is too long for the model
@@ -368,7 +378,7 @@ async def test_long_prompts_are_encoded_in_slices_beside_the_loop(server, checke
     assert len(encoded) < len(prompts)
 
 
-async def test_a_prompt_far_too_long_is_not_encoded_whole(server, checked, encoded) -> None:
+async def test_prompt_far_above_max_model_len_is_not_tokenized_in_full(server, checked, encoded) -> None:
     """Whole it takes a hundred bytes of memory a character."""
     text = "lorem ipsum " * 600_000
     for path, more in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [HELLO | {"content": text}]})):
@@ -381,13 +391,13 @@ async def test_a_prompt_far_too_long_is_not_encoded_whole(server, checked, encod
         assert sum(size for _, size in encoded) < 20 * server.state.max_model_len + _ENCODE_INLINE_CHARACTERS
 
 
-async def test_a_token_that_repeats_is_one_object(server) -> None:
+async def test_repeated_token_strings_share_one_object(server) -> None:
     generator = Generator(server.state)
     (ids,) = await generator.encode_all(["one two three four " * 2000])
     assert len({id(token) for token in ids}) == len(set(ids)) < len(ids)
 
 
-def test_a_batch_is_encoded_and_decoded_as_each_alone(tokenizer: Tokenizer) -> None:
+def test_batch_tokenization_equals_single_tokenization(tokenizer: Tokenizer) -> None:
     texts = ["", "hello", " hello\n", "<|im_start|>user\nça va? \U0001f600<|im_end|>", "a" * 5000]
     for special in (True, False):
         assert tokenizer.encode_all(texts, special) == [tokenizer.encode(text, special) for text in texts]
@@ -397,7 +407,7 @@ def test_a_batch_is_encoded_and_decoded_as_each_alone(tokenizer: Tokenizer) -> N
         assert tokenizer.token_texts(ids) == [tokenizer.token_text(token) for token in ids]
 
 
-async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
+async def test_long_text_round_trips_through_tokenize_and_detokenize(server, checked, encoded) -> None:
     text = "one two three " * 5000
     answer = (await server.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -414,12 +424,12 @@ async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
     assert str(MAX_TOKENS) in error.message
 
 
-def test_the_plan_counts_what_bodies_may_hold() -> None:
+def test_plan_includes_memory_of_request_bodies() -> None:
     default = Settings.model_fields["max_request_body_bytes"].default
     assert BodyBytes(default).most == BODIES_BYTES
 
 
-async def test_bodies_that_arrive_slowly_hold_no_more_than_their_share(run_server, small_plan) -> None:
+async def test_slowly_arriving_bodies_hold_at_most_their_share_of_memory(run_server, small_plan) -> None:
     limit = 1_000_000
     async with run_server(FakeEngine(small_plan()), max_request_body_bytes=limit) as server:
         host, port = server.url.removeprefix("http://").split(":")

@@ -35,7 +35,7 @@ def services(file: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file in FILES for name in services(file)])
-def test_a_service_is_confined_and_can_write_what_it_must(file: str, name: str) -> None:
+def test_compose_service_is_confined_and_can_write_its_volumes(file: str, name: str) -> None:
     service = services(file)[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -48,7 +48,7 @@ def test_a_service_is_confined_and_can_write_what_it_must(file: str, name: str) 
         assert port.startswith("127.0.0.1:")
 
 
-def test_on_gpus_a_service_gets_them_and_nothing_else_changes() -> None:
+def test_gpu_overlay_adds_only_the_gpus() -> None:
     """What compose.gpu.yaml lays over the server."""
     over = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
     assert over.keys() == {"tonnage"}
@@ -62,7 +62,7 @@ def test_on_gpus_a_service_gets_them_and_nothing_else_changes() -> None:
     assert filled(over["tonnage"]["shm_size"], {}) == "64m"
 
 
-def test_every_volume_is_declared() -> None:
+def test_every_compose_volume_is_declared() -> None:
     for file, path in FILES.items():
         named = {volume.split(":")[0] for s in services(file).values() for volume in s["volumes"]}
         declared = yaml.safe_load(path.read_text())["volumes"].keys()

@@ -67,7 +67,9 @@ class Connection:
 @pytest.mark.parametrize(
     ("start", "piece"), [(b"GET /health HTTP/1.1\r\nX: ", b"x"), (b"", b"\r\n")], ids=["value", "blank lines"]
 )
-async def test_a_slow_head_on_a_kept_connection(server, monkeypatch, start: bytes, piece: bytes) -> None:
+async def test_slow_request_head_on_keep_alive_connection_times_out(
+    server, monkeypatch, start: bytes, piece: bytes
+) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
     async with Connection(server.url) as slow:
         slow.send(HEALTH)
@@ -85,7 +87,7 @@ async def test_a_slow_head_on_a_kept_connection(server, monkeypatch, start: byte
         dripping.cancel()
 
 
-async def test_a_body_that_nobody_reads_has_an_end(server, monkeypatch) -> None:
+async def test_unread_request_body_is_bounded(server, monkeypatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
     async with Connection(server.url) as slow:
         slow.send(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
@@ -110,7 +112,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("around", TOO_LONG.values(), ids=TOO_LONG)
-async def test_what_stands_around_a_body_is_counted(server, around: bytes) -> None:
+async def test_chunk_extensions_and_trailers_count_towards_the_body_limit(server, around: bytes) -> None:
     async with Connection(server.url) as sender:
         sender.send(CHUNKED)
         await server.until(lambda: server.state.accounts.received == 1)
@@ -124,7 +126,7 @@ async def test_what_stands_around_a_body_is_counted(server, around: bytes) -> No
         assert (await sender.answer())[0] == 200
 
 
-async def test_few_requests_are_taken_before_the_first_is_answered(server) -> None:
+async def test_number_of_pipelined_requests_is_bounded(server) -> None:
     async with Connection(server.url) as sender:
         sender.send(HEALTH * 1000)
         for _ in range(1 + MAX_PIPELINED):
@@ -138,7 +140,7 @@ async def test_few_requests_are_taken_before_the_first_is_answered(server) -> No
             assert (await sender.answer())[0] == 200
 
 
-async def test_idle_connections_make_room(server, monkeypatch) -> None:
+async def test_idle_connections_are_closed_for_new_connections(server, monkeypatch) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 8)
     async with contextlib.AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(Connection(server.url)) for _ in range(20)]
@@ -153,12 +155,14 @@ async def test_idle_connections_make_room(server, monkeypatch) -> None:
     ("files", "most"),
     [(1024, 1024 - RESERVED_FILES), (65536, MAX_CONNECTIONS), (RLIM_INFINITY, MAX_CONNECTIONS), (32, 1)],
 )
-def test_open_files_are_kept_for_all_else(monkeypatch, files: int, most: int) -> None:
+def test_file_descriptors_are_reserved_beside_connections(monkeypatch, files: int, most: int) -> None:
     monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
     assert max_connections() == most
 
 
-async def test_working_connections_stay_and_the_next_is_told(run_server, small_plan, monkeypatch) -> None:
+async def test_busy_connections_stay_open_and_the_next_one_is_rejected(
+    run_server, small_plan, monkeypatch
+) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
     engine = FakeEngine(small_plan(), token_rate=20)
     body: dict[str, Any] = {"model": "demo", "prompt": "hello", "max_tokens": 1000, "ignore_eos": True}

@@ -19,7 +19,7 @@ from tonnage.server.engines.request import GenerationRequest
 KEY = "key-of-the-server-in-the-tests"
 
 
-def test_the_engine_does_not_inherit_the_key() -> None:
+def test_engine_process_does_not_inherit_the_api_key() -> None:
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", "--backend", "hf"]
     command += ["--kv-cache-memory-bytes", "48MiB", "--max-model-len", "1024"]
     environment = os.environ | {"TONNAGE_API_KEY": KEY, "tonnage_api_key": KEY}
@@ -48,7 +48,9 @@ def test_the_engine_does_not_inherit_the_key() -> None:
         server.wait(PATIENCE)
 
 
-async def test_eos_ids_outside_the_vocabulary_end_nothing(run_server, small_plan, tokenizer, caplog) -> None:
+async def test_eos_ids_outside_the_vocabulary_do_not_stop_the_engine(
+    run_server, small_plan, tokenizer, caplog
+) -> None:
     """With min_tokens an engine looks for the logit of each: an id beyond the last one ended it."""
     asked: list[GenerationRequest] = []
 

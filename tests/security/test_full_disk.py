@@ -34,7 +34,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> C
     return lambda about: [message for message in caplog.messages if about in message]
 
 
-async def test_a_full_disk_under_the_request_log_costs_no_answer(said: Callable[[str], list[str]]) -> None:
+async def test_full_disk_of_the_request_log_fails_no_request(said: Callable[[str], list[str]]) -> None:
     ensure_demo()
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=512, max_num_seqs=8))
     app = create_app(Settings(model="demo", request_log=Path("/dev/full")), FakeEngine(plan))
@@ -78,7 +78,7 @@ print(log.lost)
 """
 
 
-def test_a_disk_that_fills_within_a_line_and_has_room_again(tmp_path: Path) -> None:
+def test_request_log_resumes_on_a_new_line_after_the_disk_was_full(tmp_path: Path) -> None:
     """The half of a line stays alone, what comes after it is whole."""
     path = tmp_path / "requests.jsonl"
     done = run(FULL_FOR_A_WHILE, str(path))
@@ -109,7 +109,7 @@ def add_more(value: int) -> int:
     return value + 2
 
 
-def test_a_cache_that_takes_no_folder_is_done_without(
+def test_unwritable_cache_directory_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]]
 ) -> None:
     """What the folder itself allows may be refused below it: no inode left, another user's."""
@@ -141,7 +141,7 @@ print(one(1), two(1), compiler.kept)
 """
 
 
-def test_code_for_which_there_is_no_space_runs(tmp_path: Path) -> None:
+def test_compiled_code_runs_without_disk_space_to_cache_it(tmp_path: Path) -> None:
     """No byte fits: a process whose files may not grow stands for a full disk."""
     (tmp_path / "module.py").write_text("def one(x):\n    return x + 1\n\ndef two(x):\n    return x + 2\n")
     done = run(WITHOUT_SPACE, str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "kept"))
@@ -162,7 +162,7 @@ raise SystemExit(main(["plan", "demo", "--gpu", "h100-80g"]))
 """
 
 
-def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
+def test_missing_home_directory_is_reported(tmp_path: Path) -> None:
     """As in a container that runs under a user id of its own choice."""
     done = run(NO_HOME)
     assert (done.returncode, done.stdout) == (2, "")
@@ -172,7 +172,7 @@ def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_file_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo model's folder is there and takes no file."""
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
     folder = demo_folder()
@@ -193,7 +193,7 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     "words", [["plan", "demo", "--gpu", "l4"], ["plan", "--help"], ["--version"], ["dtype"]]
 )
-def test_output_that_has_no_space_is_one_line(words: list[str]) -> None:
+def test_output_to_a_full_disk_is_a_one_line_error(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "tonnage.server.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True
@@ -202,7 +202,7 @@ def test_output_that_has_no_space_is_one_line(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, said)
 
 
-def test_half_a_file_is_not_left(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_partial_file(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     command = [sys.executable, "-c", NO_SPACE, "4096", "plan", "demo", "--gpu", "l4", "--html", str(page)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -87,7 +87,7 @@ def trial(loop: EngineLoop) -> psutil.Process:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_ends_no_engine(loop: EngineLoop, name: str) -> None:
+def test_hostile_grammar_does_not_stop_the_engine(loop: EngineLoop, name: str) -> None:
     """It is served within the step's budget, or refused as its client's fault; others are served."""
     assert loop.add(request("hostile", HOSTILE[name], n=4)) == []
     loop.add(request("victim", tokens=20))
@@ -100,7 +100,7 @@ def test_a_hostile_grammar_ends_no_engine(loop: EngineLoop, name: str) -> None:
     assert tokens_of(until(loop, lambda chunks: loop.idle), "digits") == 4
 
 
-def test_others_go_on_while_a_grammar_is_compiled_and_a_hang_up_is_heard(
+def test_grammar_compilation_blocks_no_other_request_and_stops_on_disconnect(
     loop: EngineLoop, trial: psutil.Process
 ) -> None:
     """However long that takes: here for ever, because the process that does it is stopped."""
@@ -123,7 +123,7 @@ def test_others_go_on_while_a_grammar_is_compiled_and_a_hang_up_is_heard(
     assert tokens_of(until(loop, lambda chunks: loop.idle), "again") == 4
 
 
-def test_masks_beyond_the_budget_of_a_step_end_their_own_sequences(
+def test_grammar_masks_over_the_step_budget_end_only_their_sequences(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "STEP_SECONDS", -1.0)
@@ -137,7 +137,7 @@ def test_masks_beyond_the_budget_of_a_step_end_their_own_sequences(
     assert tokens_of(chunks, "victim") == 20
 
 
-def test_grammars_beyond_their_memory_end_their_own_sequences(
+def test_grammars_over_the_memory_limit_end_only_their_sequences(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "HELD_BYTES", -1)
@@ -163,7 +163,7 @@ class Timed:
         self.filled = True
 
 
-def test_tenants_take_turns_at_the_masks_of_a_step() -> None:
+def test_mask_budget_of_a_step_is_shared_round_robin_by_tenants() -> None:
     held = replace_held()
     slow = [Timed(masks.STEP_SECONDS * 0.6, compiled=held) for _ in range(6)]
     quick = [Timed(masks.STEP_SECONDS * 0.01, compiled=held) for _ in range(3)]
@@ -189,7 +189,7 @@ class Waits:
         return bool(self.matcher.is_error())
 
 
-def test_a_busy_machine_is_no_fault_of_a_grammar(
+def test_grammar_budget_counts_cpu_time_not_wall_time(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "STEP_SECONDS", 0.05)
@@ -226,7 +226,7 @@ def told(compiler: GrammarCompiler, count: int) -> list[str]:
     return names
 
 
-def test_one_tenants_slow_grammars_do_not_hold_up_anothers(compiler: GrammarCompiler) -> None:
+def test_slow_grammars_of_one_tenant_do_not_delay_another(compiler: GrammarCompiler) -> None:
     for letter in "abc":
         compiler.ask(request(f"slow {letter}", Grammar("grammar", CHAIN.format(letter)), tenant="one"))
     compiler.ask(request("simple", DIGITS, tenant="other"))
@@ -238,7 +238,7 @@ def test_one_tenants_slow_grammars_do_not_hold_up_anothers(compiler: GrammarComp
     assert told(compiler, 1) == ["last"]
 
 
-def test_a_grammar_at_fault_is_not_tried_again(compiler: GrammarCompiler) -> None:
+def test_rejected_grammar_is_not_compiled_again(compiler: GrammarCompiler) -> None:
     compiler.ask(request("first", Grammar("grammar", CHAIN.format("a"))))
     assert told(compiler, 1) == ["first"]
     trial = psutil.Process(compiler.pid)
@@ -259,7 +259,7 @@ def tag(name: str) -> Grammar:
 
 
 @needs_xgrammar
-def test_many_different_tags_are_not_all_kept(
+def test_number_of_cached_structural_tags_is_bounded(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "CACHE_BYTES", 200_000)  # one takes 45,000
@@ -272,7 +272,7 @@ def test_many_different_tags_are_not_all_kept(
 
 
 @needs_xgrammar
-def test_whatever_a_tag_leads_to_is_told(tmp_path: Path) -> None:
+def test_every_outcome_of_a_structural_tag_is_reported(tmp_path: Path) -> None:
     compiler = GrammarCompiler(folder_with(tmp_path, **{"tokenizer_config.json": "[]"}), 49152)
     compiler.ask(request("asks", tag("field")))
     assert wait([compiler.fileno()], PATIENCE)
@@ -289,7 +289,7 @@ def strict(schema: object) -> Grammar:
     return Grammar("structural_tag", json.dumps(found))
 
 
-async def test_no_grammar_comes_to_vllm_without_its_trial() -> None:
+async def test_every_grammar_is_compiled_in_a_trial_before_vllm_gets_it() -> None:
     """The API process's side, without vLLM."""
     checks = GrammarChecks(ensure_demo())
     assert await checks.check(request("plain")) is None
@@ -309,7 +309,7 @@ async def test_no_grammar_comes_to_vllm_without_its_trial() -> None:
     checks.close()
 
 
-async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() -> None:
+async def test_grammar_trial_stops_on_disconnect_and_reports_a_killed_process() -> None:
     checks = GrammarChecks(ensure_demo())
     trial = psutil.Process(checks.pid)
     trial.suspend()
@@ -339,7 +339,7 @@ async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() ->
     await asyncio.to_thread(trial.wait, PATIENCE)  # no process is left, stopped as it is
 
 
-def test_a_new_process_tries_grammars_when_one_was_killed(compiler: GrammarCompiler) -> None:
+def test_killed_grammar_trial_process_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.ask(request("before", DIGITS))
     assert told(compiler, 1) == ["before"]
     trial = psutil.Process(compiler.pid)
@@ -366,7 +366,7 @@ def folder_with(tmp_path: Path, **changed: str) -> Path:
     return tmp_path
 
 
-def test_a_tokenizer_that_names_code_of_its_own_is_only_read(tmp_path: Path) -> None:
+def test_custom_tokenizer_code_is_not_executed(tmp_path: Path) -> None:
     config = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
     code = f"open({str(tmp_path / 'was_here')!r}, 'w').close()\nclass Mine: ...\n"
     folder = folder_with(tmp_path, **{"tokenizer_config.json": json.dumps(config), "mine.py": code})
@@ -382,7 +382,7 @@ def test_a_tokenizer_that_names_code_of_its_own_is_only_read(tmp_path: Path) -> 
     compiler.close()
 
 
-def test_a_tokenizer_that_does_not_load_ends_no_engine(tmp_path: Path) -> None:
+def test_broken_tokenizer_rejects_grammars_without_stopping_the_engine(tmp_path: Path) -> None:
     """Whoever asks for a grammar is told, as at fault; the engine serves the others."""
     folder = folder_with(
         tmp_path, **{"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "M"}'}
@@ -408,7 +408,7 @@ class Matching(FakeEngine):
         return replace(found, honours=found.honours | {"grammar"})
 
 
-async def test_a_long_grammar_is_refused_before_an_engine_sees_it(run_server, small_plan) -> None:
+async def test_oversized_grammar_is_rejected_before_it_reaches_the_engine(run_server, small_plan) -> None:
     engine = Matching(small_plan())
     async with run_server(engine) as server:
         wishes = {

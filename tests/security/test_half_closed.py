@@ -63,7 +63,7 @@ def said(answer: bytes) -> str:
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_who_closes_its_half_is_answered(
+async def test_half_closed_connection_gets_its_response(
     run_server, small_plan, monkeypatch, stream: bool, version: str
 ) -> None:
     monkeypatch.setattr(half_closed, "FIRST_SECONDS", 0.001)
@@ -76,7 +76,7 @@ async def test_who_closes_its_half_is_answered(
         assert server.state.accounts.outcomes["length"] == 2
 
 
-async def test_who_closes_its_half_at_once_is_answered_at_once(server) -> None:
+async def test_connection_half_closed_with_the_request_gets_an_immediate_response(server) -> None:
     answer = await ask(server.url, request())
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert answer.endswith(b'{"status":"ok"}')
@@ -84,7 +84,9 @@ async def test_who_closes_its_half_at_once_is_answered_at_once(server) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_several_requests_before_the_half_is_closed(run_server, small_plan, monkeypatch) -> None:
+async def test_pipelined_requests_before_a_half_close_are_all_answered(
+    run_server, small_plan, monkeypatch
+) -> None:
     monkeypatch.setattr(half_closed, "FIRST_SECONDS", 0.001)
     async with run_server(FakeEngine(small_plan(), token_rate=20)) as server:
         wanted = (await server.complete(**STORY)).json()["choices"][0]["text"]
@@ -94,7 +96,7 @@ async def test_several_requests_before_the_half_is_closed(run_server, small_plan
         assert health.endswith(b'{"status":"ok"}')
 
 
-async def test_half_a_request_is_none(run_server, small_plan) -> None:
+async def test_half_close_within_a_request_closes_the_connection(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan())) as server:
         assert await ask(server.url, request(STORY)[:-5]) == b""
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
@@ -102,7 +104,7 @@ async def test_half_a_request_is_none(run_server, small_plan) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("half", [False, True], ids=["at once", "half first"])
-async def test_who_leaves_frees_its_blocks(run_server, small_plan, stream: bool, half: bool) -> None:
+async def test_disconnected_client_frees_its_blocks(run_server, small_plan, stream: bool, half: bool) -> None:
     """Without a reset: by a FIN, as an ordinary close sends it. At 20 tokens a second 1,000 take 50 s."""
     engine = FakeEngine(small_plan(1024, max_num_seqs=1), token_rate=20)
     async with run_server(engine) as server:

@@ -38,7 +38,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> HFEngine:
     return HFEngine(make_plan("demo", settings))
 
 
-async def test_an_engine_that_stops_at_work_is_ended(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_hangs_while_generating_is_killed(
+    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with asyncio.timeout(PATIENCE):
         await engine.start()
     assert engine.pid is not None
@@ -66,7 +68,7 @@ async def test_an_engine_that_stops_at_work_is_ended(engine: HFEngine, monkeypat
     assert not process.is_running()
 
 
-async def test_an_engine_that_stops_while_it_loads_is_ended(
+async def test_engine_that_hangs_while_loading_is_killed(
     engine: HFEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "HANG_CHECKS_LOADING", CHECKS)
@@ -82,7 +84,7 @@ async def test_an_engine_that_stops_while_it_loads_is_ended(
     assert not engine.ready
 
 
-def test_a_slow_process_is_told_from_one_that_is_stopped() -> None:
+def test_watchdog_distinguishes_slow_from_stopped_processes() -> None:
     """Also by its children: an engine that loads waits for the process that compiles."""
     busy = "while True: pass"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"

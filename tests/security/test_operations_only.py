@@ -17,7 +17,7 @@ def page(small_plan, tokenizer) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page")
 
 
-async def test_it_shows_what_operators_ask_and_answers_nothing_else(page: httpx.AsyncClient) -> None:
+async def test_operations_page_serves_metrics_and_health_only(page: httpx.AsyncClient) -> None:
     async with page:
         assert (await page.get("/health")).status_code == 200
         assert "tonnage_memory_planned_bytes" in (await page.get("/metrics")).text

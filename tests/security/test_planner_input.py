@@ -77,26 +77,26 @@ TINY = mutated_models.TINY
         ),
     ],
 )  # fmt: skip
-def test_a_field_of_another_kind_is_named(name, path, value, field):
+def test_config_field_of_wrong_type_is_named(name, path, value, field):
     with pytest.raises(TonnageError) as caught:
         planned(changed(name, path, value))
     assert field in str(caught.value)
 
 
-def test_a_head_size_that_rounds_to_nothing_is_refused():
+def test_head_size_of_zero_is_refused():
     config = changed("THUDM__chatglm3-6b", "num_attention_heads", 8192) | {"kv_channels": None}
     with pytest.raises(ConfigError, match=r"weight: the sizes give it the shape \[0, 4096\]"):
         planned(config | {"multi_query_group_num": 8192})
 
 
-def test_layers_named_by_a_list_are_words():
+def test_non_string_layer_types_are_refused():
     config = config_of("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
     config.pop("hybrid_override_pattern")
     with pytest.raises(ConfigError, match="layers_block_type"):
         planned(config | {"layers_block_type": [["mamba"]]})
 
 
-def test_a_dropout_too_large_for_a_number_is_not_read():
+def test_unused_dropout_beyond_float_range_is_ignored():
     planned(TINY | {"attention_dropout": HUGE})
 
 
@@ -119,13 +119,13 @@ def test_a_dropout_too_large_for_a_number_is_not_read():
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )  # fmt: skip
-def test_a_broken_quantization_config_is_named(stored, field):
+def test_broken_quantization_config_is_named(stored, field):
     with pytest.raises(TonnageError) as caught:
         planned(TINY | {"quantization_config": stored})
     assert field in str(caught.value)
 
 
-def test_a_list_of_a_million_layers_is_looked_through_once():
+def test_list_of_a_million_layers_is_read_once():
     class Million(list):
         def __contains__(self, item: object) -> bool:
             pytest.fail("it is looked through for each layer")
@@ -137,13 +137,13 @@ def test_a_list_of_a_million_layers_is_looked_through_once():
     assert planned(many, flags).ranks == planned(few, flags).ranks
 
 
-def test_a_long_key_of_many_items_is_read_in_linear_time(monkeypatch):
+def test_long_keys_are_parsed_in_linear_time(monkeypatch):
     monkeypatch.setattr(fields, "_written", lambda path: pytest.fail("the way to an item is written out"))
     key = "k" * (1 << 20)
     assert len(parse_config(json.dumps({key: [0.5] * 200_000}).encode(), "config.json")[key]) == 200_000
 
 
-def test_a_config_beyond_its_limit_is_not_read(tmp_path):
+def test_oversized_config_is_not_read(tmp_path):
     (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(ConfigError, match="is no config"):
         make_plan(str(tmp_path), FLAGS)
@@ -152,7 +152,7 @@ def test_a_config_beyond_its_limit_is_not_read(tmp_path):
 @pytest.mark.timeout(60)  # a pipe would be waited for
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_what_is_no_regular_file_is_not_read(kind, name, tmp_path):
+def test_special_files_are_not_read(kind, name, tmp_path):
     if kind == "pipe":
         os.mkfifo(tmp_path / name)
     else:
@@ -161,7 +161,7 @@ def test_what_is_no_regular_file_is_not_read(kind, name, tmp_path):
         read_folder(tmp_path)
 
 
-def test_more_tensors_than_any_model_has_are_not_parsed(tmp_path, monkeypatch):
+def test_header_with_too_many_tensors_is_refused_before_parsing(tmp_path, monkeypatch):
     entry = b'"%d":{"dtype":"U8","shape":[],"data_offsets":[0,1]},'
     text = b"{" + b"".join(entry % i for i in range(MAX_TENSORS + 1))[:-1] + b"}"
     path = tmp_path / "model.safetensors"
@@ -171,14 +171,14 @@ def test_more_tensors_than_any_model_has_are_not_parsed(tmp_path, monkeypatch):
         read_header(path)
 
 
-def test_an_index_of_more_tensors_than_any_model_has(tmp_path):
+def test_index_with_too_many_tensors_is_refused(tmp_path):
     names = {str(i): "a.safetensors" for i in range(MAX_TENSORS_OF_MODEL + 1)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(CheckpointError, match="names 524,289 tensors"):
         read_folder(tmp_path)
 
 
-def test_a_shape_beyond_any_float_is_refused(tmp_path):
+def test_tensor_shape_beyond_float_range_is_refused(tmp_path):
     header = {"a": {"dtype": "F32", "shape": [1 << 62] * 64, "data_offsets": [0, 4]}}
     path = tmp_path / "model.safetensors"
     path.write_bytes(mutated_models.packed(header) + bytes(4))
@@ -187,7 +187,7 @@ def test_a_shape_beyond_any_float_is_refused(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_gguf_header_without_end(tmp_path):
+def test_endless_gguf_header_is_refused(tmp_path):
     """Ten gigabytes of empty strings, none of which is stored."""
     path = tmp_path / "model.gguf"
     start = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
@@ -212,7 +212,7 @@ NASTY = "\x1b[2J\x1b]0;owned\x07\nred\u202e" + "n" * 1_000_000
     ],
     ids=["field", "model_type", "architectures", "quantized_layers", "config_groups"],
 )
-def test_names_from_a_config_are_printed_plain_and_short(config):
+def test_config_names_are_printed_escaped_and_truncated(config):
     with pytest.raises(TonnageError) as caught:
         planned(config)
     said = str(caught.value)
@@ -220,7 +220,7 @@ def test_names_from_a_config_are_printed_plain_and_short(config):
     assert len(said) <= 3 * LONGEST_TEXT + 10
 
 
-def test_names_from_a_header_are_printed_plain_and_short(tmp_path):
+def test_header_names_are_printed_escaped_and_truncated(tmp_path):
     header = {NASTY: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}
     (tmp_path / "model.safetensors").write_bytes(mutated_models.packed(header) + bytes(8))
     with pytest.raises(CheckpointError) as caught:
@@ -229,7 +229,7 @@ def test_names_from_a_header_are_printed_plain_and_short(tmp_path):
     assert len(str(caught.value)) <= 3 * LONGEST_TEXT + 10
 
 
-def test_names_in_notes_are_plain_and_short():
+def test_names_in_plan_notes_are_escaped_and_truncated():
     plan = planned(TINY | {NASTY + "bias": True})
     assert any("bias" in note or "red" in note for note in plan.notes)
     assert all(note.isprintable() and len(note) <= 2 * LONGEST_TEXT for note in plan.notes)
@@ -252,7 +252,7 @@ def summed(monkeypatch) -> list[tuple[str, int, str | None]]:
 DEEP = "deepseek-ai__DeepSeek-V3"
 
 
-def test_advice_sums_the_same_weights_once(summed):
+def test_advice_computes_shared_weights_once(summed):
     plain = config_of(DEEP)
     del plain["quantization_config"]  # which the hf engine does not read
     plan = plan_or_advise(ModelSource("m", "m", plain, "folder"), Deployment(device_memory=1 << 30))
@@ -266,7 +266,7 @@ def test_advice_sums_the_same_weights_once(summed):
     assert summed == once
 
 
-def test_a_model_too_deep_to_be_one_is_not_divided_for_advice(summed):
+def test_advice_skips_models_with_implausibly_many_layers(summed):
     config = config_of(DEEP) | {"num_hidden_layers": LIMITS["layers"]}
     plan = plan_or_advise(ModelSource("m", "m", config, "folder"), Deployment(engine="vllm", gpu="h100-80g"))
     assert not plan.fits
@@ -276,7 +276,7 @@ def test_a_model_too_deep_to_be_one_is_not_divided_for_advice(summed):
 
 
 @pytest.mark.timeout(600)
-def test_a_share_of_the_mutations():
+def test_sample_of_mutated_configs_is_planned_or_refused_in_time():
     """The limit of time is one for a busy machine; the whole run's is two seconds."""
     program = [
         sys.executable,

@@ -35,7 +35,7 @@ async def generate(engine: SupervisedEngine) -> None:
         pass
 
 
-async def test_a_restart_whose_factory_raises_is_tried_again(plan: Plan) -> None:
+async def test_engine_restart_is_retried_after_the_factory_raises(plan: Plan) -> None:
     made = 0
 
     def make() -> FakeEngine:
@@ -67,7 +67,7 @@ async def test_a_restart_whose_factory_raises_is_tried_again(plan: Plan) -> None
     await engine.stop()
 
 
-async def test_a_factory_that_always_raises_ends_the_server_with_the_reason(plan: Plan) -> None:
+async def test_server_exits_with_the_reason_if_engine_creation_always_fails(plan: Plan) -> None:
     made = 0
 
     def make() -> FakeEngine:
@@ -88,7 +88,7 @@ async def test_a_factory_that_always_raises_ends_the_server_with_the_reason(plan
     await engine.stop()
 
 
-async def test_an_engine_that_loads_for_ever_is_ended(plan: Plan) -> None:
+async def test_engine_that_never_finishes_loading_is_killed(plan: Plan) -> None:
     made: list[FakeEngine] = []
 
     def make() -> FakeEngine:
@@ -105,7 +105,7 @@ async def test_an_engine_that_loads_for_ever_is_ended(plan: Plan) -> None:
     await engine.stop()
 
 
-async def test_a_first_load_without_end_ends_the_server_with_the_flag(plan: Plan) -> None:
+async def test_endless_first_load_exits_and_names_the_timeout_flag(plan: Plan) -> None:
     engine = SupervisedEngine(lambda: FakeEngine(plan, load_seconds=3600.0), ready_timeout=0.1)
     with pytest.raises(EngineDead, match=r"did not load within 0\.1 s.*--engine-ready-timeout"):
         await engine.start()

@@ -81,7 +81,9 @@ def said(stream: bytes) -> Counter[tuple[int, str, str | None]]:
     return Counter((choice["index"], choice["text"], choice["finish_reason"]) for choice in choices)
 
 
-async def test_sequences_are_free_when_the_engine_has_ended_them(run_server, small_plan, connections) -> None:
+async def test_sequences_of_slow_readers_are_freed_when_the_engine_ends_them(
+    run_server, small_plan, connections
+) -> None:
     async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=4) as server:
         reader = Reader(server.url)
         await reader.send("/v1/completions", STORY)
@@ -99,7 +101,7 @@ async def test_sequences_are_free_when_the_engine_has_ended_them(run_server, sma
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", STORY), ("/openapi.json", None)], ids=["stream", "whole"]
 )
-async def test_who_takes_nothing_is_cut_off(
+async def test_client_that_reads_nothing_is_disconnected(
     run_server, small_plan, connections, monkeypatch, path: str, body: dict[str, Any] | None
 ) -> None:
     monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.5)
@@ -114,7 +116,7 @@ async def test_who_takes_nothing_is_cut_off(
         await server.until(lambda: server.state.outboxes.behind == 0)
 
 
-async def test_a_stream_begins_when_what_was_asked_before_has_been_read(
+async def test_pipelined_stream_starts_after_the_previous_response_was_read(
     run_server, small_plan, connections
 ) -> None:
     engine = FakeEngine(small_plan())
@@ -134,7 +136,7 @@ async def test_a_stream_begins_when_what_was_asked_before_has_been_read(
         assert b"data: [DONE]" in await reader.read()
 
 
-async def test_what_is_kept_for_all_streams_is_bounded(
+async def test_total_of_buffered_stream_output_is_bounded(
     run_server, small_plan, connections, monkeypatch
 ) -> None:
     monkeypatch.setattr(outbox, "OUTBOX_BYTES", 150_000)
@@ -153,7 +155,9 @@ async def test_what_is_kept_for_all_streams_is_bounded(
         assert (await server.complete(max_tokens=2)).status_code == 200
 
 
-async def test_slow_readers_make_room(run_server, small_plan, connections, monkeypatch) -> None:
+async def test_slow_readers_are_disconnected_when_buffers_are_full(
+    run_server, small_plan, connections, monkeypatch
+) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
     async with run_server(FakeEngine(small_plan())) as server:
         readers = [Reader(server.url) for _ in range(2)]

@@ -26,20 +26,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_home_is_the_cache_which_can_be_written() -> None:
+def test_systemd_unit_uses_the_writable_cache_as_home() -> None:
     environment = dict(word.split("=") for line in settings(UNIT, "Environment") for word in line.split())
     (cache,) = settings(UNIT, "CacheDirectory")
     assert environment["HOME"] == environment["TONNAGE_CACHE"] == f"/var/cache/{cache}"
 
 
-def test_what_needs_a_privilege_stays_forbidden() -> None:
+def test_systemd_unit_denies_privileged_calls() -> None:
     calls = allowed(UNIT, groups())
     assert {"execve", "futex", "mbind", "sched_setaffinity", "setpriority"} <= calls
     forbidden = {"mount", "ptrace", "bpf", "kexec_load", "init_module", "chroot", "setuid", "reboot", "swapon"}
     assert not forbidden & calls
 
 
-def test_the_server_and_its_engine_work_under_the_units_filter() -> None:
+def test_server_and_engine_run_under_the_units_syscall_filter() -> None:
     ensure_demo()
     flags = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--max-num-seqs", "4"]
     under = (sys.executable, str(FILTERED), str(UNIT))

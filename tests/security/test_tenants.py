@@ -57,7 +57,7 @@ class Ordered(FakeEngine):
         return Capabilities(honours=BASIC_PARAMS | {"priority"})
 
 
-async def test_no_salt_of_one_tenant_is_anothers(run_server, small_plan, tmp_path) -> None:
+async def test_cache_salts_of_tenants_never_collide(run_server, small_plan, tmp_path) -> None:
     """Sharing keys and salted keys, without and with salts of their own that look like another's."""
     path = key_file(
         tmp_path,
@@ -82,7 +82,9 @@ async def test_no_salt_of_one_tenant_is_anothers(run_server, small_plan, tmp_pat
         assert [await cached(BOB, cache_salt="y"), await cached(WATCH, cache_salt="y")] == [0, 48]
 
 
-async def test_a_request_goes_no_earlier_than_its_key(run_server, small_plan, tmp_path, checked) -> None:
+async def test_request_priority_cannot_exceed_that_of_its_key(
+    run_server, small_plan, tmp_path, checked
+) -> None:
     asked = Asked()
     path = key_file(tmp_path, {"name": "a", "key": ALICE}, {"name": "b", "key": BOB, "priority": -5})
     async with run_server(Ordered(small_plan(), reply=asked), api_key_file=path) as server:
@@ -101,7 +103,7 @@ async def test_a_request_goes_no_earlier_than_its_key(run_server, small_plan, tm
         assert [request.priority for request in asked.requests] == [3, 0, -5, -5]
 
 
-async def test_one_key_leaves_as_much_of_the_queue_as_it_takes(run_server, small_plan, checked) -> None:
+async def test_one_key_takes_at_most_half_of_the_free_queue(run_server, small_plan, checked) -> None:
     engine = FakeEngine(small_plan(1024), token_rate=20)
     async with run_server(engine, api_key=(ALICE, BOB), max_num_queued_reqs=8) as server:
 
@@ -130,7 +132,7 @@ async def test_one_key_leaves_as_much_of_the_queue_as_it_takes(run_server, small
 
 
 @pytest.mark.parametrize("queue", [1, 2, 3, 7, 512])
-def test_however_many_tenants_one_more_finds_a_place(queue: int) -> None:
+def test_queue_keeps_a_place_for_one_more_tenant(queue: int) -> None:
     """Greedy tenants one after the other: each takes all it gets, and the free places only run out when every
     place belongs to another tenant."""
     quotas, queued, takers = Quotas(tenants=1000), 0, 0
@@ -150,7 +152,7 @@ def test_however_many_tenants_one_more_finds_a_place(queue: int) -> None:
     quotas.check_share(limited, queue, 0, queue, 1.0)
 
 
-async def test_metrics_of_all_tenants_want_a_key_for_them(run_server, small_plan, tmp_path, checked) -> None:
+async def test_metrics_of_all_tenants_require_a_metrics_key(run_server, small_plan, tmp_path, checked) -> None:
     path = key_file(tmp_path, {"name": "a", "key": ALICE}, {"name": "watch", "key": WATCH, "metrics": True})
     async with run_server(FakeEngine(small_plan()), api_key_file=path) as server:
         for page in ("/metrics", "/metrics/vllm"):
@@ -178,7 +180,7 @@ async def test_metrics_of_all_tenants_want_a_key_for_them(run_server, small_plan
         assert (await server.http.get("/metrics")).status_code == 200
 
 
-async def test_a_key_beyond_ascii_is_known(run_server, small_plan, tmp_path) -> None:
+async def test_non_ascii_api_key_is_accepted(run_server, small_plan, tmp_path) -> None:
     # The last character's last byte, A0, is white space in Latin-1, as which headers are read.
     word = "schlüssel-à"
     path = key_file(tmp_path, {"name": "a", "key": word})
@@ -190,7 +192,7 @@ async def test_a_key_beyond_ascii_is_known(run_server, small_plan, tmp_path) -> 
     assert load_keys((os.fsdecode(odd),), None).tenant(odd) is not None
 
 
-async def test_rejections_of_one_key_are_rate_limited(run_server, small_plan, monkeypatch) -> None:
+async def test_rejected_requests_of_one_key_are_rate_limited(run_server, small_plan, monkeypatch) -> None:
     """In the server's time, which the test sets: after a burst each waits for the one before, others do not."""
     slept: list[float] = []
     now = 1000.0

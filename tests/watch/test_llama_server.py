@@ -111,7 +111,7 @@ def test_watch_reads_a_real_llama_server(model: Path, tmp_path: Path, unified: b
     assert after.restarts == 0
 
 
-def test_restart_is_counted(model: Path, tmp_path: Path) -> None:
+def test_watch_counts_server_restarts(model: Path, tmp_path: Path) -> None:
     with llama_server(model, tmp_path / "log", "--metrics", "-np", "1") as url:
         watcher = Watcher(Client(url), {}, None)
         ask(url, 1)
@@ -125,7 +125,7 @@ def test_restart_is_counted(model: Path, tmp_path: Path) -> None:
     assert found.reading.counters.generation_tokens == 0
 
 
-def test_server_without_metrics_option_is_named(model: Path, tmp_path: Path) -> None:
+def test_watch_names_the_missing_metrics_option(model: Path, tmp_path: Path) -> None:
     with (
         llama_server(model, tmp_path / "log", "-np", "1") as url,
         pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"),
