@@ -123,7 +123,7 @@ def test_unwritable_cache_directory_is_skipped(
     assert compiler(add_more)(1) == 3
     assert not compiler.kept
     assert compiler(add)(1) == 2
-    assert len(said("each start compiles again")) == 1
+    assert len(said("every start compiles again")) == 1
 
 
 WITHOUT_SPACE = """
@@ -146,7 +146,7 @@ def test_compiled_code_runs_without_disk_space_to_cache_it(tmp_path: Path) -> No
     (tmp_path / "module.py").write_text("def one(x):\n    return x + 1\n\ndef two(x):\n    return x + 2\n")
     done = run(WITHOUT_SPACE, str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "kept"))
     assert done.stdout == "2 3 False\n", done.stderr
-    assert done.stderr.count("each start compiles again") == 1
+    assert done.stderr.count("every start compiles again") == 1
     assert "Traceback" not in done.stderr
 
 
