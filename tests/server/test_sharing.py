@@ -124,7 +124,7 @@ def test_the_engine_publishes_where_the_setting_says(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "is not a JSON object"),
         ('{"port": 1}', "port is none of"),
-        ('{"hwm": "many"}', "hwm: 'many' is no int"),
+        ('{"hwm": "many"}', "hwm: 'many' is not of type int"),
         ('{"buffer_steps": 0}', "buffer_steps: 0 is below 1"),
         ('{"publisher": "kafka"}', "neither zmq nor null"),
     ],
