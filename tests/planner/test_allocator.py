@@ -31,13 +31,13 @@ REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"
         ([13 * MiB - 512 * 1024, MiB + 512 * 1024], 0),  # what the first left over serves the second
     ],
 )
-def test_rules(sizes: list[int], extra: int) -> None:
+def test_unsplit_bytes_of_block_sizes(sizes: list[int], extra: int) -> None:
     assert unsplit_bytes(sizes) == extra
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 64 * MiB), max_size=60))
-def test_a_request_wastes_less_than_two_mebibytes(sizes: list[int]) -> None:
+def test_each_allocation_wastes_less_than_two_mebibytes(sizes: list[int]) -> None:
     assert 0 <= unsplit_bytes(sizes) <= len(sizes) * (MiB + 512)
 
 
@@ -58,7 +58,7 @@ def four_decimals() -> list[dict]:
 
 
 @pytest.mark.parametrize("row", four_decimals(), ids=lambda row: f"{row['model']} {row['engine_version']}")
-def test_against_logs(row: dict, config_of) -> None:
+def test_planned_weights_match_logged_model_load(row: dict, config_of) -> None:
     config = config_of(row["config"])
     flags = Deployment(engine="vllm", device="cuda", device_memory=80 * GiB, max_model_len=2048)
     planned = plan_source(ModelSource(row["model"], "", config, "folder"), flags).rank.weights_bytes

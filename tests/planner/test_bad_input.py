@@ -89,7 +89,7 @@ FLAGS = Deployment(device_memory=1 << 34)
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, ConfigError, "num_ln_in_parallel_attn"),
     ],
 )
-def test_a_bad_field_is_named(change, error, field, tiny_llama, folder_with):
+def test_invalid_config_field_is_named_in_error(change, error, field, tiny_llama, folder_with):
     config = {**tiny_llama, **change}
     if "model_type" in change:
         config.pop("architectures")
@@ -114,12 +114,12 @@ def test_a_bad_field_is_named(change, error, field, tiny_llama, folder_with):
         (b'{"a": ' + b"9" * 5000 + b"}", "5000 digits|4300"),
     ],
 )
-def test_broken_json(data, match, folder_with):
+def test_broken_config_json_is_rejected(data, match, folder_with):
     with pytest.raises(ConfigError, match=match):
         make_plan(folder_with(data), FLAGS)
 
 
-def test_every_field_of_a_config_may_be_garbage(config_of, folder_with):
+def test_garbage_in_any_config_field_gives_plan_or_named_error(config_of, folder_with):
     """Each value of real configs replaced by each kind of garbage: a plan or one of our errors."""
     garbage = [None, -1, 0, 2**70, 1.5, "x", "", [], {}, [1], {"a": 1}, True, False]
     for name in ("meta-llama/Llama-3.2-1B", "google/gemma-3-1b-it", "tiiuae/falcon-40b", "Qwen/Qwen2.5-0.5B"):
@@ -140,7 +140,7 @@ def error_of(folder: str) -> ConfigError | None:
     return None
 
 
-def test_missing_fields(config_of, folder_with):
+def test_missing_config_field_gives_plan_or_error_naming_it(config_of, folder_with):
     for name in ("meta-llama/Llama-3.2-1B", "google/gemma-2-2b", "transformers-default/gpt_bigcode"):
         config = config_of(name)
         for field in config:
@@ -160,13 +160,13 @@ def test_missing_fields(config_of, folder_with):
         ("/nonexistent/path/model", "neither a folder"),
     ],
 )
-def test_unknown_models(model, match):
+def test_unknown_model_name_raises_model_not_found(model, match):
     with pytest.raises(ModelNotFound, match=match) as caught:
         make_plan(model, FLAGS)
     assert caught.value.field == "model"
 
 
-def test_a_hub_id_that_is_not_there(monkeypatch, tmp_path):
+def test_uncached_hub_model_offline_error_names_hf_hub_offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -174,7 +174,7 @@ def test_a_hub_id_that_is_not_there(monkeypatch, tmp_path):
         make_plan("org/name", FLAGS)
 
 
-def test_a_snapshot_in_the_local_hub_cache_is_found(monkeypatch, tmp_path, tiny_llama):
+def test_local_hub_cache_snapshot_is_found(monkeypatch, tmp_path, tiny_llama):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -186,7 +186,7 @@ def test_a_snapshot_in_the_local_hub_cache_is_found(monkeypatch, tmp_path, tiny_
     assert plan.model.path == "org/name"  # only the config is here: the engine fetches the rest
 
 
-def test_folders_and_files_that_are_no_model(tmp_path):
+def test_path_without_model_is_rejected_with_reason(tmp_path):
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         make_plan(str(tmp_path), FLAGS)
     (tmp_path / "weights.bin").write_bytes(b"x")
@@ -200,7 +200,7 @@ def test_folders_and_files_that_are_no_model(tmp_path):
         make_plan(str(tmp_path / "m.gguf"), FLAGS)
 
 
-def test_a_checkpoint_that_contradicts_its_config(tmp_path, tiny_llama):
+def test_checkpoint_contradicting_its_config_is_rejected(tmp_path, tiny_llama):
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -244,13 +244,13 @@ def test_a_checkpoint_that_contradicts_its_config(tmp_path, tiny_llama):
         ({"kv_cache_memory_bytes": -5}, "--kv-cache-memory-bytes"),
     ],
 )
-def test_a_bad_flag_is_named(flags, field, tiny_llama, folder_with):
+def test_invalid_flag_value_is_named_in_error(flags, field, tiny_llama, folder_with):
     with pytest.raises(DeploymentError) as caught:
         make_plan(folder_with(tiny_llama), Deployment(**{"device_memory": 1 << 34, **flags}))
     assert caught.value.field == field
 
 
-def test_a_flag_that_contradicts_the_checkpoint(config_of):
+def test_quantization_flag_contradicting_checkpoint_is_rejected(config_of):
     from tonnage.planner.quantization.read import read_quantization
 
     config = config_of("jeevanchaps/Llama-3.1-8B-Instruct-bnb")
@@ -259,7 +259,7 @@ def test_a_flag_that_contradicts_the_checkpoint(config_of):
         read_quantization(config, "nf4")
 
 
-def test_a_tied_head_that_would_be_quantized_is_refused(tiny_llama, folder_with):
+def test_quantizing_tied_lm_head_is_rejected(tiny_llama, folder_with):
     stored = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["embed_tokens"]}
     folder = folder_with(tiny_llama | {"tie_word_embeddings": True, "quantization_config": stored})
     with pytest.raises(UnsupportedArchitecture) as caught:
@@ -267,7 +267,7 @@ def test_a_tied_head_that_would_be_quantized_is_refused(tiny_llama, folder_with)
     assert caught.value.field == "quantization_config.llm_int8_skip_modules"
 
 
-def test_positions_beyond_the_table_follow_vllms_rule(tiny_llama, folder_with):
+def test_rope_scaling_extends_max_length_by_vllm_rule(tiny_llama, folder_with):
     for kind, length in (("linear", 1024), ("dynamic", 1024), ("yarn", 256), ("llama3", 256)):
         scaling = {"rope_scaling": {"rope_type": kind, "factor": 4.0}}
         assert make_plan(folder_with(tiny_llama | scaling), FLAGS).model.max_model_len == length
@@ -275,7 +275,7 @@ def test_positions_beyond_the_table_follow_vllms_rule(tiny_llama, folder_with):
         make_plan(folder_with(tiny_llama | {"rope_scaling": {"type": "linear", "factor": 0}}), FLAGS)
 
 
-def test_a_tied_copy_in_the_checkpoint_widens_the_interval(tmp_path, tiny_llama, held_bytes):
+def test_stored_copy_of_tied_lm_head_widens_weight_interval(tmp_path, tiny_llama, held_bytes):
     """transformers keeps a stored lm_head apart when its values differ; the header does not tell."""
     import torch
     from safetensors.torch import load_file, save_file

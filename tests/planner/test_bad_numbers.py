@@ -66,36 +66,36 @@ def refused(capsys, flag: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(("flag", "value", "others"), PLAN_FLAGS, ids=str)
-def test_plan_refuses(flag, value, others, tiny_llama, folder_with, capsys):
+def test_plan_rejects_invalid_number_flag(flag, value, others, tiny_llama, folder_with, capsys):
     argv = [folder_with(tiny_llama), "--gpu", "h100-80g", *others, flag, value]
     refused(capsys, flag, plan.run(argv))
 
 
 @pytest.mark.parametrize(("flag", "value"), TRAIN_FLAGS, ids=str)
-def test_train_refuses(flag, value, tiny_llama, folder_with, capsys):
+def test_train_rejects_invalid_number_flag(flag, value, tiny_llama, folder_with, capsys):
     strategy = ["--strategy", "fsdp-hybrid", "--gpus", "2"] if flag == "--shard-size" else []
     method = ["--method", "lora"] if flag in ("--rank", "--target-modules") else []
     refused(capsys, flag, train.run([folder_with(tiny_llama), *strategy, *method, flag, value]))
 
 
-def test_train_takes_any_rank(tiny_llama, folder_with, capsys):
+def test_train_accepts_any_lora_rank(tiny_llama, folder_with, capsys):
     assert train.run([folder_with(tiny_llama), "--method", "lora", "--rank", "7"]) == 0
 
 
 @pytest.mark.parametrize("field", ["device_memory", "cpu_memory", "nvme", "intra_node", "inter_node"])
-def test_a_setup_of_zero_bytes_is_refused(field):
+def test_training_setup_rejects_zero_bytes_or_speed(field):
     with pytest.raises(DeploymentError) as caught:
         check_setup(TrainingSetup(**{field: 0}))
     assert caught.value.field == "--" + field.replace("_", "-")
 
 
-def test_no_device_memory_is_not_the_gpus_own(tiny_llama, folder_with):
+def test_zero_device_memory_is_rejected_instead_of_gpu_default(tiny_llama, folder_with):
     with pytest.raises(DeploymentError) as caught:
         make_plan(folder_with(tiny_llama), Deployment(engine="vllm", gpu="h100-80g", device_memory=0))
     assert caught.value.field == "--device-memory"
 
 
-def test_vllm_takes_its_own_lora_ranks_alone(tiny_llama, folder_with, capsys):
+def test_vllm_accepts_only_its_own_lora_ranks(tiny_llama, folder_with, capsys):
     folder = folder_with(tiny_llama)
     argv = [folder, "--gpu", "h100-80g", "--enable-lora", "--max-lora-rank"]
     assert plan.run([*argv, "7"]) == 2
@@ -104,7 +104,7 @@ def test_vllm_takes_its_own_lora_ranks_alone(tiny_llama, folder_with, capsys):
     assert plan.run([*argv, "7", "--engine", "sglang"]) == 0
 
 
-def test_the_lora_ranks_are_those_of_the_installed_vllm():
+def test_lora_ranks_match_installed_vllm_source():
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("vLLM is not installed here")
@@ -129,6 +129,6 @@ def test_the_lora_ranks_are_those_of_the_installed_vllm():
         ({"engine": "hf"}, None),
     ],
 )
-def test_a_version_whose_rules_are_not_known_is_noted(flags, says, tiny_llama, folder_with):
+def test_unknown_engine_version_adds_note(flags, says, tiny_llama, folder_with):
     notes = make_plan(folder_with(tiny_llama), Deployment(gpu="h100-80g", **flags)).notes
     assert [bool(re.search(says or "rules? of", note)) for note in notes] == ([True] if says else [])

@@ -36,21 +36,21 @@ def plan(tmp_path):
     return run
 
 
-def test_json(plan):
+def test_plan_json_output_and_exit_0(plan):
     done = plan("demo", "--json", "--kv-cache-memory-bytes", "512MiB", "--device-memory", "16GiB")
     assert done.returncode == 0
     assert json.loads(done.stdout)["fits"] is True
     assert done.stderr == ""
 
 
-def test_piped_output_is_plain(plan):
+def test_piped_output_has_no_terminal_codes(plan):
     done = plan("demo", "--explain", "--device-memory", "16GiB")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "kv_cache.bytes_per_block = 368,640" in done.stdout
 
 
-def test_a_terminal_gets_bars(tmp_path):
+def test_terminal_output_has_bars(tmp_path):
     """Through a real pseudo-terminal: rich draws the table."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
@@ -72,7 +72,7 @@ def test_a_terminal_gets_bars(tmp_path):
     assert "256.6 MiB" in output.decode()
 
 
-def test_a_terminal_is_not_acted_on_and_may_be_without_colours(monkeypatch, tiny_llama, folder_with):
+def test_model_id_escapes_are_stripped_and_no_color_is_honoured(monkeypatch, tiny_llama, folder_with):
     folder = folder_with(tiny_llama)
     plan = replace(
         made := make_plan(folder, Deployment()), model=replace(made.model, id="x\x1b[31m" + 99 * " y")
@@ -91,7 +91,7 @@ def test_a_terminal_is_not_acted_on_and_may_be_without_colours(monkeypatch, tiny
         assert max(map(len, lines)) <= 100
 
 
-def test_a_plan_without_a_gpu_says_first_what_it_is_for(monkeypatch, tmp_path, capsys):
+def test_first_line_of_plan_names_device(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
 
     def first(*arguments: str) -> str:
@@ -109,7 +109,7 @@ def test_a_plan_without_a_gpu_says_first_what_it_is_for(monkeypatch, tmp_path, c
     assert shown.err.startswith("For this machine's CPU")
 
 
-def test_auto_is_the_cpu_only_where_no_nvidia_driver_is(monkeypatch, tmp_path, capsys):
+def test_gpu_auto_is_cpu_only_without_nvidia_driver(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     driver = tmp_path / "nvidiactl"
@@ -124,7 +124,7 @@ def test_auto_is_the_cpu_only_where_no_nvidia_driver_is(monkeypatch, tmp_path, c
     assert "pip install 'tonnage[gpu]'" in shown.err
 
 
-def test_does_not_fit_is_exit_1(plan):
+def test_plan_that_does_not_fit_exits_1(plan):
     done = plan("demo", "--device-memory", "100MiB", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["reasons"]
@@ -153,7 +153,7 @@ def test_does_not_fit_is_exit_1(plan):
         (["demo", "--gpu", "l4", "--target-concurrency", "0"], ["--target-concurrency", "0"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(plan, arguments, words):
+def test_plan_bad_input_is_one_line_and_exit_2(plan, arguments, words):
     done = plan(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -161,14 +161,14 @@ def test_bad_input_is_one_line_and_exit_2(plan, arguments, words):
     assert all(word in done.stderr for word in words)
 
 
-def test_help(plan):
+def test_plan_help_lists_main_flags_and_exit_codes(plan):
     done = plan("--help")
     assert done.returncode == 0
     for flag in ("--device-memory", "--quantization", "--kv-cache-memory-bytes", "exit codes"):
         assert flag in done.stdout
 
 
-def test_the_planner_imports_nothing_heavy(tmp_path):
+def test_json_plan_imports_no_heavy_module(tmp_path):
     """Neither torch, transformers, numpy, rich nor the standard library's slow modules for a plan in JSON."""
     code = (
         "import sys; from tonnage.planner.command import run\n"
@@ -195,27 +195,27 @@ def test_the_planner_imports_nothing_heavy(tmp_path):
         ("1TiB", 1 << 40),
     ],
 )
-def test_sizes(text, size):
+def test_parse_size_reads_units(text, size):
     assert parse_size(text, "--x") == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "-1GiB", "2G", "1e9", "0", "0.1", "9" * 40, "1,5GiB", "１GiB", "nan"]
 )
-def test_what_is_no_size(text):
+def test_parse_size_rejects_invalid_text(text):
     with pytest.raises(DeploymentError) as caught:
         parse_size(text, "--x")
     assert caught.value.field == "--x"
 
 
-def test_counts():
+def test_parse_count_reads_k_and_m_suffixes():
     assert [parse_count(t, "--x") for t in ("7", "8k", "8K", "1m")] == [7, 8000, 8192, 10**6]
     for text in ("", "-1", "1.5", "8kk", "x"):
         with pytest.raises(DeploymentError):
             parse_count(text, "--x")
 
 
-def test_gib_names_its_unit():
+def test_gib_formats_bytes_with_unit():
     assert gib(3 << 29) == "1.50 GiB"
     assert gib(512 << 20) == "512.0 MiB"
     assert gib(-(3 << 29)) == "-1.50 GiB"
@@ -230,7 +230,7 @@ def test_gib_names_its_unit():
     ],
     ids=["plan", "train"],
 )
-def test_a_terminal_that_is_not_utf_8_gets_ascii_bars(monkeypatch, command, arguments, encoding):
+def test_terminal_without_utf_8_gets_ascii_bars(monkeypatch, command, arguments, encoding):
     terminal = Terminal(encoding)
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", "150")
@@ -240,6 +240,6 @@ def test_a_terminal_that_is_not_utf_8_gets_ascii_bars(monkeypatch, command, argu
 
 
 @pytest.mark.parametrize("name", ["gpu", "quantization", "kv-cache-dtype"])
-def test_help_says_which_flags_take_several_values(name, capsys):
+def test_help_names_flags_that_take_comma_lists(name, capsys):
     assert run([f"--help={name}"]) == 0
     assert "several, with commas" in " ".join(capsys.readouterr().out.split())

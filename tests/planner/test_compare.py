@@ -44,7 +44,7 @@ def reasons(out, version):
     return " ".join(step["reasons"])
 
 
-def test_activations_fell_at_0_17(folder, capsys):
+def test_vllm_0_17_lowers_activations(folder, capsys):
     """llm-d-planner#205, Qwen3-14B on an H100: 5.64 GiB of activations under 0.16.0, 2.23 under 0.17.0; the
     memory outside PyTorch doubled at 0.18.0."""
     model = folder("startups/Qwen__Qwen3-14B.json")
@@ -58,7 +58,7 @@ def test_activations_fell_at_0_17(folder, capsys):
     assert "CUDA graphs" in reasons(out, "0.18.0")
 
 
-def test_tokens_printed_for_a_sliding_model(folder, capsys):
+def test_vllm_0_20_1_prints_more_tokens_for_sliding_window_model(folder, capsys):
     """vllm#43308, Gemma 4 31B in 4 bits on an A100: 9.5 times as many tokens, for the same pool."""
     model = folder(GEMMA)
     flags = ("--gpu-memory-utilization", "0.9", "--max-model-len", "131072", "--gpu", "a100-80g")
@@ -68,7 +68,7 @@ def test_tokens_printed_for_a_sliding_model(folder, capsys):
     assert "requests of max_model_len" in reasons(out, "0.20.1")
 
 
-def test_windows_hold_two_batches_from_0_26_on(folder, capsys):
+def test_vllm_0_26_sliding_windows_hold_two_batches(folder, capsys):
     """vllm#49878, Gemma 4 with 49 GiB of KV cache and steps of 32,768 tokens: a request takes half as
     much more, and what started under 0.25.1 fails."""
     flags = (
@@ -86,7 +86,7 @@ def test_windows_hold_two_batches_from_0_26_on(folder, capsys):
     assert "larger than the available KV cache memory (49.0 GiB)" in out["stops_with"]["to"]
 
 
-def test_the_share_and_the_graphs_at_0_20(folder, capsys):
+def test_vllm_0_20_raises_memory_share_and_estimates_cuda_graphs(folder, capsys):
     """0.92 instead of 0.9 by default, and the estimate of the graphs off the pool (vllm#45178 in direction)."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.19.1", "0.20.0", "--max-model-len", "8192")
@@ -98,7 +98,7 @@ def test_the_share_and_the_graphs_at_0_20(folder, capsys):
     assert ratio(same, "tokens") < 1 < ratio(out, "tokens")
 
 
-def test_v1_samples_a_thousand_sequences_and_counts_the_context(folder, capsys):
+def test_vllm_v1_rejects_context_that_v0_accepted(folder, capsys):
     """vllm#15617, a Llama of 70B on eight RTX 4090 at 0.95: 116,160 tokens started under 0.7.3; under 0.8.2
     "4.43 GB KV cache is needed, which is larger than the available KV cache memory (3.48 GB)", and then no
     memory for 1,024 dummy requests."""
@@ -125,7 +125,7 @@ def test_v1_samples_a_thousand_sequences_and_counts_the_context(folder, capsys):
         assert out["terms"]["max_num_seqs"] == {"from": sequences, "to": 1024}
 
 
-def test_flashinfers_workspace_counts_as_graphs(folder, tmp_path, capsys):
+def test_vllm_0_26_counts_flashinfer_workspace_as_cuda_graphs(folder, tmp_path, capsys):
     """vllm#50780, Qwen3.5-122B-A10B in 4 bits with steps of 32,768 tokens: 0.56 GiB of graphs estimated under
     0.23, 4.2 GiB under 0.26; 1,489,281 tokens became 17.9 % fewer (23.7 % in a nightly of 0.26.1)."""
     model = folder("configs/nvidia__Qwen3.5-122B-A10B-NVFP4.json")
@@ -153,7 +153,7 @@ def test_flashinfers_workspace_counts_as_graphs(folder, tmp_path, capsys):
         assert ratio(out, "cuda_graph_bytes") == 1
 
 
-def test_flashinfers_workspace_by_the_tokens_of_a_step(folder, capsys):
+def test_flashinfer_workspace_depends_on_batched_tokens(folder, capsys):
     """vllm#52872, a hybrid of 64 layers on an RTX 5090: 0.89 GiB of graphs with steps of 8,192 tokens, 0.52
     with 4,096, 3,072 and 2,048."""
     model = folder("configs/Qwen__Qwen3.5-27B.json")
@@ -167,7 +167,7 @@ def test_flashinfers_workspace_by_the_tokens_of_a_step(folder, capsys):
     assert found[8192] - found[4096] == pytest.approx((0.89 - 0.52) * (1 << 30), rel=0.02)
 
 
-def test_the_second_runner_estimated_no_graphs_until_0_29(folder, capsys):
+def test_vllm_second_model_runner_estimates_no_graphs_before_0_29(folder, capsys):
     """vllm#49224: dense models run on it from 0.25 on, and what their graphs take came off no pool;
     NeMo-RL#3280: several GiB more of KV cache under 0.25 than under 0.20."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
@@ -185,7 +185,7 @@ def test_the_second_runner_estimated_no_graphs_until_0_29(folder, capsys):
     assert ratio(out, "cuda_graph_bytes") == 1
 
 
-def test_states_for_prefixes_at_0_28(folder, capsys):
+def test_vllm_0_28_enables_prefix_caching_for_hybrid_models(folder, capsys):
     model = folder("configs/Qwen__Qwen3.5-27B.json")
     flags = ("--tensor-parallel-size", "2", "--max-model-len", "16384")
     out = compared(capsys, model, "0.27.1", "0.28.0", *flags)
@@ -194,7 +194,7 @@ def test_states_for_prefixes_at_0_28(folder, capsys):
     assert "prefix caching" in reasons(out, "0.28.0")
 
 
-def test_mamba_states_of_every_block_until_0_28(folder, capsys):
+def test_vllm_mamba_states_per_prefix_block_by_version(folder, capsys):
     """Asked for, 0.27 keeps one for each block of a prompt, 0.28 two, 0.32 three."""
     model = folder("configs/nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json")
     flags = ("--max-model-len", "131072", "--enable-prefix-caching")
@@ -210,7 +210,7 @@ def test_mamba_states_of_every_block_until_0_28(folder, capsys):
     assert "no all from 0.32 on" in capsys.readouterr().err
 
 
-def test_what_0_33_changes(folder, capsys):
+def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
     """cuBLAS' 32 MiB are there before the first snapshot; --mamba-cache-mode does nothing any more."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.32.0", "0.33.0", "--max-model-len", "8192")
@@ -238,7 +238,7 @@ def test_what_0_33_changes(folder, capsys):
         }}, 2048),
     ],
 )  # fmt: skip
-def test_a_draft_limits_the_length_from_0_33_on(draft, length, folder, tmp_path, capsys):
+def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_path, capsys):
     """VllmConfig._limit_max_model_len_to_draft."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     config = json.loads((DATA / "configs/meta-llama__Meta-Llama-3.1-8B.json").read_text())
@@ -253,7 +253,7 @@ def test_a_draft_limits_the_length_from_0_33_on(draft, length, folder, tmp_path,
     assert ("the draft's own, not 16,384" in capsys.readouterr().out) == (length < 16384)
 
 
-def test_every_step_in_its_order_and_back(folder, capsys):
+def test_version_steps_are_ordered_and_add_up_in_both_directions(folder, capsys):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     flags = ("--max-model-len", "8192")
     out = compared(capsys, model, "0.10.2", "0.32.0", *flags)
@@ -275,7 +275,7 @@ def test_every_step_in_its_order_and_back(folder, capsys):
     assert [step["version"] for step in back["steps"]] == steps[::-1]
 
 
-def test_a_start_that_no_longer_succeeds(folder, capsys):
+def test_compare_shows_newer_version_that_drops_model_class(folder, capsys):
     """A class that was taken out: the words of the newer version."""
     model = folder("configs/baichuan-inc__Baichuan2-7B-Base.json")
     out = compared(capsys, model, "0.23.0", "0.24.0")
@@ -283,7 +283,7 @@ def test_a_start_that_no_longer_succeeds(folder, capsys):
     assert "was supported in vLLM until v0.23.0" in out["stops_with"]["to"]
 
 
-def test_what_people_see(folder, capsys, tmp_path):
+def test_compare_text_and_html_output(folder, capsys, tmp_path):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     arguments = [model, "--gpu", "h100-80g", "--compare", "0.19.0", "0.20.0", "--max-model-len", "8192"]
     assert run(arguments) == 0
@@ -314,6 +314,6 @@ def test_what_people_see(folder, capsys, tmp_path):
     assert "--compare" in capsys.readouterr().err
 
 
-def test_every_rule_has_its_words():
+def test_every_version_rule_has_an_explanation():
     named = {name for _, changed in _CHANGES for name in changed}
     assert named == {*_WORDS}

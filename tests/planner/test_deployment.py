@@ -26,7 +26,7 @@ def source(name: str, **changes) -> ModelSource:
 
 
 @pytest.mark.parametrize(("features", "size"), [(("avx512_bf16",), 4), ((), 2)])
-def test_gpu_cpu_is_this_machine(features, size, monkeypatch):
+def test_gpu_cpu_uses_cpu_features_of_this_machine(features, size, monkeypatch):
     """Its CPU too, not its memory alone: with AVX-512 BF16 vLLM keeps recurrent states in float32
     (platforms/cpu.py)."""
     monkeypatch.setattr(host, "cpu_features", lambda: frozenset(features))
@@ -55,14 +55,14 @@ def test_gpu_cpu_is_this_machine(features, size, monkeypatch):
         ("0.8.0", 8192, {}, 2048),  # V1
     ],
 )
-def test_tokens_of_a_step_before_v1(version, length, flags, tokens):
+def test_default_batched_tokens_before_vllm_v1(version, length, flags, tokens):
     """SchedulerConfig of 0.7: max(max_model_len, 2048) unless prompts are cut (vllm/config.py)."""
     made = Deployment(engine="vllm", engine_version=version, gpu="a100-80g", max_model_len=length, **flags)
     found = plan_source(source("meta-llama__Meta-Llama-3.1-8B"), made)
     assert found.deployment.max_num_batched_tokens == tokens
 
 
-def test_llama_cpp_warns_of_a_long_context():
+def test_llama_cpp_notes_length_above_model_maximum():
     """It allocates what was asked for and starts; other engines refuse."""
     long = Deployment(engine="llama.cpp", max_model_len=16384, device_memory=1 << 40)
     found = plan_source(source("meta-llama__Llama-2-7b-hf"), long)
@@ -72,7 +72,7 @@ def test_llama_cpp_warns_of_a_long_context():
         plan_source(source("meta-llama__Llama-2-7b-hf"), Deployment(max_model_len=16384))
 
 
-def test_what_the_default_engine_does_not_serve_is_planned_for_another(tmp_path, capsys):
+def test_model_unsupported_by_default_engine_is_planned_for_vllm(tmp_path, capsys):
     model = source("Qwen__Qwen3.5-27B")
     (tmp_path / "config.json").write_text(json.dumps(model.config))
     found = plan(str(tmp_path), device_memory=1 << 40, max_model_len=4096)
@@ -88,7 +88,7 @@ def test_what_the_default_engine_does_not_serve_is_planned_for_another(tmp_path,
         )
 
 
-def test_an_embedding_model_has_no_head_and_samples_nothing():
+def test_pooling_runner_has_no_lm_head_and_no_sampler():
     """vLLM's pooling classes of generative models leave the head out (model_executor/models/adapters.py); the
     cache of a causal model stays."""
     config = {"tie_word_embeddings": False}

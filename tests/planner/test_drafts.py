@@ -106,7 +106,7 @@ def planned(folder: Path, draft: str, tokens: int, **flags) -> Plan:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_weights_and_pool(case, answers):
+def test_draft_weights_and_kv_pool_equal_vllm(case, answers):
     root, found = answers
     theirs = found[case]
     assert "error" not in theirs, theirs
@@ -154,12 +154,12 @@ def flags(**more) -> Deployment:
         ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is not a multiple of the 3 draft layers"),
     ],
 )
-def test_a_model_without_draft_layers_is_refused(model, changes, tokens, why):
+def test_mtp_without_draft_layers_is_rejected(model, changes, tokens, why):
     with pytest.raises(DeploymentError, match=why):
         plan_source(source(model, **changes), flags(num_speculative_tokens=tokens))
 
 
-def test_a_file_has_as_many_layers_as_it_says():
+def test_step_3_7_has_three_mtp_layers_with_own_heads():
     """Step 3.7: three, each with a head of its own that is kept (models/step3p5_mtp.py)."""
     plan = plan_source(source("stepfun-ai__Step-3.7-Flash"), flags(num_speculative_tokens=3))
     drafted = {layer for group in plan.kv_cache.layout.groups for layer in group.layers if layer >= 45}
@@ -170,7 +170,7 @@ def test_a_file_has_as_many_layers_as_it_says():
     assert plan.rank.draft_bytes < 3.02 * 2 * (heads + dense + joined + attention)
 
 
-def test_the_checkpoint_must_hold_the_layers():
+def test_checkpoint_without_mtp_tensors_is_rejected():
     """Pruned and quantized checkpoints often leave them out: vLLM would not start."""
     config = cut("deepseek-ai__DeepSeek-V3", 2, {**FEW, "first_k_dense_replace": 2})
     held = tuple(
@@ -185,7 +185,7 @@ def test_the_checkpoint_must_hold_the_layers():
     assert plan.rank.draft_bytes > 7168 * 14336 * 2
 
 
-def test_layers_that_a_quantization_leaves_out_stay_wide():
+def test_mtp_layers_excluded_from_quantization_stay_16_bit():
     """NVFP4 files of DeepSeek-V3.2 leave layer 61 alone: the draft weighs as in 16 bits."""
     plain = json.loads((CONFIGS / "nvidia__DeepSeek-V3.2-NVFP4.json").read_text())
     beside = json.loads((CONFIGS / "nvidia__DeepSeek-V3.2-NVFP4.quant.json").read_text())["quantization"]
@@ -201,7 +201,7 @@ def test_layers_that_a_quantization_leaves_out_stay_wide():
     assert skipped == (small.rank.draft_bytes > 0.99 * wide.rank.draft_bytes)
 
 
-def test_the_draft_is_on_the_last_stage():
+def test_draft_is_on_last_pipeline_stage():
     """With its cache; its embedding lies on another stage, so it keeps one."""
     whole = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags())
     parts = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags(pipeline_parallel_size=2))
@@ -212,7 +212,7 @@ def test_the_draft_is_on_the_last_stage():
     assert last * 18 == first * 19
 
 
-def test_eagle_must_go_with_the_model(tmp_path):
+def test_eagle_draft_not_matching_target_is_rejected(tmp_path):
     def of(**changes) -> str:
         (tmp_path / "config.json").write_text(
             json.dumps({**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], **changes})
@@ -228,7 +228,7 @@ def test_eagle_must_go_with_the_model(tmp_path):
             plan_source(source(LLAMA), flags(speculative_model=of(**changes)))
 
 
-def test_speculators_files_are_read(tmp_path):
+def test_speculators_config_plans_same_as_eagle_config(tmp_path):
     """The speculators library keeps the layer's config apart; what is planned is the same."""
     inner = {key: value for key, value in EAGLE.items() if key != "architectures"}
     outer = {
@@ -245,7 +245,7 @@ def test_speculators_files_are_read(tmp_path):
     assert found[0] == found[1] > 0
 
 
-def test_a_draft_that_is_profiled_takes_its_own_moment(tmp_path):
+def test_activation_peak_with_profiled_draft_by_model_runner(tmp_path):
     """The first model runner verifies a drafted token of each sequence in its profile run, with its logits five
     times over in float32; the second does not. Both run the draft while the model's hidden states are there."""
     third = {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}
@@ -271,14 +271,14 @@ def test_a_draft_that_is_profiled_takes_its_own_moment(tmp_path):
             assert 0 < more < sampler / 4
 
 
-def test_the_parts_of_a_hybrid_s_draft_must_be_known():
+def test_hybrid_mtp_draft_with_unknown_layer_kind_is_rejected():
     with pytest.raises(DeploymentError, match="vLLM builds only attention and experts"):
         plan_source(
             source("nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8", mtp_hybrid_override_pattern="*M"), flags()
         )
 
 
-def test_nemotron_h_drafts_by_a_layer_of_attention_and_one_of_experts():
+def test_nemotron_h_mtp_draft_is_one_attention_and_one_expert_layer():
     """models/nemotron_h_mtp.py, which vLLM builds on a GPU only: two parts, one with a cache."""
     config = json.loads((CONFIGS / "nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8.json").read_text())
     config.pop("quantization_config", None)
@@ -295,7 +295,7 @@ def test_nemotron_h_drafts_by_a_layer_of_attention_and_one_of_experts():
     assert drafted == [layers]
 
 
-def test_minimax_m3_drafts_by_sparse_layers_of_experts():
+def test_minimax_m3_mtp_draft_is_sparse_attention_with_experts():
     """models/minimax_m3/nvidia/mtp.py: force_sparse_attn, force_moe."""
     config = json.loads((CONFIGS / "MiniMaxAI__MiniMax-M3.json").read_text())
     config.pop("quantization_config", None)
@@ -308,7 +308,7 @@ def test_minimax_m3_drafts_by_sparse_layers_of_experts():
 
 
 @pytest.mark.parametrize("model", ["deepseek-ai__DeepSeek-V4-Flash", "deepseek-ai__DeepSeek-V4-Pro"])
-def test_deepseek_v4_drafts_by_a_layer_with_a_window_alone(model):
+def test_deepseek_v4_mtp_draft_has_only_sliding_window_attention(model):
     """models/deepseek_v4/nvidia/mtp.py and attention.py, which no CPU runs: no compressor, no table of hashes,
     two joining matrices."""
     config = json.loads((CONFIGS / f"{model}.json").read_text())
@@ -324,7 +324,7 @@ def test_deepseek_v4_drafts_by_a_layer_with_a_window_alone(model):
     assert 0.9 * each < whole.rank.draft_bytes - joined < 1.03 * each
 
 
-def test_deepseek_v4_drafts_by_as_many_streams_as_the_model_has():
+def test_deepseek_v4_mtp_draft_has_stream_count_of_model():
     config = json.loads((CONFIGS / "deepseek-ai__DeepSeek-V4-Flash.json").read_text())
     architecture = build_architecture(config)
 

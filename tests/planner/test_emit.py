@@ -30,7 +30,7 @@ def plan():
     return make_plan("demo", Deployment(kv_cache_memory_bytes=512 * MIB, max_model_len=2048))
 
 
-def test_the_limit_covers_the_plan_at_its_upper_ends(plan) -> None:
+def test_memory_limit_covers_upper_bound_of_used_bytes(plan) -> None:
     low, high = plan.intervals["used_bytes"]
     assert low <= plan.rank.used_bytes <= high
     limit = memory_limit_bytes(plan)
@@ -38,7 +38,7 @@ def test_the_limit_covers_the_plan_at_its_upper_ends(plan) -> None:
     assert 0 <= limit - 1.03 * high < MIB
 
 
-def test_helm_values_are_the_chart_s(plan) -> None:
+def test_helm_values_match_chart_schema(plan) -> None:
     values = yaml.safe_load(emit(plan, "helm-values"))
     jsonschema.validate(
         yaml.safe_load((CHART / "values.yaml").read_text()) | values,
@@ -51,7 +51,7 @@ def test_helm_values_are_the_chart_s(plan) -> None:
     assert values["resources"]["memoryBytes"] >= values["plan"]["usedBytes"] == plan.rank.used_bytes
 
 
-def test_the_settings_make_the_same_pool_again(plan) -> None:
+def test_helm_settings_reproduce_plan(plan) -> None:
     settings = yaml.safe_load(emit(plan, "helm-values"))["settings"]
     again = make_plan("demo", Deployment(**settings))
     assert again.fits
@@ -59,7 +59,7 @@ def test_the_settings_make_the_same_pool_again(plan) -> None:
     assert again.rank.used_bytes == plan.rank.used_bytes
 
 
-def test_compose_env_has_the_variables_that_compose_reads(plan) -> None:
+def test_compose_env_variables_exist_in_compose_file(plan) -> None:
     lines = [line for line in emit(plan, "compose-env").splitlines() if not line.startswith("#")]
     env = dict(line.split("=", 1) for line in lines)
     text = (ROOT / "deploy" / "compose.yaml").read_text()
@@ -69,7 +69,7 @@ def test_compose_env_has_the_variables_that_compose_reads(plan) -> None:
     assert int(env["MEMORY_LIMIT"]) == int(env["MEMORY"]) == memory_limit_bytes(plan)
 
 
-def test_k8s_resources_of_a_cpu_and_of_gpus(plan) -> None:
+def test_k8s_resources_for_cpu_and_gpu(plan) -> None:
     limit = f"{memory_limit_bytes(plan) // MIB}Mi"
     assert yaml.safe_load(emit(plan, "k8s-resources")) == {
         "resources": {"requests": {"memory": limit}, "limits": {"memory": limit}}
@@ -91,14 +91,14 @@ def test_k8s_resources_of_a_cpu_and_of_gpus(plan) -> None:
     assert values["plan"]["hostBytes"] == gpu.host.value < memory
 
 
-def test_pipeline_stages_are_an_option_of_vllm() -> None:
+def test_compose_env_passes_pipeline_parallel_size_to_vllm() -> None:
     flags = Deployment(engine="vllm", device="cuda", device_memory=80 * 2**30, pipeline_parallel_size=2)
     env = emit(make_plan("demo", flags), "compose-env")
     assert "\nOPTIONS=--dtype bfloat16 --kv-cache-dtype bfloat16 --pipeline-parallel-size 2\n" in env
     assert "\nDEVICES=2\n" in env
 
 
-def test_tensor_parallel_reaches_the_engine() -> None:
+def test_compose_env_passes_tensor_parallel_size_to_engine() -> None:
     flags = Deployment(
         engine="vllm", device="cuda", device_memory=80 * 2**30, max_model_len=2048, tensor_parallel_size=3
     )
@@ -122,7 +122,7 @@ def test_tensor_parallel_reaches_the_engine() -> None:
     assert (values["settings"]["tensor_parallel_size"], values["resources"]["gpus"]) == (3, 3)
 
 
-def test_a_revision_is_an_option_of_vllm() -> None:
+def test_compose_env_passes_model_revision_to_vllm() -> None:
     """This project's server takes it behind the name."""
     config = json.loads((ROOT / "tests/data/configs/Qwen__Qwen2.5-7B.json").read_text())
     source = ModelSource("Qwen/Qwen2.5-7B@abc123", "Qwen/Qwen2.5-7B", config, "hub")
@@ -135,7 +135,7 @@ def test_a_revision_is_an_option_of_vllm() -> None:
     assert "REPO" not in env
 
 
-def test_refusals(plan) -> None:
+def test_emit_rejects_unknown_form_and_plan_that_does_not_fit(plan) -> None:
     with pytest.raises(DeploymentError, match="helm-values"):
         emit(plan, "terraform")
     small = make_plan("demo", Deployment(device_memory=256 * MIB))
@@ -144,7 +144,7 @@ def test_refusals(plan) -> None:
             emit(small, form)
 
 
-def test_the_chart_s_example_is_what_the_command_writes() -> None:
+def test_chart_example_values_match_emit_output() -> None:
     command = [sys.executable, "-m", "tonnage.server.cli", "plan", "demo", "--max-model-len", "2048"]
     command += ["--kv-cache-memory-bytes", "512MiB", "--emit", "helm-values"]
     written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -157,7 +157,7 @@ def test_the_chart_s_example_is_what_the_command_writes() -> None:
     assert stable(written) == stable(example)
 
 
-def test_a_variable_that_contradicts_the_plan_is_refused_with_the_reason() -> None:
+def test_serve_rejects_environment_memory_below_pool() -> None:
     """What compose hands to the server: less memory than the pool needs."""
     env = {
         "TONNAGE_DEVICE_MEMORY": "256MiB",

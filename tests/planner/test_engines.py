@@ -22,7 +22,7 @@ from tonnage.planner.planning.build import make_plan
 PLANNER = Path(registry.__file__).parents[1]
 
 
-def test_every_name_has_its_engine():
+def test_engine_of_returns_engine_by_name():
     for name in ENGINES:
         engine = engine_of(name)
         assert engine.name == name
@@ -33,7 +33,7 @@ def test_every_name_has_its_engine():
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_is_imported_alone(name):
+def test_loading_one_engine_imports_no_other_engine(name):
     """A plan needs one engine: the others cost it nothing at the start."""
     code = (
         "import sys; from tonnage.planner.engines.registry import ENGINES, engine_of\n"
@@ -68,7 +68,7 @@ ENGINE = TensorRT()
 """
 
 
-def test_a_new_engine_is_one_file(monkeypatch, capsys):
+def test_new_engine_needs_only_one_module(monkeypatch, capsys):
     """Its answers alone: everything else that plans, sweeps and advises asks it."""
     module = ModuleType("tensorrt_llm")
     exec(NEW, module.__dict__)
@@ -87,7 +87,7 @@ def test_a_new_engine_is_one_file(monkeypatch, capsys):
     assert "tensorrt-llm drafts are not planned" in capsys.readouterr().err
 
 
-def test_a_refusal_names_the_engine_that_was_asked_for(capsys):
+def test_kv_dtype_error_names_requested_engine(capsys):
     flags = ["--engine", "sglang", "--gpu", "h100-80g", "--dtype", "bfloat16", "--kv-cache-dtype", "float32"]
     assert run(["demo", *flags]) == 2
     assert "SGLang has no float32 KV cache for a 16-bit model" in capsys.readouterr().err
@@ -106,14 +106,14 @@ def test_a_refusal_names_the_engine_that_was_asked_for(capsys):
         ({"device": "cuda", "device_memory": 180 << 30}, 0.854, 16384),
     ],
 )
-def test_what_sglang_leaves_to_weights_and_pool(flags, share, tokens):
+def test_sglang_default_mem_fraction_and_batched_tokens(flags, share, tokens):
     """handle_gpu_memory_settings (arg_groups/memory_hook.py, 0.5.23)."""
     chosen = make_plan("demo", Deployment(engine="sglang", **flags)).deployment
     assert chosen.mem_fraction_static == pytest.approx(share, abs=0.0011)
     assert chosen.max_num_batched_tokens == tokens
 
 
-def test_no_engine_is_compared_by_name():
+def test_planner_code_never_compares_engine_names():
     """What differs between engines is asked of the engine; a new one would be missed by a comparison."""
     for path in PLANNER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -126,7 +126,7 @@ def test_no_engine_is_compared_by_name():
             assert compared != "engine" or not constants & set(ENGINES), f"{path.name}:{node.lineno}"
 
 
-def test_rows_are_in_order_and_each_changes_what_it_says():
+def test_vllm_version_rules_are_ordered_and_each_changes_a_value():
     versions = [since for since, _ in _CHANGES]
     assert versions == sorted(set(versions))
     assert versions[-1] == NEWEST == engine_of("vllm").newest

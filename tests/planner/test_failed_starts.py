@@ -93,7 +93,7 @@ def installed() -> Path | None:
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), REFUSED)
-def test_what_vllm_refuses_is_refused_in_its_words(model, flags, said, tmp_path):
+def test_rejected_flags_quote_vllm_error_message(model, flags, said, tmp_path):
     asked = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
     with pytest.raises(DeploymentError) as caught:
         make_plan(folder(tmp_path, model), Deployment(**asked))
@@ -106,7 +106,7 @@ def test_what_vllm_refuses_is_refused_in_its_words(model, flags, said, tmp_path)
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), STOPPED)
-def test_what_stops_vllm_is_foretold_in_its_words(model, flags, said, tmp_path):
+def test_forecast_start_failure_quotes_vllm_error_message(model, flags, said, tmp_path):
     asked = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
     plan = make_plan(folder(tmp_path, model), Deployment(**asked))
     assert not plan.fits
@@ -118,7 +118,7 @@ def test_what_stops_vllm_is_foretold_in_its_words(model, flags, said, tmp_path):
         assert is_worded(plan.stops_with, root)
 
 
-def test_other_words_are_none_of_vllm_s():
+def test_altered_error_message_is_not_found_in_vllm_source():
     """The measure above can say no."""
     root = installed()
     if root is None:
@@ -129,7 +129,7 @@ def test_other_words_are_none_of_vllm_s():
         assert not is_worded(other, root)
 
 
-def test_a_plan_that_fits_stops_with_nothing(tmp_path, capsys):
+def test_plan_that_fits_has_no_start_failure(tmp_path, capsys):
     model = folder(tmp_path, LLAMA)
     arguments = [model, "--gpu", "h100-80g", "--engine-version", "0.32.0", "--json"]
     assert run(arguments) == 0
@@ -143,7 +143,7 @@ def test_a_plan_that_fits_stops_with_nothing(tmp_path, capsys):
     assert "--data-parallel-size 1 would start" in out["reasons"][0]
 
 
-def test_the_failed_start_that_was_published(tmp_path):
+def test_forecast_failure_equals_published_start_log(tmp_path):
     """vLLM 0.19.0 with two replicas on a machine with one H100: the sentence of its log, to the letter."""
     (log,) = (DATA / "startup_logs").glob("*FAILED*")
     flags = Deployment(
@@ -170,12 +170,12 @@ def test_the_failed_start_that_was_published(tmp_path):
         ),
     ],
 )
-def test_a_sentence_is_that_of_its_version(version, said, tmp_path):
+def test_forecast_error_message_matches_vllm_version(version, said, tmp_path):
     plan = make_plan(folder(tmp_path, LLAMA), Deployment(engine="vllm", engine_version=version, gpu="l4-24g"))
     assert said in (plan.stops_with or "")
 
 
-def test_a_cache_in_another_16_bits_is_refused_from_0_33_on(tmp_path):
+def test_vllm_0_33_rejects_16_bit_kv_cache_of_other_dtype(tmp_path):
     """The words are those of 0.33's config/vllm.py."""
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "gpu": "h100-80g", "max_model_len": 8192, "kv_cache_dtype": "float16"}
@@ -200,7 +200,7 @@ def test_a_cache_in_another_16_bits_is_refused_from_0_33_on(tmp_path):
         ("LiquidAI__LFM2-1.2B", "0.21.0", None),
     ],
 )
-def test_a_cache_that_a_version_did_not_have_on_a_cpu(model, version, said, tmp_path):
+def test_cpu_kv_cache_unsupported_by_vllm_version_is_rejected(model, version, said, tmp_path):
     """tests/data/oracles/vllm_versions.json has each refused by that version."""
     flags = Deployment(
         engine="vllm", engine_version=version, gpu="cpu", device_memory=1 << 50, kv_cache_memory_bytes=8 * GIB,
@@ -213,7 +213,7 @@ def test_a_cache_that_a_version_did_not_have_on_a_cpu(model, version, said, tmp_
         make_plan(folder(tmp_path, model), flags)
 
 
-def test_a_gb10_has_small_defaults_from_0_33_on(tmp_path):
+def test_vllm_0_33_lowers_gb10_batch_defaults(tmp_path):
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "gpu": "gb10-128g", "max_model_len": 8192}
     before, after = (make_plan(model, Deployment(**flags, engine_version=v)) for v in ("0.32.0", "0.33.0"))
@@ -222,7 +222,7 @@ def test_a_gb10_has_small_defaults_from_0_33_on(tmp_path):
     assert after.rank.kv_pool_bytes > before.rank.kv_pool_bytes
 
 
-def test_a_model_newer_than_the_version(tmp_path):
+def test_model_newer_than_vllm_version_does_not_start(tmp_path):
     model = folder(tmp_path, "google__gemma-4-26B-A4B")
     old = make_plan(
         model, Deployment(engine="vllm", engine_version="0.15.0", gpu="h200-141g", max_model_len=8192)
@@ -236,7 +236,7 @@ def test_a_model_newer_than_the_version(tmp_path):
     assert new.fits
 
 
-def test_a_model_newer_than_the_transformers_required(tmp_path):
+def test_model_newer_than_required_transformers_adds_note(tmp_path):
     """0.19 has a class for Gemma 4 and requires transformers below 5, which does not know it: some upgraded it."""
     model = folder(tmp_path, "google__gemma-4-26B-A4B")
     flags = {"engine": "vllm", "gpu": "h200-141g", "max_model_len": 8192}
@@ -248,7 +248,7 @@ def test_a_model_newer_than_the_transformers_required(tmp_path):
         assert not any("requires transformers" in note for note in new.notes)
 
 
-def test_every_published_start_had_its_class():
+def test_every_published_start_has_supported_model_class():
     """The table of classes by version against the starts that are published."""
     first = startup_failures._architectures()["first"]
     seen = 0
@@ -265,7 +265,7 @@ def test_every_published_start_had_its_class():
     assert seen > 5
 
 
-def test_graphs_outside_the_share_are_warned_of(tmp_path):
+def test_cuda_graphs_outside_memory_share_add_note(tmp_path):
     """Before 0.20 they come on top of the share: at 1.0 nothing is left for them."""
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g"}

@@ -55,7 +55,7 @@ def config_of(model_type, class_name, **more):
 
 
 @pytest.mark.parametrize(("model_type", "class_name"), CLASSES)
-def test_no_single_change_of_an_encoder_is_misunderstood(model_type, class_name):
+def test_encoder_config_with_one_changed_field_matches_transformers(model_type, class_name):
     config = config_of(model_type, class_name)
     assert single_changes.differences(class_name, config) == []
     names = [f"label {i}" for i in range(5)]
@@ -65,7 +65,7 @@ def test_no_single_change_of_an_encoder_is_misunderstood(model_type, class_name)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_weights_are_the_loaded_model_s_bytes(model_type, tmp_path):
+def test_encoder_weight_bytes_equal_loaded_model(model_type, tmp_path):
     class_name = FAMILIES[model_type][0] + "Model"
     model = getattr(transformers, class_name)._from_config(
         transformers.AutoConfig.for_model(model_type, **FAMILIES[model_type][1])
@@ -79,7 +79,7 @@ def test_weights_are_the_loaded_model_s_bytes(model_type, tmp_path):
     assert any("keeps nothing between steps" in note for note in plan.notes)
 
 
-def test_positions_no_token_has_are_not_promised(tmp_path):
+def test_roberta_max_length_excludes_padding_positions(tmp_path):
     """RoBERTa's first position is that behind the padding token's; one text longer than the rest fails in
     transformers itself."""
     config = config_of("roberta", "RobertaModel")
@@ -106,14 +106,14 @@ def test_positions_no_token_has_are_not_promised(tmp_path):
         ({"type_vocab_size": "two"}, "type_vocab_size"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(change, field):
+def test_unsupported_encoder_field_is_named_in_error(change, field):
     with pytest.raises(TonnageError) as caught:
         build_architecture(config_of("bert", "BertModel") | change)
     assert caught.value.field == field
 
 
 @pytest.mark.oracle
-def test_vllm_s_classes_hold_the_planned_bytes(tmp_path):
+def test_encoder_weight_bytes_equal_vllm_classes(tmp_path):
     folders = {}
     for model_type in ("bert", "xlm-roberta", "modernbert"):
         folder = tmp_path / model_type
@@ -140,7 +140,7 @@ def ask_vllm(folders: list[str]) -> list[dict]:
 
 
 @pytest.mark.parametrize("class_name", ["DistilBertModel", "MPNetModel", "BertForMaskedLM"])
-def test_vllm_s_missing_classes_are_refused_by_name(class_name, tmp_path):
+def test_encoder_class_missing_in_vllm_is_named_in_error(class_name, tmp_path):
     model_type = next(m for m, (name, _) in FAMILIES.items() if class_name.startswith(name))
     (tmp_path / "config.json").write_text(json.dumps(config_of(model_type, class_name)))
     with pytest.raises(UnsupportedArchitecture, match=class_name):

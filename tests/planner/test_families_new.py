@@ -225,7 +225,7 @@ def says() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_tensors_and_cache_are_those_of_transformers(name: str, says: dict[str, dict[str, Any]]) -> None:
+def test_new_family_tensors_and_cache_match_transformers(name: str, says: dict[str, dict[str, Any]]) -> None:
     real, ours = says[name], build_architecture(config_of(name))
     assert {t.name: list(t.shape) for t in ours.tensors if t.is_parameter} == real["shapes"]
     assert ours.parameters == real["parameters"]
@@ -268,13 +268,15 @@ def held(kind: str, window: int | None, tensors: dict[str, list[list[Any]]]) -> 
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name.partition("-")[0] for name in SMALL))
-def test_the_classes_own_sizes_give_as_many_parameters(name: str, says: dict[str, dict[str, Any]]) -> None:
+def test_default_config_parameter_count_matches_transformers(
+    name: str, says: dict[str, dict[str, Any]]
+) -> None:
     stored = says[f"{name}-default"]
     assert build_architecture(stored["config"]).parameters == stored["parameters"]
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_transformers_does_not_build_is_refused_by_name(field: str) -> None:
+def test_config_that_transformers_cannot_build_is_rejected(field: str) -> None:
     name, change = REFUSED[field]
     with pytest.raises(TonnageError) as caught:
         build_architecture({**config_of(name), **change})
@@ -294,7 +296,9 @@ def test_what_transformers_does_not_build_is_refused_by_name(field: str) -> None
         ),
     ],
 )  # fmt: skip
-def test_files_of_the_first_class_say_the_same(name: str, class_name: str, change: dict[str, Any]) -> None:
+def test_config_of_originally_published_class_gives_same_tensors(
+    name: str, class_name: str, change: dict[str, Any]
+) -> None:
     """Fields and class of the code that the models were first published with."""
     config = config_of(name)
     first = build_architecture({**config, **change, "architectures": [class_name]})
@@ -306,6 +310,6 @@ def test_files_of_the_first_class_say_the_same(name: str, class_name: str, chang
     [("brand_new", "'brand_new' is not supported"), ("dots3_note", "latents of another width"),
      ("inkling2_text", "four convolution states"), ("pp_doclayout_v4", "generates no text")],
 )  # fmt: skip
-def test_what_is_not_understood_is_named(model_type: str, why: str) -> None:
+def test_unsupported_model_type_error_states_reason(model_type: str, why: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=why):
         build_architecture({"model_type": model_type})

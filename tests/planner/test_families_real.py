@@ -89,7 +89,7 @@ def loaded(folder: str, dtype: torch.dtype, scheme: str | None):
 
 @pytest.mark.parametrize("scheme", [None, "int8", "nf4", "nf4-double"])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_after_load_equal_the_plan(name, scheme, saved, held_bytes):
+def test_planned_weight_bytes_equal_loaded_model(name, scheme, saved, held_bytes):
     model = loaded(saved(name), torch.bfloat16, scheme)
     if scheme is not None and name.startswith("falcon"):
         # bitsandbytes replaces nothing in a Falcon: refused rather than planned as if it did
@@ -107,13 +107,13 @@ def test_weights_after_load_equal_the_plan(name, scheme, saved, held_bytes):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_load(name, saved, held_bytes):
+def test_planned_float32_weight_bytes_equal_loaded_model(name, saved, held_bytes):
     plan = make_plan(saved(name), Deployment(dtype="float32", device_memory=1 << 34))
     assert held_bytes(loaded(saved(name), torch.float32, None)) == plan.rank.weights_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cache_equals_dynamic_cache(name, saved):
+def test_planned_kv_cache_equals_transformers_dynamic_cache(name, saved):
     """Bytes per token, and which layers slide, as a plain DynamicCache of the model has them."""
     tokens = 7  # the windows are 8: nothing has slid out yet
     model = loaded(saved(name), torch.bfloat16, None)
@@ -170,7 +170,7 @@ def mutations(rng: random.Random):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_mutated_configs_against_the_meta_device(seed):
+def test_random_config_tensors_equal_transformers_modules(seed):
     """Names and shapes of every parameter and buffer equal transformers' modules."""
     rng = random.Random(seed)
     for kind, fields in mutations(rng):

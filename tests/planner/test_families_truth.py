@@ -9,7 +9,7 @@ from tonnage.planner.planning.checkpoint import checkpoint_size
 from tonnage.planner.quantization.read import read_quantization
 
 
-def test_parameters_equal_the_meta_device_count(truth_row, config_of):
+def test_parameter_count_equals_transformers_meta_model(truth_row, config_of):
     architecture = build_architecture(config_of(truth_row["model"]))
     assert architecture.parameters == int(truth_row["params_unique"])
     tied = sum(t.elements for t in architecture.tensors if t.tied_to)
@@ -23,7 +23,7 @@ def test_parameters_equal_the_meta_device_count(truth_row, config_of):
 OTHER_CLASS = {"bryce-hoehn/Qwen3.5-18B-REAP-A3B-Coding"}
 
 
-def test_bytes_equal_the_published_checkpoint(size_row, config_of):
+def test_checkpoint_bytes_equal_published_size(size_row, config_of):
     config = config_of(size_row["model"])
     architecture, quantization = build_architecture(config), read_quantization(config, None)
     dtype = "bfloat16" if size_row["torch_dtype"] == "None" else size_row["torch_dtype"]
@@ -40,20 +40,20 @@ def test_bytes_equal_the_published_checkpoint(size_row, config_of):
 HEADER = {"deepseek-ai/DeepSeek-OCR-2": 2 * 3_389_119_360}
 
 
-def test_towers_are_counted_apart(config_of):
+def test_vision_tower_parameters_are_counted_separately(config_of):
     architecture = build_architecture(config_of("google/gemma-3-27b-it"))
     assert architecture.tower_parameters == {"vision": 416_866_032, "projector": 1152 * 5376 + 1152}
     assert build_architecture(config_of("google/gemma-2b")).tower_parameters == {}
 
 
-def test_falcon_40b_counts_eight_kv_heads_and_transformers_stores_all(config_of):
+def test_falcon_40b_has_eight_kv_heads_and_transformers_caches_128(config_of):
     architecture = build_architecture(config_of("tiiuae/falcon-40b"))
     assert architecture.parameters == 41_303_293_952
     layer = architecture.cache_layers[0]
     assert (layer.kv_heads, layer.head_size, layer.transformers_kv_heads) == (8, 64, 128)
 
 
-def test_falcon_7b_is_multi_query():
+def test_falcon_7b_uses_multi_query_attention():
     config = {
         "model_type": "falcon", "architectures": ["FalconForCausalLM"], "hidden_size": 4544,
         "num_attention_heads": 71, "num_hidden_layers": 32, "vocab_size": 65024, "multi_query": True,
@@ -66,7 +66,7 @@ def test_falcon_7b_is_multi_query():
 
 
 @pytest.mark.parametrize("model_type", known_model_types())
-def test_every_family_refuses_an_empty_config_by_name(model_type):
+def test_every_family_names_field_missing_in_empty_config(model_type):
     from tonnage.planner.errors import TonnageError
 
     with pytest.raises(TonnageError) as caught:

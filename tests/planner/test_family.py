@@ -24,7 +24,7 @@ def rows() -> Counter[str]:
     return Counter(name for module in modules for name in getattr(module, "FAMILIES", {}))
 
 
-def test_each_type_stands_in_one_module():
+def test_each_model_type_is_registered_in_one_module():
     assert rows() == Counter(families().keys())
     assert len(known_model_types()) > 140
 
@@ -55,16 +55,16 @@ def test_no_builder_compares_model_type():
             assert not choices_by_model_type(ast.parse(path.read_text())), path.name
 
 
-def test_an_unknown_type_has_no_family():
+def test_unknown_model_type_has_no_family():
     for unknown in ("brand_new", "", None, 3, ["llama"]):
         assert family_of(unknown) is NO_FAMILY
 
 
-def test_every_reason_has_a_sentence():
+def test_every_reason_against_paged_kv_has_a_text():
     assert {"served", *REASONS} == set(get_args(Paged))
 
 
-def test_the_most_asked_for_family_imports_no_other():
+def test_llama_family_imports_no_other_family():
     code = (
         "import sys; from tonnage.planner.families.registry import family_of; family_of('llama'); "
         "print(*(name for name, module in sys.modules.items() if getattr(module, 'FAMILIES', None)))"
@@ -73,7 +73,7 @@ def test_the_most_asked_for_family_imports_no_other():
     assert done.stdout.split() == ["tonnage.planner.families.llama"]
 
 
-def test_a_new_file_is_enough(tmp_path, monkeypatch):
+def test_new_family_needs_only_one_module(tmp_path, monkeypatch):
     """A module that nothing names but the folder it lies in, in a process of its own."""
     here = tmp_path / "tonnage" / "planner"
     shutil.copytree(FOLDER.parent, here, ignore=shutil.ignore_patterns("__pycache__"))

@@ -36,7 +36,7 @@ def quoted(predicate):
         ("tokens", "kv_tokens", 1), ("max_concurrency", "max_concurrency", 1),
     ],
 )  # fmt: skip
-def test_every_quoted_vllm_log_is_read(figure, observed, unit):
+def test_vllm_log_figures_equal_recorded_values(figure, observed, unit):
     """Where the quote holds the line, the figure is the one the report's collector noted."""
     marks = {
         "weights_bytes": "Model loading took", "kv_pool_bytes": "Available KV cache memory",
@@ -53,7 +53,7 @@ def test_every_quoted_vllm_log_is_read(figure, observed, unit):
         assert read / unit == pytest.approx(row["observed"][observed], abs=0.006), row["source"]
 
 
-def test_sglang_and_llama_cpp_pools():
+def test_sglang_and_llama_cpp_log_pools_are_read():
     sglang = quoted(lambda r: r["engine"] == "SGLang" and r["observed"].get("kv_pools"))[0]
     found = parse_log(sglang["quote"])
     assert found.engine == "sglang"
@@ -74,7 +74,7 @@ def model(tmp_path):
     return folder
 
 
-def test_a_real_log_against_the_plan(tmp_path, model, capsys):
+def test_real_vllm_log_agrees_with_plan_bounds(tmp_path, model, capsys):
     """vLLM 0.10.2 on an H100: every term within the bounds the planner states."""
     report = next(r for r in REPORTS if r["source"].startswith("github.com/kolyangg/mlops-assignment"))
     log = tmp_path / "start.log"
@@ -103,7 +103,7 @@ def test_a_real_log_against_the_plan(tmp_path, model, capsys):
     ("engine", "arguments", "term"),
     [("SGLang", ["--tensor-parallel-size", "2"], "tokens"), ("llama.cpp", [], "kv_pool_bytes")],
 )
-def test_logs_of_sliding_windows(engine, arguments, term, tmp_path, capsys):
+def test_sliding_window_log_of_sglang_and_llama_cpp_agrees_with_plan(engine, arguments, term, tmp_path, capsys):
     """Gemma 4 under SGLang (two pools, their ratio is in the log) and llama.cpp (two caches, two streams); the
     weights are of another format than the config's, which is said instead of compared."""
     report = next(r for r in REPORTS if r["engine"] == engine and r["config"] == "google__gemma-4-26B-A4B")
@@ -118,7 +118,7 @@ def test_logs_of_sliding_windows(engine, arguments, term, tmp_path, capsys):
     assert "weights not compared" in capsys.readouterr().out
 
 
-def test_refit_leaves_logs_out():
+def test_refit_reports_error_on_held_out_logs():
     logs = [Comparison(str(i), (Row("activation_bytes", 100.0, 150.0 + i),)) for i in range(4)]
     factor, before, after = refit_terms(logs)["activation_bytes"]
     assert factor == pytest.approx(1.515)
@@ -126,7 +126,7 @@ def test_refit_leaves_logs_out():
     assert refit_terms(logs[:2]) == {}
 
 
-def test_bad_logs_are_refused(tmp_path, capsys):
+def test_invalid_log_is_rejected_with_reason(tmp_path, capsys):
     empty = tmp_path / "empty.log"
     empty.write_text("hello\n")
     with pytest.raises(ConfigError, match="no start-up line"):
@@ -159,7 +159,7 @@ def told(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_rank_and_the_logged_pool(llama, capsys):
+def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
     """Four stages of which one logs its pool: weights of each, and 2,257,264 tokens of the smallest pool."""
     (log,) = told(capsys, PP4, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert [*log["ranks"]] == ["PP0", "PP1", "PP2", "PP3"]
@@ -181,13 +181,13 @@ def test_every_rank_and_the_logged_pool(llama, capsys):
     assert "Verdict: the plan" in shown
 
 
-def test_a_format_made_while_loading_is_planned(llama, capsys):
+def test_log_of_fp8_quantization_at_load_agrees_with_plan(llama, capsys):
     (log,) = told(capsys, FP8_WEIGHTS, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["terms"]["weights_bytes"]["verdict"] == "agrees"
     assert "its weights were quantized to fp8 while loading" in json.dumps(log)
 
 
-def test_a_miss_is_said(llama, tmp_path, capsys):
+def test_log_disagreeing_with_plan_names_terms_and_direction(llama, tmp_path, capsys):
     """Weights and pool of another model: which terms, and by how much."""
     other = tmp_path / "other.log"
     other.write_text(FP8_KV.read_text().replace("14.99 GiB", "19.99 GiB").replace("58.11 GiB", "40.11 GiB"))
@@ -199,7 +199,7 @@ def test_a_miss_is_said(llama, tmp_path, capsys):
     assert "% too high" in log["verdict"]
 
 
-def test_what_the_log_does_not_say(llama, tmp_path, capsys):
+def test_log_without_settings_uses_flags_and_adds_notes(llama, tmp_path, capsys):
     short = tmp_path / "short.log"
     short.write_text(
         "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 14.99 GiB memory and 3.5 seconds\n"
@@ -217,7 +217,7 @@ def test_what_the_log_does_not_say(llama, tmp_path, capsys):
     assert "--max-num-seqs" not in assumed
 
 
-def test_a_flag_that_contradicts_the_log_is_named(llama, capsys):
+def test_flag_contradicting_log_adds_note(llama, capsys):
     """The log is the witness; what was asked beside it is not dropped in silence."""
     base = [FP8_KV, "--model", llama, "--gpu", "h100-80g"]
     (plain,) = told(capsys, *base)["logs"]
@@ -230,7 +230,7 @@ def test_a_flag_that_contradicts_the_log_is_named(llama, capsys):
     assert log["terms"]["tokens_of_logged_pool"] == plain["terms"]["tokens_of_logged_pool"]
 
 
-def test_another_checkpoint_is_noticed(llama, tmp_path, capsys):
+def test_log_of_different_checkpoint_adds_note(llama, tmp_path, capsys):
     """Weights alone, of a model in 4 bits: compared without a GPU, and said to be others."""
     short = tmp_path / "short.log"
     short.write_text(
@@ -247,7 +247,7 @@ def test_another_checkpoint_is_noticed(llama, tmp_path, capsys):
     assert log["terms"]["weights_bytes"]["verdict"] == "agrees"  # to a few KiB in 15 GiB
 
 
-def test_a_start_that_failed(llama, capsys):
+def test_log_of_failed_start_reports_failure_reason(llama, capsys):
     failed = next(LOGS.glob("*FAILED*"))
     (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["failure"] == "AssertionError: DP adjusted local rank 1 is out of bounds."
@@ -257,7 +257,7 @@ def test_a_start_that_failed(llama, capsys):
     assert f"the plan expects this error: {log['failure']}" in log["notes"]
 
 
-def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):
+def test_calibration_from_log_corrects_later_plan(llama, tmp_path, capsys):
     """A start with an fp8 cache corrects the plan of one with fp8 weights on the same GPU."""
     file = tmp_path / "h100.json"
     for _ in range(2):  # the same log twice is one start
@@ -296,7 +296,7 @@ def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):
 @pytest.mark.parametrize(
     "content", ["{}", "[1]", '{"tonnage_calibration": 1, "starts": [{"engine": "vllm"}]}', "x"]
 )
-def test_files_that_are_no_calibration(content, llama, tmp_path, capsys):
+def test_invalid_calibration_file_is_rejected(content, llama, tmp_path, capsys):
     file = tmp_path / "c.json"
     file.write_text(content)
     with pytest.raises(DeploymentError, match="is not a calibration file"):
@@ -310,7 +310,7 @@ def test_files_that_are_no_calibration(content, llama, tmp_path, capsys):
     assert "is not a calibration file" in capsys.readouterr().err
 
 
-def test_a_log_that_teaches_nothing(llama, tmp_path, capsys):
+def test_log_without_activation_figure_cannot_calibrate(llama, tmp_path, capsys):
     short = tmp_path / "short.log"
     short.write_text(
         "Model loading took 14.99 GiB memory and 3.5 seconds\nAvailable KV cache memory: 50.0 GiB\n"

@@ -36,7 +36,7 @@ def text_of(name):
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_ranks_of_real_logs_stay_apart(name):
+def test_log_figures_are_kept_per_rank(name):
     found = parse_log(text_of(name))
     told = {
         rank: tuple(round(own.figures[figure] / GIB, 2) for figure in FIGURES)
@@ -73,7 +73,7 @@ DRESSED = {
 
 
 @pytest.mark.parametrize("dress", DRESSED)
-def test_how_a_log_was_kept_changes_nothing(dress):
+def test_log_prefixes_colours_and_wrapping_change_no_figure(dress):
     for name in TOLD:
         plain, other = parse_log(text_of(name)), parse_log(DRESSED[dress](text_of(name)))
         assert {rank: own.figures for rank, own in other.ranks.items()} == {
@@ -84,7 +84,7 @@ def test_how_a_log_was_kept_changes_nothing(dress):
             assert other.flags.get(flag) == plain.flags.get(flag)
 
 
-def test_a_failed_start_says_what_failed():
+def test_failed_start_log_gives_failure_message():
     found = parse_log(text_of("meta-llama-llama-3-1-8b---h100-80gb--tp1pp1dp2--8192.FAILED"))
     assert found.failure == "AssertionError: DP adjusted local rank 1 is out of bounds."
     assert not found.ready
@@ -97,7 +97,7 @@ def gib_of(text):
     }
 
 
-def test_words_of_old_versions():
+def test_log_lines_of_vllm_0_6_to_0_8_are_read():
     """0.6.4 (its peak has the weights in it), 0.7 behind SageMaker's prefix and colours, 0.8's ranks."""
     assert gib_of(
         "INFO 12-06 11:39:34 model_runner.py:1077] Loading model weights took 2.6419 GB\n"
@@ -134,7 +134,7 @@ def test_words_of_old_versions():
     assert [*found.ranks] == ["TP0", "TP1"]
 
 
-def test_words_of_new_versions():
+def test_log_lines_of_vllm_0_32_and_later_are_read():
     """0.32: what was consumed, the estimate of the graphs in the activations, both lines of the pool in one."""
     start = (
         "(APIServer pid=1) INFO 11-20 10:00:00 [startup.py:18] vLLM server version 0.33.0, serving model org/name\n"
@@ -172,7 +172,7 @@ def test_words_of_new_versions():
     }  # fmt: skip
 
 
-def test_a_pool_of_given_bytes_and_a_cpu_s():
+def test_log_of_fixed_pool_size_and_of_cpu_pool_is_read():
     assert gib_of(
         "INFO 10-01 10:00:00 [gpu_worker.py:242] Initial free memory 78.70 GiB, reserved 20.00GiB memory for KV Cache "
         "as specified by kv_cache_memory_bytes config and skipped memory profiling.\n"
@@ -185,7 +185,7 @@ def test_a_pool_of_given_bytes_and_a_cpu_s():
     assert found.figures["kv_pool_bytes"] == 4 * GIB
 
 
-def test_values_within_values_are_not_flags():
+def test_nested_values_in_logged_arguments_are_not_flags():
     found = parse_log(
         "INFO 10-01 10:00:00 [utils.py:233] non-default args: {'model': 'org/name', 'speculative_config': {'model': "
         "'org/draft', 'num_speculative_tokens': 3}, 'hf_overrides': {'rope': [1, 2]}, 'enforce_eager': True, "
@@ -197,7 +197,7 @@ def test_values_within_values_are_not_flags():
     assert "num_speculative_tokens" not in found.flags
 
 
-def test_the_last_start_counts():
+def test_last_start_in_log_is_used():
     one = text_of("meta-llama---h100-80gb--tp1pp1dp1--8192-dtbf16-kvfp8")
     other = text_of("meta-llama-llama-3--h100-80gb--tp1pp1dp1--8192-dtf32")
     found = parse_log(one + other)
@@ -207,7 +207,7 @@ def test_the_last_start_counts():
     assert found.flags["kv_cache_dtype"] == "auto"
 
 
-def test_sglang_ranks_pools_and_options():
+def test_sglang_log_ranks_pools_and_options_are_read():
     start = (
         "[2026-02-26 16:20:01] server_args=ServerArgs(model_path='org/name', tokenizer_path='org/name', tp_size=2, "
         "dp_size=1, mem_fraction_static=0.85, page_size=64, max_running_requests=48, chunked_prefill_size=4096, "
@@ -245,7 +245,7 @@ def test_sglang_ranks_pools_and_options():
     assert hybrid.figures["kv_pool_bytes"] == pytest.approx(6.25 * GIB)
 
 
-def test_sglang_maps_its_pool_after_the_graphs():
+def test_sglang_0_5_23_log_pool_is_read_after_graph_capture():
     """0.5.23: options as a dict, an upper bound of addresses first, the pool when the graphs are captured."""
     found = parse_log(
         "[2026-11-02 10:00:00] server_args={'model_path': 'org/name', 'tp_size': 1, 'page_size': 64, 'disable_cuda_graph': "
@@ -268,7 +268,7 @@ def test_sglang_maps_its_pool_after_the_graphs():
     assert found.figures["cuda_graph_bytes"] == pytest.approx(1.66 * GIB)
 
 
-def test_llama_cpp_buffers_and_its_table():
+def test_llama_cpp_log_buffers_and_memory_table_are_read():
     found = parse_log(
         "0.00.363.687 I llama_model_loader: loaded meta data with 33 key-value pairs and 291 tensors from m.gguf (v 3)\n"
         "print_info: file size   = 4.33 GiB (4.64 BPW)\n"
@@ -294,7 +294,7 @@ def test_llama_cpp_buffers_and_its_table():
     assert found.figures["CUDA1_KV_bytes"] == 397 * (1 << 20)
 
 
-def test_llama_cpp_s_sequences_and_their_streams():
+def test_llama_cpp_log_tells_separate_from_unified_kv_cache():
     """4/4: a cache each; 4/1: one for all of them."""
     size = "llama_kv_cache: size = 180.00 MiB ( {} cells,  30 layers,  4/{} seqs), K (f16): 90.00 MiB, V (f16): 90.00 MiB"
     apart, shared = (parse_log(size.format(*each) + "\n") for each in ((2048, 4), (8192, 1)))
@@ -303,7 +303,7 @@ def test_llama_cpp_s_sequences_and_their_streams():
     assert (apart.figures["max_model_len"], shared.figures["max_model_len"]) == (2048, 8192)
 
 
-def test_records_join_only_what_was_wrapped():
+def test_log_records_join_only_wrapped_lines():
     lines = [
         "INFO 04-22 01:44:06 [a.py:1] one", "two", "", "three", "0%|   | 0/51", "INFO 04-22 01:44:07 [a.py:2] four"
     ]  # fmt: skip

@@ -25,7 +25,7 @@ def names(flags: list[Flag]) -> list[str]:
 
 
 @pytest.mark.parametrize("record", [Deployment, TrainingSetup])
-def test_every_field_is_a_flag(record):
+def test_every_dataclass_field_has_a_flag(record):
     assert list(flags_of(record)) == list(record.__annotations__)
     for name, flag in flags_of(record).items():
         assert flag.name == name
@@ -36,7 +36,7 @@ def test_every_field_is_a_flag(record):
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=names(FLAGS))
-def test_what_is_written_is_read(flag):
+def test_flag_reads_valid_text_and_rejects_invalid_text(flag):
     """Of each flag one value as text, and what is no value of it."""
     text, value = {
         "bytes": ("1KiB", 1024), "GiB": ("0.5", 1 << 29), "MiB": ("0.5", 1 << 19), "share": ("0.25", 0.25),
@@ -69,7 +69,7 @@ def test_what_is_written_is_read(flag):
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=names(FLAGS))
-def test_a_value_of_another_type_is_refused(flag):
+def test_flag_rejects_value_of_other_type(flag):
     for value in (object(), b"x", 1.5 if flag.kind == "int" else 5, None):
         if (value is None and flag.optional) or (value == 5 and flag.kind == "float"):
             continue
@@ -78,7 +78,7 @@ def test_a_value_of_another_type_is_refused(flag):
         assert caught.value.field == flag.option
 
 
-def test_the_help_tells_the_engines_own_defaults():
+def test_help_text_contains_engine_defaults():
     """Two help texts contain the figures that the engines use."""
     for name in ENGINES:
         engine = engine_of(name)
@@ -92,7 +92,7 @@ def test_the_help_tells_the_engines_own_defaults():
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])
-def test_a_block_of_sglang_is_its_page(size, capsys):
+def test_sglang_block_size_is_its_page_size(size, capsys):
     """--page-size: what is printed is what is planned; tokens are rounded down to whole pages."""
     whole = make_plan("demo", Deployment(engine="sglang", gpu="h100-80g"))
     plan = make_plan("demo", Deployment(engine="sglang", gpu="h100-80g", block_size=size, max_model_len=1001))
@@ -104,18 +104,18 @@ def test_a_block_of_sglang_is_its_page(size, capsys):
     assert capsys.readouterr().out.rstrip().endswith("--page-size 16")
 
 
-def test_a_log_of_sglang_says_its_pages():
+def test_sglang_log_page_size_is_read_as_block_size():
     line = "server_args=ServerArgs(model_path='m', page_size=64, tp_size=2)"
     assert parse_log(line).flags["block_size"] == "64"
 
 
-def test_llama_cpp_has_no_blocks(capsys):
+def test_llama_cpp_rejects_block_size_above_1(capsys):
     assert run(["demo", "--engine", "llama.cpp", "--gpu", "h100-80g", "--block-size", "16"]) == 2
     assert "--block-size" in capsys.readouterr().err
     assert run(["demo", "--engine", "llama.cpp", "--gpu", "h100-80g", "--block-size", "1", "--json"]) == 0
 
 
-def test_a_swept_flag_is_read_as_the_flag_itself(folder_with, config_of, capsys):
+def test_sweep_axis_values_are_read_like_flag_values(folder_with, config_of, capsys):
     assert parse_axis("target-modules=q_proj,k_proj+v_proj") == (
         "target_modules",
         (("q_proj",), ("k_proj", "v_proj")),
@@ -141,7 +141,7 @@ def test_a_swept_flag_is_read_as_the_flag_itself(folder_with, config_of, capsys)
 
 
 @pytest.mark.parametrize("method", flags_of(TrainingSetup)["method"].choices)
-def test_modules_are_named_for_adapters_only(method):
+def test_target_modules_need_an_adapter_method(method):
     setup = TrainingSetup(method=method, target_modules=("q_proj",))
     if method in ADAPTERS:
         check_setup(setup)

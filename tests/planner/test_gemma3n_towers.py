@@ -31,7 +31,7 @@ def config_of(**audio):
          "conf_attention_context_right": 2, "vocab_size": 48},
     ],
 )  # fmt: skip
-def test_sound_and_projections_against_transformers(audio):
+def test_gemma3n_audio_tower_and_projections_match_transformers(audio):
     config = config_of(**audio)
     architecture = build_architecture(config)
     real = transformers.Gemma3nConfig(**config)
@@ -52,7 +52,7 @@ def test_sound_and_projections_against_transformers(audio):
         assert {t.name: (t.shape, sizes[t.dtype]) for t in ours if not t.is_parameter} == buffers
 
 
-def test_the_picture_tower_has_timm_s_parameters():
+def test_gemma3n_vision_tower_parameter_count_equals_timm():
     architecture = build_architecture(config_of())
     assert architecture.tower_parameters["vision"] == TIMM_PARAMETERS
     names = [t.name for t in architecture.tensors if t.name.startswith("model.vision_tower.")]
@@ -69,7 +69,7 @@ def test_the_picture_tower_has_timm_s_parameters():
         ("audio_config", {"sscp_conv_channel_size": [64, 32]}),
     ],
 )
-def test_another_tower_is_refused_by_name(part, change):
+def test_gemma3n_other_tower_architecture_is_rejected(part, change):
     config = config_of()
     with pytest.raises(TonnageError) as caught:
         build_architecture(config | {part: config[part] | change})

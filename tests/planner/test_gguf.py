@@ -18,11 +18,11 @@ from tonnage.planner.headers.gguf import GGUFArray, read_gguf
 from tonnage.planner.planning.build import make_plan
 
 
-def test_the_type_table_is_the_gguf_packages():
+def test_ggml_type_table_equals_gguf_package():
     assert {int(k): (k.name, *v) for k, v in GGML_QUANT_SIZES.items()} == GGML_TYPES
 
 
-def test_the_demo_file():
+def test_demo_gguf_header_equals_gguf_reader():
     path = demo_gguf()
     header = read_gguf(path)
     theirs = gguf.GGUFReader(path)
@@ -73,7 +73,7 @@ def llama_file(path: Path, *, arch: str = "llama", drop: str = "", extra: str = 
     return path
 
 
-def test_llama_cpp_keeps_the_files_types():
+def test_llama_cpp_keeps_tensor_types_of_gguf_file():
     """llama-server says its "size" is 96576768 (tests/data/metrics_pages/llama.cpp-0.3.36/models.json)."""
     plan = make_plan(str(demo_gguf()), Deployment(engine="llama.cpp"))
     assert plan.rank.weights_bytes == 96_576_768
@@ -90,7 +90,7 @@ def test_llama_cpp_keeps_the_files_types():
     assert make_plan(str(demo_gguf()), Deployment(engine="hf")).rank.weights_bytes == 269_030_272  # dequantized
 
 
-def test_a_written_file_is_planned_like_its_config(tmp_path, folder_with, tiny_llama):
+def test_gguf_file_plans_same_as_equivalent_config(tmp_path, folder_with, tiny_llama):
     flags = Deployment(device_memory=1 << 34)
     plan = make_plan(str(llama_file(tmp_path / "m.gguf")), flags)
     same = make_plan(folder_with(tiny_llama | {"tie_word_embeddings": True}), flags)
@@ -98,7 +98,7 @@ def test_a_written_file_is_planned_like_its_config(tmp_path, folder_with, tiny_l
     assert plan.ranks == same.ranks
 
 
-def test_every_truncation_is_refused(tmp_path):
+def test_truncated_gguf_file_is_rejected(tmp_path):
     path = llama_file(tmp_path / "m.gguf")
     data = path.read_bytes()
     for length in [*range(400), *range(400, len(data), 997), len(data) - 1]:
@@ -107,7 +107,7 @@ def test_every_truncation_is_refused(tmp_path):
             read_gguf(path)
 
 
-def test_flipped_bytes_never_raise_anything_but_our_errors(tmp_path):
+def test_corrupted_gguf_raises_only_planner_errors(tmp_path):
     path = llama_file(tmp_path / "m.gguf")
     data = bytearray(path.read_bytes())
     rng = np.random.default_rng(1)
@@ -132,6 +132,6 @@ def test_flipped_bytes_never_raise_anything_but_our_errors(tmp_path):
         ({"block_count": 4_000_000}, TonnageError, "num_hidden_layers: 4000000"),
     ],
 )
-def test_files_that_contradict_themselves(tmp_path, options, error, match):
+def test_inconsistent_gguf_file_is_rejected(tmp_path, options, error, match):
     with pytest.raises(error, match=match):
         make_plan(str(llama_file(tmp_path / "m.gguf", **options)), Deployment(device_memory=1 << 34))

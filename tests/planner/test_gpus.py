@@ -27,11 +27,11 @@ NEEDED = [
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_everyday_names(name):
+def test_common_gpu_name_is_in_catalogue(name):
     assert find_gpu(name).memory_bytes > 1 << 30
 
 
-def test_every_figure_has_a_source():
+def test_every_gpu_figure_has_a_source():
     for entry in ENTRIES:
         assert entry["nominal_source"], entry
         assert ("reported_gib" in entry) == ("reported_source" in entry)
@@ -42,7 +42,7 @@ def test_every_figure_has_a_source():
     assert len(names) == len(set(names))
 
 
-def test_the_reserve_is_the_median_of_the_entries():
+def test_nominal_memory_reserve_equals_median_of_catalogue():
     shares = [
         1 - e["reported_gib"] / e["nominal_gib"]
         for e in ENTRIES
@@ -51,13 +51,13 @@ def test_the_reserve_is_the_median_of_the_entries():
     assert median(shares) <= NOMINAL_RESERVE < median(shares) + 0.0025
 
 
-def test_memory_is_what_the_device_reports():
+def test_gpu_memory_is_bytes_that_device_reports():
     assert find_gpu("NVIDIA H100 80GB HBM3").memory_bytes == int(79.18 * (1 << 30))
     for gpu, entry in zip(catalogue(), ENTRIES, strict=True):
         assert gpu.memory_bytes <= (entry["nominal_gib"] + 3) * (1 << 30)
 
 
-def test_every_price_has_a_list_and_a_day():
+def test_every_gpu_price_has_source_url_and_date():
     names = {entry["name"] for entry in ENTRIES}
     lists = json.loads((Path(gpus.__file__).parent / "prices.json").read_text())["lists"]
     assert len(lists) >= 5
@@ -72,7 +72,7 @@ def test_every_price_has_a_list_and_a_day():
     assert len(price_lists()) > len(names) * 0.6
 
 
-def test_what_gpus_cost():
+def test_cost_uses_lowest_fixed_price_then_marketplace():
     """The lowest fixed price, before a marketplace's least; nodes are rented whole; the user's own first."""
     one = cost_of("h100-80g", 1)
     fixed = [line for line in price_lists()["h100-80g"] if line.together == 1 and not line.marketplace]
@@ -92,30 +92,30 @@ def test_what_gpus_cost():
 
 
 @pytest.mark.parametrize("text", ["h100", "h100=", "h100=-1", "h100=nan", "h100=inf", "h100=2,10", "nothing=1"])
-def test_what_is_no_price_is_refused(text):
+def test_invalid_price_is_rejected(text):
     with pytest.raises(DeploymentError) as caught:
         read_prices([text])
     assert caught.value.field in ("--price", "--gpu")
 
 
-def test_a_card_and_a_module_of_one_name_have_their_own_speed():
+def test_sxm_and_pcie_variants_have_own_bandwidth():
     assert find_gpu("h100").bandwidth == 3350e9
     assert find_gpu("h100-pcie").bandwidth == 2000e9
     assert find_gpu("rtx-4090").bandwidth is None
 
 
-def test_capability_is_found_by_the_drivers_name_too():
+def test_compute_capability_is_found_by_driver_name():
     assert capability_of("Tesla T4") == capability_of("t4-16g") == (7, 5)
     assert capability_of("NVIDIA A100-SXM4-80GB") == (8, 0)
     assert capability_of("mi300x") is capability_of("brand new") is capability_of(None) is None
 
 
-def test_cpu_and_auto_are_this_machine():
+def test_gpu_cpu_and_auto_mean_this_machine():
     assert find_gpu("cpu").memory_bytes == host_memory()
     assert find_gpu("auto").memory_bytes > 0
 
 
-def test_a_gpu_without_a_figure_is_this_machines():
+def test_device_cuda_without_gpu_name_uses_this_machine():
     """Asked where there is one, needed where there is none."""
     asked, here = Deployment(engine="vllm", device="cuda", max_model_len=512), find_gpu("auto")
     if here.device == "cuda":
@@ -126,12 +126,12 @@ def test_a_gpu_without_a_figure_is_this_machines():
     assert caught.value.field == "--device-memory"
 
 
-def test_a_typing_error_is_answered():
+def test_misspelled_gpu_name_gets_suggestion():
     with pytest.raises(DeploymentError, match="did you mean h100-80g"):
         find_gpu("h100-80")
 
 
-def test_how_many_of_a_gpu_is_another_flag_where_one_is_named():
+def test_gpu_count_in_single_gpu_name_is_rejected_with_hint():
     with pytest.raises(DeploymentError, match=r"--gpu h100-80g --tensor-parallel-size 8; of train --gpus 8"):
         find_gpu("8xH100")
     with pytest.raises(DeploymentError, match="not in the catalogue"):

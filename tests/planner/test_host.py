@@ -79,7 +79,7 @@ def told(tmp_path_factory):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES, ids=json.dumps)
-def test_parts_are_vllm_s_own(case, told, plan_of) -> None:
+def test_host_memory_parts_equal_vllm_objects(case, told, plan_of) -> None:
     name = json.dumps(case)
     says = ORACLE.says(name, case, lambda: told(name))
     if case["what"] == "queues":
@@ -131,7 +131,7 @@ def ends(host: HostMemory, name: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "flags"), GRID)
-def test_parts_are_within_their_bounds_and_add_up(plan_of, name, flags) -> None:
+def test_host_memory_parts_lie_within_bounds_and_add_up(plan_of, name, flags) -> None:
     plan = plan_of(name, **flags)
     host = plan.host
     assert not host.unknown
@@ -154,7 +154,7 @@ def test_parts_are_within_their_bounds_and_add_up(plan_of, name, flags) -> None:
     assert ("/dev/shm" in line) == bool(host.shared_bytes)
 
 
-def test_what_each_flag_adds(plan_of) -> None:
+def test_host_memory_added_by_each_flag(plan_of) -> None:
     """Bytes of the host that follow from one flag alone."""
     plain = plan_of(LLAMA, max_model_len=8192)
     assert {each.name for each in plain.host.parts if each.shared} == set()
@@ -189,7 +189,7 @@ def test_what_each_flag_adds(plan_of) -> None:
     assert (amd.low, amd.high) == (10 * GIB, 20 * GIB)
 
 
-def test_pinned_token_ids_are_rounded_up_and_of_every_rank(plan_of) -> None:
+def test_pinned_token_ids_are_rounded_up_on_every_rank(plan_of) -> None:
     plan = plan_of(LLAMA, max_num_seqs=1000, max_model_len=100_000, tensor_parallel_size=2)
     ids = part(plan, "token ids")
     assert (ids.low, ids.value) == (2 * 1000 * 100_000 * 4, 2 << 29)
@@ -197,7 +197,7 @@ def test_pinned_token_ids_are_rounded_up_and_of_every_rank(plan_of) -> None:
     assert first_runner.low < first_runner.value < first_runner.high  # its rows come with use
 
 
-def test_a_tier_is_in_blocks_of_all_ranks(plan_of) -> None:
+def test_kv_offload_tier_counts_blocks_of_all_ranks(plan_of) -> None:
     """Tokens where the cache is of one kind; of a hybrid each block is one group's."""
     said = part(plan_of(LLAMA, kv_offloading_bytes=10 * GIB), "KV tier").formula
     assert f"{10 * GIB // (1 << 21) * 16:,} tokens" in said
@@ -211,7 +211,7 @@ def test_a_tier_is_in_blocks_of_all_ranks(plan_of) -> None:
     assert f"{chunks * 8192 // each:,} tokens of requests of 8,192" in said
 
 
-def test_llama_cpp_keeps_prompts_and_checkpoints(plan_of) -> None:
+def test_llama_cpp_host_memory_has_prompt_cache_and_checkpoints(plan_of) -> None:
     flags = {"engine": "llama.cpp", "max_model_len": 16384}
     plan = plan_of(LLAMA, **flags)
     kept = part(plan, "prompt cache")
@@ -232,12 +232,12 @@ def test_llama_cpp_keeps_prompts_and_checkpoints(plan_of) -> None:
     ("asked", "taken"),
     [(6, 8), (10, 16), (12, 16), (2.0832, 4), (2.25, 4), (1.125, 2), (80, 128), (64, 64), (0, 0)],
 )
-def test_pinned_memory_is_rounded_up(asked, taken) -> None:
+def test_pinned_memory_is_rounded_up_to_power_of_two(asked, taken) -> None:
     """GiB: vllm-project/vllm#50094, 53042, 48436 and wtdcode/vllm-backport#67."""
     assert pinned(int(asked * GIB)) == taken * GIB
 
 
-def test_reports_are_within_the_bounds(plan_of) -> None:
+def test_reported_host_memory_lies_within_bounds(plan_of) -> None:
     # vllm-project/vllm#57469: anonymous memory of a worker of four while it loads
     workers = part(plan_of(LLAMA, tensor_parallel_size=4), "workers")
     assert workers.low <= 4 * 3131928 * 1024 <= workers.high
@@ -269,7 +269,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("name", "flags", "why"), UNKNOWN)
-def test_what_is_not_known_says_so(plan_of, name, flags, why) -> None:
+def test_unknown_host_memory_is_none_with_reason(plan_of, name, flags, why) -> None:
     plan = plan_of(name, **flags)
     told = plan_to_dict(plan)["host"]
     assert {told[key] for key in told if key.endswith("bytes") or key == "interval"} == {None}
@@ -286,14 +286,14 @@ def test_what_is_not_known_says_so(plan_of, name, flags, why) -> None:
     assert "memoryBytes: 0\n" in emit(plan, "helm-values")
 
 
-def test_on_a_cpu_the_plan_itself_is_of_the_host(plan_of) -> None:
+def test_cpu_plan_has_no_separate_host_memory(plan_of) -> None:
     plan = plan_of(LLAMA, engine="hf", gpu="cpu", device_memory=64 * GIB, max_model_len=2048)
     assert plan.host is None
     assert plan_to_dict(plan)["host"] is None
     assert not [line for line in plain_lines(plan, explain=True) if "ost memory" in line]
 
 
-def test_the_shared_memory_has_room_for_queues_and_tier(plan_of) -> None:
+def test_shared_memory_covers_message_queues_and_kv_tier(plan_of) -> None:
     assert shared_memory_bytes(plan_of(LLAMA)) is None
     tier = plan_of(LLAMA, kv_offloading_bytes=10 * GIB)
     assert shared_memory_bytes(tier) == part(tier, "KV tier").value
@@ -311,14 +311,14 @@ def test_the_shared_memory_has_room_for_queues_and_tier(plan_of) -> None:
         (["--mm-processor-cache-gb", "-1"], "is not a size in GiB"),
     ],
 )
-def test_refusals(flags, said, capsys) -> None:
+def test_host_memory_flag_of_other_engine_is_rejected(flags, said, capsys) -> None:
     assert run(["demo", "--gpu", "h100-80g", *flags]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_the_command_that_serves_has_them(plan_of) -> None:
+def test_serve_line_contains_host_memory_flags(plan_of) -> None:
     from tonnage.planner.planning.advice import serve_lines
 
     asked = {"kv_offloading_bytes": 10 * GIB, "mm_processor_cache_bytes": GIB, "enable_sleep_mode": True,

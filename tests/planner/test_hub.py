@@ -60,7 +60,7 @@ def hub(monkeypatch, tiny_llama):
         yield found
 
 
-def test_a_gated_model_is_read_with_the_token_which_the_storage_never_sees(hub, monkeypatch):
+def test_gated_model_token_is_not_sent_to_storage_host(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     found = resolve_model("org/gated")
     assert [t.shape for t in found.tensors] == [(8, 8)]
@@ -71,12 +71,12 @@ def test_a_gated_model_is_read_with_the_token_which_the_storage_never_sees(hub, 
     assert {sent for _, sent in hub.asked_of_storage} == {None}
 
 
-def test_without_a_token_none_is_sent(hub):
+def test_request_without_token_has_no_authorization_header(hub):
     assert resolve_model("org/old").id == "org/old"
     assert {sent for _, sent in hub.asked + hub.asked_of_storage} == {None}
 
 
-def test_a_redirect_to_any_other_host_is_refused_before_it_is_asked(hub, monkeypatch):
+def test_redirect_to_other_host_is_rejected_before_request(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(remote, "_HUB_STORAGE", (".hf.co",))
     with pytest.raises(CheckpointError, match="another host, localhost") as caught:
@@ -85,7 +85,7 @@ def test_a_redirect_to_any_other_host_is_refused_before_it_is_asked(hub, monkeyp
     assert TOKEN not in str(caught.value)
 
 
-def test_the_encrypted_door_of_a_mirror_is_no_other_host():
+def test_redirect_from_http_to_https_of_same_host_keeps_token():
     """HF_ENDPOINT as http://, which its server redirects to https:// of the same name."""
     request = urllib.request.Request("http://mirror.example/org/m/resolve/main/config.json")
     request.add_unredirected_header("Authorization", f"Bearer {TOKEN}")
@@ -120,7 +120,7 @@ def test_the_encrypted_door_of_a_mirror_is_no_other_host():
         ("org/odd", TOKEN, ["418", "{url}/org/odd"]),
     ],
 )
-def test_each_refusal_says_what_to_do(hub, monkeypatch, capsys, model, token, words):
+def test_hub_error_message_says_what_to_do(hub, monkeypatch, capsys, model, token, words):
     hub.failing = {name: (code, {}) for name, code in (("org/later", 429), ("org/down", 503), ("org/odd", 418))}
     hub.failing["org/busy"] = (429, {"Retry-After": "55"})
     if token is not None:
@@ -133,7 +133,7 @@ def test_each_refusal_says_what_to_do(hub, monkeypatch, capsys, model, token, wo
     assert token is None or token not in shown.err
 
 
-def test_a_date_to_try_again_at(hub):
+def test_retry_after_date_becomes_seconds(hub):
     hub.failing = {"org/busy": (429, {"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"})}
     with pytest.raises(ModelNotFound, match=r"429.*try again in \d{9,} s"):
         resolve_model("org/busy")
@@ -142,7 +142,7 @@ def test_a_date_to_try_again_at(hub):
         resolve_model("org/busy")
 
 
-def test_a_table_asks_for_a_draft_once(hub, tiny_llama, capsys):
+def test_sweep_fetches_model_and_draft_once(hub, tiny_llama, capsys):
     """And for the model: its rows need both again and again."""
     config = {"config.json": json.dumps(tiny_llama).encode()}
     hub.files |= {("org/model", "main"): config, ("org/draft", "main"): config}
@@ -153,7 +153,7 @@ def test_a_table_asks_for_a_draft_once(hub, tiny_llama, capsys):
     assert len(paths) == len(set(paths))
 
 
-def test_a_revision_is_asked_for_by_name(hub):
+def test_revision_is_quoted_in_hub_request(hub):
     files = hub.files["org/open", "main"]
     hub.files["org/open", "refs/pr/7"] = files
     found = resolve_model(f"{hub.url}/org/open/tree/refs/pr/7")
@@ -161,7 +161,7 @@ def test_a_revision_is_asked_for_by_name(hub):
     assert hub.asked[0][0] == "/org/open/resolve/refs%2Fpr%2F7/config.json"
 
 
-def test_a_model_that_reads_pictures_has_its_processor_s_files(hub, tmp_path, tiny_llama):
+def test_vision_model_from_hub_has_processor_files(hub, tmp_path, tiny_llama):
     """The same from the hub as from a folder."""
     files = {
         "config.json": tiny_llama | {"vision_config": {}},
@@ -175,7 +175,7 @@ def test_a_model_that_reads_pictures_has_its_processor_s_files(hub, tmp_path, ti
     assert found == resolve_model(str(tmp_path)).config
 
 
-def test_a_snapshot_of_a_revision_in_the_local_cache(monkeypatch, tmp_path, tiny_llama):
+def test_cached_snapshot_of_revision_is_found_offline(monkeypatch, tmp_path, tiny_llama):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     commit = "0123456789" * 4
     folder = tmp_path / "home" / "hub" / "models--org--name"
@@ -190,7 +190,7 @@ def test_a_snapshot_of_a_revision_in_the_local_cache(monkeypatch, tmp_path, tiny
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_where_a_token_comes_from(monkeypatch, tmp_path, installed):
+def test_hub_token_sources_and_precedence(monkeypatch, tmp_path, installed):
     """As huggingface_hub has it, and without it by the same rules."""
     if not installed:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -214,7 +214,7 @@ def test_where_a_token_comes_from(monkeypatch, tmp_path, installed):
     assert access.token() is None
 
 
-def test_folders_and_switches_are_those_of_huggingface_hub(monkeypatch, tmp_path):
+def test_hub_environment_variables_match_huggingface_hub(monkeypatch, tmp_path):
     file = str(constants.__file__)
     for variables in (
         {},
@@ -233,7 +233,7 @@ def test_folders_and_switches_are_those_of_huggingface_hub(monkeypatch, tmp_path
             assert str(access._home() / "token") == theirs["HF_TOKEN_PATH"]
 
 
-def test_a_token_that_is_none_is_refused_without_being_shown(monkeypatch, tmp_path, capsys):
+def test_invalid_token_is_rejected_without_printing_it(monkeypatch, tmp_path, capsys):
     for value in ("hf_a b", "hf_\N{SNOWMAN}", "hf_\x1b[31m"):
         monkeypatch.setenv("HF_TOKEN", value)
         with pytest.raises(ModelNotFound, match="characters that a hub token cannot") as caught:
@@ -250,7 +250,7 @@ def test_a_token_that_is_none_is_refused_without_being_shown(monkeypatch, tmp_pa
         access.token()
 
 
-def test_the_flag_reaches_the_hub_and_nothing_that_is_printed(hub, capsys):
+def test_hf_token_flag_is_sent_to_hub_and_never_printed(hub, capsys):
     del hub.files["org/gated", "main"]["model.safetensors"]
     assert run(["org/gated", "--device-memory", "16GiB", "--hf-token", TOKEN, "--json", "--explain"]) in (0, 1)
     shown = capsys.readouterr()
@@ -277,7 +277,7 @@ _NAMES = {
 
 
 @pytest.mark.parametrize(("name", "expected"), _NAMES.items(), ids=_NAMES)
-def test_names_and_addresses(name, expected):
+def test_model_names_and_urls_give_repository_and_revision(name, expected):
     repo, revision = expected
     assert hub_model(name) == HubModel(repo, revision or "main")
     if "://" in name:
@@ -301,13 +301,13 @@ def test_names_and_addresses(name, expected):
         ("hf://nothing", ["neither a folder"]),
     ],
 )
-def test_what_is_no_model_of_the_hub(name, words):
+def test_invalid_model_url_is_rejected_with_reason(name, words):
     with pytest.raises(ModelNotFound) as caught:
         resolve_model(name)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_revision_is_a_flag_of_the_engines_own_lines(hub):
+def test_revision_is_passed_as_flag_in_serve_lines(hub):
     hub.files["org/open", "v1.0"] = {"config.json": hub.files["org/open", "main"]["config.json"]}
     for engine, start in (
         ("vllm", "vllm serve org/open --revision v1.0 "),
@@ -317,14 +317,14 @@ def test_a_revision_is_a_flag_of_the_engines_own_lines(hub):
         assert any(line.startswith(start) for line in serve_lines(plan))
 
 
-def test_an_address_of_the_mirror_in_use(monkeypatch):
+def test_model_url_of_hf_endpoint_mirror_is_accepted(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example.org/huggingface/")
     assert hub_model("https://hub.example.org/huggingface/org/name/tree/v1") == HubModel("org/name", "v1")
     with pytest.raises(ModelNotFound, match=r"other\.example\.org is not the hub, which is hub\.example\.org"):
         hub_model("https://other.example.org/org/name")
 
 
-def test_a_config_json_alone(tmp_path, tiny_llama):
+def test_single_config_json_file_is_a_model(tmp_path, tiny_llama):
     own = tmp_path / "my-model.json"
     own.write_text(json.dumps(tiny_llama))
     assert resolve_model(str(own)).config == tiny_llama
@@ -349,7 +349,7 @@ def modelscope(hub, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["org/gated", "org/gated@master", "{url}/models/org/gated/summary"])
-def test_a_model_of_modelscope_with_its_own_token(modelscope, monkeypatch, name):
+def test_modelscope_model_is_read_with_modelscope_token(modelscope, monkeypatch, name):
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
     found = resolve_model(name.format(url=modelscope.url))
     assert [t.shape for t in found.tensors] == [(8, 8)]
@@ -360,7 +360,7 @@ def test_a_model_of_modelscope_with_its_own_token(modelscope, monkeypatch, name)
     assert modelscope.cookies.count(None) == len(modelscope.asked_of_storage)
 
 
-def test_modelscope_never_sees_the_hub_s_token(modelscope, capsys):
+def test_hf_token_is_not_sent_to_modelscope(modelscope, capsys):
     assert run(["org/gated", "--hf-token", TOKEN]) == 2
     said = capsys.readouterr().err
     assert said.startswith("tonnage: --hf-token: is not sent to ModelScope, from which VLLM_USE")
@@ -372,7 +372,7 @@ def test_modelscope_never_sees_the_hub_s_token(modelscope, capsys):
     assert set(modelscope.cookies) == {None}
 
 
-def test_what_modelscope_has_downloaded(modelscope, monkeypatch, tmp_path, tiny_llama):
+def test_modelscope_local_cache_is_found_offline(modelscope, monkeypatch, tmp_path, tiny_llama):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     base = tmp_path / "modelscope"
     for folder in ("models/org--one/snapshots/master", "models/org/two___5", "hub/models/org/three"):
@@ -384,7 +384,7 @@ def test_what_modelscope_has_downloaded(modelscope, monkeypatch, tmp_path, tiny_
         resolve_model("org/three@v2")  # an older one's folder may hold any
 
 
-def test_where_the_switch_to_modelscope_is_missing(monkeypatch):
+def test_modelscope_url_without_switch_names_variable_to_set(monkeypatch):
     address = "https://www.modelscope.cn/models/org/name/files"
     with pytest.raises(ModelNotFound, match="set VLLM_USE_MODELSCOPE=True"):
         hub_model(address)

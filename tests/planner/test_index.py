@@ -40,7 +40,7 @@ def planned(folder):
     return found, {term.name: term for term in found.terms}, [note for note in found.notes if "index" in note]
 
 
-def test_the_published_index_is_what_the_config_gives(folder):
+def test_published_index_equals_config_tensors(folder):
     found, terms, notes = planned(folder())
     assert (found.model.via, len(NAMES)) == ("index", 195)
     assert terms["checkpoint_bytes"].value == TOTAL
@@ -49,7 +49,7 @@ def test_the_published_index_is_what_the_config_gives(folder):
     assert make_plan(str(folder() / "model.safetensors.index.json"), H100).model.via == "index"
 
 
-def test_what_the_files_have_more_is_a_note_and_changes_no_weight(folder):
+def test_extra_tensors_in_index_add_note_and_no_weight(folder):
     inverse = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(32)]
     drafts = ["model.layers.32.eh_proj.weight", "model.layers.32.enorm.weight"]
     (alone := folder() / "model.safetensors.index.json").unlink()
@@ -65,12 +65,12 @@ def test_what_the_files_have_more_is_a_note_and_changes_no_weight(folder):
     assert "no total_size" in planned(folder(None))[2][0]
 
 
-def test_the_page_cache_holds_the_files_as_they_are(folder):
+def test_page_cache_bytes_follow_index_total_size(folder):
     cached = {planned(folder(total))[0].host.page_cache_bytes for total in (TOTAL, TOTAL + 6144)}
     assert max(cached) - min(cached) == 6144
 
 
-def test_a_tied_head_that_the_files_have_too(folder):
+def test_stored_tied_lm_head_in_index_widens_weight_interval(folder):
     """Its values may differ from the embedding's, which no name tells: it may be loaded apart."""
     head = 32_064 * 3072 * 2
     found, terms, notes = planned(folder(tie_word_embeddings=True))
@@ -93,12 +93,12 @@ def test_a_tied_head_that_the_files_have_too(folder):
         (NAMES, {"num_hidden_layers": 33}, r"model\.layers\.32\."),
     ],
 )
-def test_an_index_of_other_weights_is_refused(folder, names, config, match):
+def test_index_not_matching_config_is_rejected(folder, names, config, match):
     with pytest.raises(CheckpointError, match=match):
         planned(folder(TOTAL, names, **config))
 
 
-def test_some_of_the_files(folder):
+def test_index_with_missing_shard_is_rejected(folder):
     path = folder()
     (path / "model-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):

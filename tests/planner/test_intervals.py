@@ -32,7 +32,7 @@ ON_GPU = {"engine": "vllm", "gpu": "h100-80g", "device": "cuda", "max_model_len"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
-def test_what_follows_from_an_estimate_has_an_interval(engine):
+def test_figures_derived_from_estimates_have_intervals(engine):
     found = plan(**ON_GPU | {"engine": engine})
     shown = plan_to_dict(found)["intervals"]
     values = {
@@ -56,7 +56,7 @@ def test_what_follows_from_an_estimate_has_an_interval(engine):
 @pytest.mark.parametrize(
     "decided", [{"kv_cache_memory_bytes": 20 * GiB}, {"num_gpu_blocks_override": 5000}], ids=["bytes", "blocks"]
 )
-def test_what_a_flag_decides_is_exact(decided):
+def test_figures_set_by_flag_have_no_interval(decided):
     found = plan(**ON_GPU, **decided)
     assert not set(DERIVED) & set(found.intervals)
     assert any(
@@ -64,7 +64,7 @@ def test_what_a_flag_decides_is_exact(decided):
     )
 
 
-def test_the_interval_is_the_rest_of_the_budget():
+def test_kv_pool_interval_is_budget_minus_used_bytes_interval():
     """Bounds of the sum beside the pool and bounds of the pool are the same bytes, to a block."""
     found = plan(**ON_GPU)
     block = found.kv_cache.layout.bytes_per_block
@@ -76,13 +76,13 @@ def test_the_interval_is_the_rest_of_the_budget():
     assert 0 <= limit - (low - pool) - most < block
 
 
-def test_stages_of_a_pipeline_keep_the_smallest_pool():
+def test_block_interval_uses_smallest_pipeline_stage():
     found = plan(**ON_GPU, pipeline_parallel_size=2)
     low, high = found.intervals["num_blocks"]
     assert low < found.kv_cache.num_blocks < high
 
 
-def test_unseen_models_have_wider_intervals():
+def test_model_types_without_logs_have_wider_intervals():
     def width(name: str, **flags) -> float:
         found = plan(name, **ON_GPU | {"engine_version": "0.19.0", **flags})
         low, high = found.intervals["kv_pool_bytes"]
@@ -95,7 +95,7 @@ def test_unseen_models_have_wider_intervals():
     assert dense < width("startups/Qwen__Qwen2.5-7B-Instruct", gpu="gb10-128g") <= 0.08
 
 
-def test_a_pool_that_may_be_too_small_is_said():
+def test_plan_notes_pool_that_may_be_too_small():
     """Fits as planned; at the lower end of its interval one sequence does not."""
     length = 1 << 17
     for share in range(400, 460):
@@ -107,7 +107,7 @@ def test_a_pool_that_may_be_too_small_is_said():
     raise AssertionError("no such share")
 
 
-def test_serve_reserves_from_the_lower_end(tmp_path):
+def test_serve_uses_lower_bound_of_kv_pool(tmp_path):
     (tmp_path / "config.json").write_text(FOLDER.read_text())
     source, flags = resolve_model(str(tmp_path)), Deployment(**ON_GPU)
     asked = plan(**ON_GPU)
@@ -120,7 +120,7 @@ def test_serve_reserves_from_the_lower_end(tmp_path):
     assert held_to(on_cpu, source, Deployment(engine="hf")) is on_cpu
 
 
-def test_an_offer_holds_its_sequences_at_the_lower_end(tmp_path):
+def test_cheapest_offer_meets_target_at_lower_bound(tmp_path):
     from tonnage.planner.devices.catalogue import find_gpu
     from tonnage.planner.sweep.grid import Grid, sweep
     from tonnage.planner.sweep.order import cheapest
@@ -136,7 +136,7 @@ def test_an_offer_holds_its_sequences_at_the_lower_end(tmp_path):
     assert cheapest([row], int(row.least_concurrency)) == [row]
 
 
-def test_what_was_not_seen_is_wider():
+def test_gpus_and_engines_without_logs_have_wider_intervals():
     """GPUs of a compute capability, and engines, without a start-up log; small GPUs."""
 
     def reach(**flags) -> tuple[float, float]:
