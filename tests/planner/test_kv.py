@@ -28,7 +28,7 @@ def source(config):
     return ModelSource("m", "m", {k: v for k, v in config.items() if k != "quantization_config"}, "folder")
 
 
-def test_pool_equals_vllm(kv_row, config_of):
+def test_kv_pool_equals_vllm_for_real_configs(kv_row, config_of):
     plan = plan_source(source(config_of(kv_row["config"])), VLLM)
     cache = plan.kv_cache
     assert cache.num_blocks == int(kv_row["num_blocks"])
@@ -56,7 +56,7 @@ SPARSE_MLA = sorted(
 
 @pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", SPARSE_MLA)
-def test_tokens_of_the_pool_are_its_bytes(name, on, config_of):
+def test_sparse_mla_pool_tokens_account_for_every_byte(name, on, config_of):
     """One group whose pages differ in bytes: latents, and the keys of the layers with an indexer."""
     config = config_of(name)
     cache = plan_source(source(config), replace(VLLM, **on)).kv_cache
@@ -68,7 +68,7 @@ def test_tokens_of_the_pool_are_its_bytes(name, on, config_of):
     assert 0 <= pool - cache.tokens * cache.layout.bytes_per_token < cache.layout.bytes_per_block
 
 
-def test_start_up_line_of_vllm_for_the_demo_model():
+def test_demo_model_tokens_equal_vllm_start_up_log():
     """vLLM 0.32.0 on CPU prints 93,184 tokens and 45.50x for SmolLM2-135M with a 2 GiB pool."""
     from tonnage.planner.planning.build import make_plan
 
@@ -77,7 +77,7 @@ def test_start_up_line_of_vllm_for_the_demo_model():
     assert (cache.tokens, cache.max_concurrency) == (93_184, 45.5)
 
 
-def test_llama_7b_worked_number(config_of):
+def test_llama_2_7b_kv_bytes_equal_worked_example(config_of):
     """hidden 4096, 32 layers, fp16: batch 64 x 2,048 tokens are 68,719,476,736 bytes, batch 1 is 1 GiB."""
     config = config_of("meta-llama/Llama-2-7b-hf")
     flags = Deployment(dtype="float16", max_model_len=2048, kv_cache_memory_bytes=GIB, device_memory=1 << 42)
@@ -88,7 +88,7 @@ def test_llama_7b_worked_number(config_of):
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang", "llama.cpp"])
-def test_a_token_of_llama_7b_costs_the_same_under_every_engine(engine, config_of):
+def test_llama_2_7b_bytes_per_token_equal_for_every_engine(engine, config_of):
     flags = Deployment(engine=engine, dtype="float16", max_model_len=2048, max_num_seqs=1, gpu="h100-80g")
     layout = plan_source(source(config_of("meta-llama/Llama-2-7b-hf")), flags).kv_cache.layout
     assert layout.bytes_per_token == 524_288
@@ -119,20 +119,20 @@ def layers(pattern: str, window: int = 8) -> tuple[CacheLayer, ...]:
         ("ssssfff", [4, 3]),  # 4 / 3 is: padded to 4
     ],
 )
-def test_grouping(pattern, sizes):
+def test_hf_engine_groups_full_and_sliding_layers(pattern, sizes):
     groups = pool(layers(pattern)).layout.groups
     assert [len(g.layers) for g in groups] == sizes
     assert sorted(i for g in groups for i in g.layers) == list(range(len(pattern)))
 
 
-def test_sliding_blocks_saturate_at_the_window():
+def test_sliding_window_blocks_stop_growing_at_window():
     sliding = pool(layers("s", window=512))
     assert sliding.sequence_blocks(100) == 7 + 1
     assert sliding.sequence_blocks(100_000) == -(-(511 + 64) // 16) + 1
     assert pool(layers("f")).sequence_blocks(100_000) == 6250
 
 
-def test_layers_of_different_shape_are_refused_by_name():
+def test_hf_engine_rejects_layers_of_different_kv_heads():
     with pytest.raises(UnsupportedArchitecture) as caught:
         pool((*layers("f"), CacheLayer(1, "full", None, 4, 16)))
     assert caught.value.field == "num_key_value_heads"
@@ -149,7 +149,7 @@ def kinds(**changes) -> str:
     return "".join("s" if layer.kind == "sliding" else "f" for layer in architecture.cache_layers)
 
 
-def test_which_layers_slide():
+def test_sliding_layers_follow_config_fields():
     assert kinds(sliding_window=8) == "ssss"
     assert kinds(sliding_window=None) == "ffff"
     assert kinds() == "ssss"  # MistralConfig's default window of 4096
@@ -164,7 +164,7 @@ def test_which_layers_slide():
     assert kinds(model_type="gemma3_text", **gemma, sliding_window_pattern=2) == "sfsf"
 
 
-def test_the_longest_that_fits_is_the_boundary():
+def test_longest_fitting_sequence_is_exact_boundary():
     found = pool(build_architecture(SMALL).cache_layers, max_num_batched_tokens=512)
     for blocks in range(40):
         longest = found.longest(blocks, 256)
@@ -172,7 +172,7 @@ def test_the_longest_that_fits_is_the_boundary():
         assert longest == 256 or found.sequence_blocks(longest + 1) > blocks
 
 
-def test_the_hf_engine_keeps_expanded_latents(config_of):
+def test_hf_engine_stores_mla_latents_expanded(config_of):
     """DeepSeek-V3: 128 heads of 192 + 128 elements instead of one latent of 576: 71 times as much."""
     architecture = build_architecture(config_of("deepseek-ai/DeepSeek-V3"))
     layout = hf.build_pool(architecture, "bfloat16", 16, 64).layout
@@ -190,6 +190,6 @@ def test_the_hf_engine_keeps_expanded_latents(config_of):
         ("BAAI/bge-large-en", "an encoder generates nothing"),
     ],
 )
-def test_what_the_hf_engine_cannot_store_is_refused_by_name(name, match, config_of):
+def test_hf_engine_rejects_unsupported_cache_layers(name, match, config_of):
     with pytest.raises(UnsupportedArchitecture, match=match):
         hf.build_pool(build_architecture(config_of(name)), "bfloat16", 16, 64)

@@ -84,7 +84,7 @@ def answers(tmp_path_factory):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_pages_blocks_and_tokens(case, answers):
+def test_kv_format_block_bytes_and_tokens_equal_vllm(case, answers):
     root, found = answers
     theirs = found[case]
     assert "error" not in theirs, theirs
@@ -114,7 +114,7 @@ OCTAVE = [
 
 
 @pytest.mark.parametrize(("kv_dtype", "rotary", "slot"), OCTAVE)
-def test_octave(kv_dtype, rotary, slot):
+def test_octave_head_bytes(kv_dtype, rotary, slot):
     assert kv_formats.head_bytes(kv_dtype, 256, 256, rotary) == slot
 
 
@@ -142,13 +142,13 @@ def planned(config: dict, **flags) -> Deployment:
         (LLAMA, {"kv_cache_dtype": "nvfp4", "gpu": "cpu"}, "CPU attention has no such cache"),
     ],
 )  # fmt: skip
-def test_what_no_backend_takes_is_refused(model, flags, why):
+def test_kv_cache_dtype_without_backend_is_rejected(model, flags, why):
     with pytest.raises(DeploymentError, match=why) as caught:
         planned(config_of(model, 4) if "GLM" not in model else config_of(model, 78), **flags)
     assert caught.value.field == "--kv-cache-dtype"
 
 
-def test_sparse_latents_by_version_and_gpu():
+def test_sparse_mla_kv_dtype_by_vllm_version_and_gpu():
     """FlashMLA's rows of 656 bytes for any fp8 until FlashInfer took SM10x over; V3.2's default in 0.11.0."""
     v32 = config_of("nvidia__DeepSeek-V3.2-NVFP4", 61)
     for version, gpu, asked, kept in (
@@ -167,7 +167,7 @@ def test_sparse_latents_by_version_and_gpu():
         assert planned(glm, engine_version=version, gpu=gpu).kv_cache_dtype == kept
 
 
-def test_what_the_checkpoint_says_of_its_cache():
+def test_kv_cache_dtype_auto_follows_checkpoint():
     """ModelOpt's algorithm and compressed-tensors' scheme are what auto means; a flag wins."""
     model = config_of(LLAMA, 4)
     plain = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -181,7 +181,7 @@ def test_what_the_checkpoint_says_of_its_cache():
     ("flags", "size"),
     [({}, 4), ({"mamba_ssm_cache_dtype": "bfloat16"}, 2), ({"mamba_ssm_cache_dtype": "float32"}, 4)],
 )  # fmt: skip
-def test_recurrent_states_take_the_dtype_asked_for(flags, size):
+def test_recurrent_states_use_requested_dtype(flags, size):
     """Qwen3.5 keeps its matrices in float32 unless --mamba-ssm-cache-dtype says otherwise; the convolution's
     inputs keep the model's dtype."""
     config = json.loads((CONFIGS / "Qwen__Qwen3.5-27B.json").read_text())
@@ -199,7 +199,7 @@ def test_recurrent_states_take_the_dtype_asked_for(flags, size):
 
 
 @pytest.mark.parametrize(("kv_dtype", "row"), [("auto", 1152), ("fp8_e4m3", 656)])
-def test_sparse_latents_in_sglang(kv_dtype, row):
+def test_sglang_sparse_mla_bytes_per_token(kv_dtype, row):
     """FlashMLA's rows, and in every layer 128 fp8 values and a scale of an indexer's key."""
     for model, layers in (("nvidia__DeepSeek-V3.2-NVFP4", 61), ("zai-org__GLM-5.2", 78)):
         flags = Deployment(engine="sglang", gpu="h200-141g", device_memory=1 << 42, kv_cache_dtype=kv_dtype)

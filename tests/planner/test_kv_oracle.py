@@ -45,7 +45,7 @@ def plan(config, **changes) -> Plan:
 
 
 @pytest.mark.parametrize("tokens", [1, 1000, 40_000])
-def test_every_real_config_equals_the_oracle(tokens, config_of):
+def test_sequence_kv_bytes_equal_second_implementation(tokens, config_of):
     """The plan, and the layers it is made from: these also say the bytes of states, which blocks pad."""
     planned = by_layers = 0
     for name in CONFIGS:
@@ -67,14 +67,14 @@ def test_every_real_config_equals_the_oracle(tokens, config_of):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED | NOT_PLANNED))
-def test_what_is_not_planned_is_refused_by_name(name, config_of):
+def test_unsupported_config_is_rejected_with_field_name(name, config_of):
     with pytest.raises(TonnageError) as caught:
         build_architecture(config_of(name))
     assert caught.value.field
 
 
 @pytest.mark.parametrize("name", [c for c in CONFIGS if c not in REFUSED | NOT_PLANNED])
-def test_laws(name, config_of):
+def test_kv_bytes_are_monotone_in_length_ranks_and_dtype(name, config_of):
     """Longer never costs less; a rank never more than the whole, all ranks never less; fp8 never more."""
     config = config_of(name)
     longest = build_architecture(config).max_model_len
@@ -94,7 +94,7 @@ def test_laws(name, config_of):
         assert share.kv_cache.bytes_per_sequence <= before <= ranks * share.kv_cache.bytes_per_sequence
 
 
-def test_worked_numbers(config_of):
+def test_kv_bytes_per_sequence_of_known_models(config_of):
     """DeepSeek-V3 8,192 tokens: 549 MiB; Gemma-3-27B: 1,056; gpt-oss-20b: 195; Llama-2-7B: 4,096."""
     for name, mib in (
         ("deepseek-ai/DeepSeek-V3", 549), ("google/gemma-3-27b-it", 1056), ("openai/gpt-oss-20b", 195),
@@ -103,7 +103,7 @@ def test_worked_numbers(config_of):
         assert round(kept.by_plan(plan(config_of(name)), 8192) / 2**20) == mib, name
 
 
-def test_bytes_of_a_token_count_layers_that_still_grow(config_of):
+def test_kv_growth_per_token_excludes_full_windows_and_states(config_of):
     """Of long sequences, behind every window."""
     for name, per_token in (
         ("Qwen/Qwen3.5-27B", 65_536), ("google/gemma-3-27b-it", 10 * 16 * 128 * 4),
@@ -113,7 +113,7 @@ def test_bytes_of_a_token_count_layers_that_still_grow(config_of):
         assert kept.by_plan(found, 2 << 20) - kept.by_plan(found, 1 << 20) == per_token << 20, name
 
 
-def test_scales_of_narrow_caches(config_of):
+def test_int8_and_fp8_kv_cache_includes_scales(config_of):
     """A byte an element and 4 of scale for a token's K and its V of one head; 2 KV heads of 64, 24 layers."""
     config = config_of("Qwen/Qwen2.5-0.5B")
     for dtype, per_head in (("int8_per_token_head", 64 + 4), ("fp8_per_token_head", 64 + 4), ("bfloat16", 128)):
@@ -131,7 +131,7 @@ def test_scales_of_narrow_caches(config_of):
     ),
     st.integers(1 << 28, 1 << 36), st.sampled_from(["bfloat16", "fp8"]),
 )  # fmt: skip
-def test_the_longest_sequence_stands_on_the_boundary(name, pool, dtype):
+def test_longest_sequence_is_exact_boundary_of_pool(name, pool, dtype):
     """It fits alone into the usable blocks, and one token more does not."""
     config = _config(name)
     flags = {"kv_cache_memory_bytes": pool, "kv_cache_dtype": dtype}
@@ -150,7 +150,7 @@ def test_the_longest_sequence_stands_on_the_boundary(name, pool, dtype):
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 32_768), st.sampled_from([32, 64, 128]), st.sampled_from(["vllm", "hf"]))
-def test_block_rounding_never_loses_a_token(tokens, block, engine):
+def test_sequence_takes_whole_blocks_and_concurrency_follows(tokens, block, engine):
     """A sequence takes whole blocks, and the concurrency is what they leave room for."""
     found = plan(_config("Qwen/Qwen2.5-0.5B"), max_model_len=tokens, block_size=block, engine=engine).kv_cache
     assert found.layout.bytes_per_block == block * found.layout.bytes_per_token

@@ -84,7 +84,7 @@ def written(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_released_file_with_leftovers_is_planned(name, folder_with):
+def test_config_with_unused_fields_is_planned(name, folder_with):
     model_type, class_name, sizes, beside = RELEASED[name]
     config = {**written(model_type, sizes), **beside, "architectures": [class_name], "num_hidden_layers": 4}
     config.pop("layer_types", None)
@@ -96,11 +96,11 @@ def test_a_released_file_with_leftovers_is_planned(name, folder_with):
 
 
 @pytest.mark.parametrize("model_type", [name for name in known_model_types() if name in CONFIG_MAPPING])
-def test_every_default_field_of_a_config_class_is_planned(model_type):
+def test_config_with_all_default_fields_is_planned(model_type):
     assert build_architecture(written(model_type, NEEDED.get(model_type, {}))).parameters > 0
 
 
-def test_the_kinds_of_layers_that_transformers_writes_for_deepseek_v4():
+def test_deepseek_v4_layer_kinds_written_by_transformers_are_read():
     config = written("deepseek_v4", {"num_hidden_layers": 5, "n_routed_experts": 4, "hidden_size": 256})
     assert "compress_ratios" not in config
     assert single_changes.built("DeepseekV4ForCausalLM", config) is not None
@@ -111,7 +111,7 @@ def test_the_kinds_of_layers_that_transformers_writes_for_deepseek_v4():
         build_architecture({**config, "compress_rates": {"compressed_sparse_attention": 8}})
 
 
-def test_layers_of_smollm3_without_rotary_embedding_slide():
+def test_smollm3_layers_without_rotary_embedding_use_sliding_window():
     config = written("smollm3", {"num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 512})
     listed = config.pop("layer_types")
     assert listed[3] == "sliding_attention"
@@ -132,7 +132,7 @@ def sources(model_type: str) -> str:
 
 
 @pytest.mark.parametrize("model_type", [name for name, family in families().items() if family.leftovers])
-def test_nobody_reads_a_leftover(model_type):
+def test_unused_config_fields_are_not_read_by_engines(model_type):
     code = sources(model_type)
     assert re.search(r"\bnum_attention_heads\b", code)
     read = re.compile(r"config\.(\w+)|getattr\(\w*config, \"(\w+)\"")
@@ -157,14 +157,14 @@ def test_nobody_reads_a_leftover(model_type):
         ("llama", "use_shared_norm", True),
     ],
 )
-def test_another_value_or_another_family_is_refused(model_type, field, value, folder_with):
+def test_unused_field_with_other_value_or_family_is_rejected(model_type, field, value, folder_with):
     with pytest.raises(UnsupportedArchitecture) as caught:
         make_plan(folder_with({**written(model_type, {}), field: value}), FLAGS)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("hf", 1), ("vllm", 1), ("vllm", 2)])
-def test_a_switch_that_nobody_knows_widens_the_interval(engine, ranks, tiny_llama, folder_with):
+def test_unknown_config_switch_widens_weight_interval(engine, ranks, tiny_llama, folder_with):
     """The interval holds the models that have the biases and the norms."""
     flags = Deployment(
         engine=engine, dtype="bfloat16", gpu="h100-80g", max_model_len=128, tensor_parallel_size=ranks

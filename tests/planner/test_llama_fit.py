@@ -42,7 +42,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID, ids=str)
-def test_the_plan_says_what_llama_fit_params_does(case: tuple[int, int, int, str]) -> None:
+def test_llama_cpp_plan_equals_llama_fit_params(case: tuple[int, int, int, str]) -> None:
     context, sequences, ubatch, kind = case
     model, cache, compute = SAID[case]
     flags = Deployment(
@@ -70,7 +70,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("case", MADE, ids=str)
-def test_the_mlp_where_logits_are_few(case, folder_with, tiny_llama) -> None:
+def test_compute_buffer_with_mlp_larger_than_logits(case, folder_with, tiny_llama) -> None:
     (hidden, inner, vocab, heads, kv_heads), context = case
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab, "num_hidden_layers": 3,
              "num_attention_heads": heads, "num_key_value_heads": kv_heads,
@@ -105,7 +105,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_the_widest_of_a_layer(case) -> None:
+def test_compute_buffer_follows_widest_tensor_of_layer(case) -> None:
     (family, hidden, inner, heads, kv_heads, head, experts, chosen), cells, flash = case
     name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[
         family
@@ -137,7 +137,7 @@ LATENT = {
 
 
 @pytest.mark.parametrize("case", LATENT, ids=str)
-def test_queries_as_wide_as_a_latent(case) -> None:
+def test_compute_buffer_of_mla_queries(case) -> None:
     (hidden, inner, heads, latent, rotated, plain, value), flash = case
     config = {
         "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": hidden,
@@ -160,7 +160,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("case", STATES, ids=str)
-def test_layers_with_states(case) -> None:
+def test_compute_buffer_of_recurrent_layers(case) -> None:
     (keys, values), sequences = case
     config = {
         "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 1024,
@@ -188,7 +188,7 @@ WINDOWS = {(1, False): (12 + 11.25, 19.02), (4, False): (12 + 45, 13.02), (4, Tr
 
 
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
-def test_sequences_with_a_cache_each_or_one_for_all(case) -> None:
+def test_separate_and_unified_kv_cache_of_sequences(case) -> None:
     (sequences, shared), (cache, compute) = case, WINDOWS[case]
     config = {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 512,
@@ -208,14 +208,14 @@ def test_sequences_with_a_cache_each_or_one_for_all(case) -> None:
     assert plan.kv_cache.max_concurrency == (1 if shared else sequences)
 
 
-def test_a_shared_cache_holds_short_requests() -> None:
+def test_unified_kv_cache_is_shared_by_sequences() -> None:
     flags = Deployment(engine="llama.cpp", device="cpu", max_model_len=4096, max_num_seqs=4)
     apart, shared = (make_plan(str(demo_gguf()), replace(flags, kv_unified=each)) for each in (False, True))
     assert apart.rank.kv_pool_bytes == 4 * shared.rank.kv_pool_bytes
     assert [plan.kv_cache.law.floor_blocks for plan in (apart, shared)] == [4096, 1]
 
 
-def test_a_gpu_has_a_context_and_no_embedding(folder_with, tiny_llama) -> None:
+def test_gpu_holds_cuda_context_and_no_embedding(folder_with, tiny_llama) -> None:
     """meta-llama's 8B in a log: 281.81 MiB of its 4,437.80 are CPU_Mapped, the embedding."""
     folder = folder_with({**tiny_llama, "tie_word_embeddings": False})
     flags = {"engine": "llama.cpp", "max_model_len": 128}
@@ -232,7 +232,7 @@ def test_a_gpu_has_a_context_and_no_embedding(folder_with, tiny_llama) -> None:
     assert low < 451 * MiB < there.rank.framework_bytes < 541 * MiB < 749 * MiB < high
 
 
-def test_several_gpus_keep_copies_of_what_goes_between_them() -> None:
+def test_several_gpus_keep_copies_of_transferred_activations() -> None:
     """Two T4 with Qwen3-30B-A3B and 32,768 cells in turns of 512 tokens: 444.77 MiB printed on the last."""
     config = json.loads((DATA / "configs" / "Qwen__Qwen3-30B-A3B.json").read_text())
     flags = Deployment(engine="llama.cpp", gpu="t4-16g", max_model_len=32768, pipeline_parallel_size=2)
@@ -250,7 +250,7 @@ def test_several_gpus_keep_copies_of_what_goes_between_them() -> None:
         ("Qwen__Qwen3.5-35B-A3B", 32768, 2, 264.08),
     ],
 )
-def test_inputs_of_a_step_are_the_host_s(name, cells, gpus, said) -> None:
+def test_step_inputs_are_in_host_memory(name, cells, gpus, said) -> None:
     """The compute buffers that logs name CUDA_Host."""
     config = json.loads((DATA / "configs" / f"{name}.json").read_text())
     flags = Deployment(engine="llama.cpp", gpu="h200-141g", max_model_len=cells, pipeline_parallel_size=gpus)
@@ -260,7 +260,7 @@ def test_inputs_of_a_step_are_the_host_s(name, cells, gpus, said) -> None:
     assert abs(part.value - said * MiB) <= 8.2 * MiB
 
 
-def test_a_packed_v_needs_flash_attention() -> None:
+def test_quantized_v_cache_needs_flash_attention() -> None:
     flags = Deployment(
         engine="llama.cpp", device="cpu", flash_attn="off", kv_cache_dtype="q8_0", max_model_len=512
     )
@@ -271,12 +271,12 @@ def test_a_packed_v_needs_flash_attention() -> None:
 
 
 @pytest.mark.parametrize("types", ["f16/f16/f16", "f16/", "/"])
-def test_caches_are_of_k_and_v(types) -> None:
+def test_kv_cache_type_needs_at_most_k_and_v(types) -> None:
     with pytest.raises(DeploymentError, match="not a cache type"):
         make_plan(str(demo_gguf()), Deployment(engine="llama.cpp", device="cpu", kv_cache_dtype=types))
 
 
-def test_the_process_on_a_cpu_is_small() -> None:
+def test_cpu_process_memory_grows_with_prompt_cache() -> None:
     """Its prompt cache of 8 GiB is only filled by and by."""
     flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=512)
     plan = make_plan(str(demo_gguf()), flags)
@@ -287,7 +287,7 @@ def test_the_process_on_a_cpu_is_small() -> None:
     assert high - none.intervals["framework_bytes"][1] == 8192 * MiB
 
 
-def test_only_engines_with_a_null_block_say_so() -> None:
+def test_null_block_term_only_for_engines_with_null_block() -> None:
     def pool(engine: str) -> str:
         flags = Deployment(engine=engine, device="cpu", device_memory=1 << 35, max_model_len=512)
         plan = make_plan("demo" if engine != "llama.cpp" else str(demo_gguf()), flags)
@@ -300,7 +300,7 @@ def test_only_engines_with_a_null_block_say_so() -> None:
 @pytest.mark.parametrize(
     ("device", "of_file", "held"), [("cpu", 3, (0, 1, 2)), ("cuda", 3, (1, 2)), ("cuda", 2, (0, 1))]
 )
-def test_embeddings_stay_with_the_host_beside_a_gpu(device, of_file, held) -> None:
+def test_embedding_stays_in_host_memory_with_gpu(device, of_file, held) -> None:
     """But for one that is the head too."""
     names = ("token_embd.weight", "blk.0.attn_q.weight", "output.weight")[:of_file]
     file = tuple(HeaderTensor(name, "F16", (4, 4), 32) for name in names)

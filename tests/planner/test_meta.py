@@ -96,7 +96,7 @@ def folder(config: dict[str, Any], tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("model_type", UNKNOWN | TOWERS)
-def test_against_the_loaded_model(model_type, tmp_path, held_bytes):
+def test_meta_planned_weights_and_cache_equal_loaded_model(model_type, tmp_path, held_bytes):
     """Bytes of all storages, and of the cache after 40 tokens (more than the window)."""
     config = config_of(model_type, (UNKNOWN | TOWERS)[model_type])
     architecture = architecture_of(config)
@@ -121,7 +121,7 @@ def test_against_the_loaded_model(model_type, tmp_path, held_bytes):
 
 
 @pytest.mark.parametrize("model_type", SHARED)
-def test_layers_that_read_another_layers_cache(model_type):
+def test_shared_kv_layers_match_transformers_modules(model_type):
     """The adapter against transformers' own modules: the same parameters, the same layers that store."""
     config = config_of(model_type, SHARED[model_type])
     ours, oracle = build_architecture(config), meta_architecture(config, REFUSAL)
@@ -141,7 +141,7 @@ def test_layers_that_read_another_layers_cache(model_type):
     assert sum_weights(ours, Quantization(), flags).total == sum_weights(oracle, Quantization(), flags).total
 
 
-def test_what_is_not_understood_is_refused_by_name(tmp_path):
+def test_model_that_transformers_cannot_build_is_rejected(tmp_path):
     config = config_of("nanochat", UNKNOWN["nanochat"])
     for changed, word in (
         ({"model_type": "nobody_knows"}, "nobody_knows"),
@@ -162,7 +162,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path):
         architecture_of(states)
 
 
-def test_without_transformers_it_is_refused(tmp_path):
+def test_unknown_family_without_transformers_names_package_to_install(tmp_path):
     """As in an installation without extras: one line that says what to install, and exit code 2."""
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"

@@ -12,7 +12,7 @@ from tonnage.planner.numbers.command import read_value, run
 from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, float_format, nearest_nf4
 
 
-def test_bf16_fields_of_the_article():
+def test_bf16_fields_decode_to_known_value():
     """sign 1, exponent 17, mantissa 3; a well-known article prints the value of mantissa 5 for it."""
     bf16 = float_format("bf16")
     assert bf16.decode(1, 17, 3) == -7.884275709835247e-34
@@ -25,12 +25,12 @@ def test_bf16_fields_of_the_article():
     [("fp32", (8, 23), 32), ("tf32", (8, 10), 32), ("fp16", (5, 10), 16), ("bf16", (8, 7), 16),
      ("fp8_e4m3", (4, 3), 8), ("fp8_e5m2", (5, 2), 8), ("fp4_e2m1", (2, 1), 4)],
 )  # fmt: skip
-def test_table(name, fields, stored):
+def test_format_field_widths_and_stored_bits(name, fields, stored):
     found = float_format(name)
     assert ((found.exponent, found.mantissa), found.stored_bits) == (fields, stored)
 
 
-def test_limits():
+def test_format_largest_and_smallest_values():
     limits = {f.name: f.largest for f in FLOATS}
     assert limits["fp16"] == 65504
     assert limits["fp8_e4m3"] == 448
@@ -40,7 +40,7 @@ def test_limits():
     assert float_format("fp16").smallest == 2.0**-24
 
 
-def test_bits_of_block_formats():
+def test_block_format_bits_per_value():
     bits = {b.name: b.bits_per_value for b in BLOCKS}
     assert bits["mxfp4"] == 4 + 8 / 32
     assert bits["nvfp4"] == 4 + 8 / 16
@@ -52,7 +52,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": 
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_rounding_is_torchs(name):
+def test_rounding_equals_torch_cast(name):
     """Random values of every size, all ties, both ends: fields and value as torch's cast gives them."""
     torch = pytest.importorskip("torch", reason="its casts are the oracle")
     found, dtype = float_format(name), getattr(torch, DTYPES[name])
@@ -80,7 +80,7 @@ def test_rounding_is_torchs(name):
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16"])
-def test_every_pattern_decodes_as_torch_reads_it(name):
+def test_every_bit_pattern_decodes_as_in_torch(name):
     torch = pytest.importorskip("torch", reason="its casts are the oracle")
     found, dtype = float_format(name), getattr(torch, DTYPES[name])
     raw = (
@@ -96,7 +96,7 @@ def test_every_pattern_decodes_as_torch_reads_it(name):
         assert got == value or (math.isnan(got) and math.isnan(value)), pattern
 
 
-def test_nf4_levels_are_bitsandbytes():
+def test_nf4_levels_equal_bitsandbytes():
     torch = pytest.importorskip("torch", reason="the code book is a tensor")
     functional = pytest.importorskip("bitsandbytes.functional", reason="its code book is the oracle")
     book = functional.get_4bit_type("nf4", device="cpu")
@@ -104,7 +104,7 @@ def test_nf4_levels_are_bitsandbytes():
     assert nearest_nf4(0.1) == (8, NF4_LEVELS[8])
 
 
-def test_overflow_and_underflow(capsys):
+def test_overflow_and_underflow_per_format(capsys):
     assert run(["70000", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert (rows["fp16"]["value"], rows["fp16"]["what"]) == ("inf", "overflows to infinity")
@@ -117,7 +117,7 @@ def test_overflow_and_underflow(capsys):
     assert rows["bf16"]["value"] == pytest.approx(1e-9, rel=2**-8)
 
 
-def test_table_and_fields_from_the_command_line(capsys):
+def test_numbers_command_prints_table_and_fields(capsys):
     assert run([]) == 0
     out = capsys.readouterr().out
     assert "1/8/7" in out
@@ -142,7 +142,7 @@ def test_table_and_fields_from_the_command_line(capsys):
         (["--bits", "1,2,3"], ["--bits", "--format"]),
     ],
 )
-def test_bad_input_is_one_line(capsys, arguments, words):
+def test_numbers_command_bad_input_is_one_line(capsys, arguments, words):
     assert run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
@@ -150,7 +150,7 @@ def test_bad_input_is_one_line(capsys, arguments, words):
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "1e999999999", f"1e{10**24}"])
-def test_what_no_double_holds_overflows_and_says_so(text, capsys):
+def test_value_above_double_range_overflows(text, capsys):
     """Python's float of 1e400 is inf, which would be "exact"."""
     assert run([text, "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
@@ -164,7 +164,7 @@ def test_what_no_double_holds_overflows_and_says_so(text, capsys):
     assert "exact" not in out
 
 
-def test_what_no_double_holds_underflows(capsys):
+def test_value_below_double_range_underflows(capsys):
     assert run(["1e-400", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert {rows[f.name]["what"] for f in FLOATS} == {"underflows to zero"}
@@ -181,7 +181,7 @@ def test_a_decimal_is_not_rounded_twice(capsys):
     assert float_format("fp32").encode(read_value("16777217.0000000000000001")) == (0, 151, 1)  # above the tie
 
 
-def test_the_bits_are_drawn_with_the_formula(capsys):
+def test_numbers_command_draws_bits_and_formula(capsys):
     assert run(["3.14159", "--format", "BF16"]) == 0
     assert capsys.readouterr().out.splitlines()[3:] == [
         "bf16: 1 bit of sign, 8 of exponent (bias 2^7 - 1 = 127), 7 of mantissa",
@@ -204,7 +204,7 @@ def test_the_bits_are_drawn_with_the_formula(capsys):
 
 
 @pytest.mark.parametrize("name", [f.name for f in FLOATS])
-def test_the_formula_makes_the_value(name):
+def test_formula_evaluates_to_decoded_value(name):
     found, rng = float_format(name), random.Random(3)
     for _ in range(200):
         fields = found.encode(rng.uniform(-2, 2) * 2.0 ** rng.randint(-20, 8))
@@ -212,7 +212,7 @@ def test_the_formula_makes_the_value(name):
         assert eval(formula) == found.decode(*fields)
 
 
-def test_the_table_has_biases(capsys):
+def test_format_table_has_exponent_biases(capsys):
     assert run(["--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert [rows[name]["bias"] for name in ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")] == [
@@ -231,14 +231,14 @@ def test_the_table_has_biases(capsys):
         (["--", "-1.5", "--format", "fp16"], ["--format: must come before the --"]),
     ],
 )
-def test_a_format_that_shows_no_single_value_says_why(capsys, arguments, words):
+def test_block_format_rejects_single_value_with_reason(capsys, arguments, words):
     assert run(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert all(word in shown.err for word in words), shown.err
 
 
-def test_integers_have_a_relative_error_too(capsys):
+def test_integer_format_has_relative_error(capsys):
     assert run(["300", "--format", "int8", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["relative_error"] == pytest.approx(173 / 300)

@@ -32,7 +32,7 @@ def runtime(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder)
 
 
-def test_what_else_is_in_the_folder_stays(tmp_path: Any, runtime: str) -> None:
+def test_page_build_keeps_other_files_in_folder(tmp_path: Any, runtime: str) -> None:
     site = tmp_path / "site"
     for _ in range(2):
         build(site, runtime)
@@ -47,7 +47,7 @@ def test_what_else_is_in_the_folder_stays(tmp_path: Any, runtime: str) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name not in ("site", "runtime")]
 
 
-def test_other_folders_and_files_are_refused(tmp_path: Any, runtime: str, capsys: Any) -> None:
+def test_page_build_rejects_folder_with_other_files(tmp_path: Any, runtime: str, capsys: Any) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("years")
@@ -63,7 +63,7 @@ def test_other_folders_and_files_are_refused(tmp_path: Any, runtime: str, capsys
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_it_listens(tmp_path: Any, host: str) -> None:
+def test_page_server_answers_on_ipv4_and_ipv6(tmp_path: Any, host: str) -> None:
     if host == "::1" and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     (tmp_path / "index.html").write_text("page")
@@ -76,7 +76,7 @@ def test_it_listens(tmp_path: Any, host: str) -> None:
             server(tmp_path, host, int(serving.server_address[1]))
 
 
-def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
+def test_registered_partial_checkpoint_is_read_by_header(tmp_path: Any) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -90,7 +90,7 @@ def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("port", ["99999", "-1", "http", "0x9"])
-def test_what_is_no_port_is_refused_before_anything_is_fetched(
+def test_invalid_page_port_is_rejected_before_download(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, port: str
 ) -> None:
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
@@ -101,7 +101,7 @@ def test_what_is_no_port_is_refused_before_anything_is_fetched(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_cache_that_cannot_be_written_is_refused_by_name(
+def test_unwritable_cache_folder_is_named_in_error(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "file").touch()
@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_be_written_is_refused_by_name(
     assert "cannot be written: Not a directory (set TONNAGE_CACHE to a folder that can be written)" in said
 
 
-def test_why_npm_fetched_nothing_is_in_its_own_words(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npm_download_error_quotes_npm(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     npm = tmp_path / "npm"
     npm.write_text(
         "#!/bin/sh\n"

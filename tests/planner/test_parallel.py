@@ -44,7 +44,7 @@ def test_llama_on_four_ranks_replicates_its_two_kv_heads():
     ("layers", "stages", "wanted"),
     [(8, 4, (2, 2, 2, 2)), (10, 4, (2, 3, 3, 2)), (61, 2, (31, 30)), (3, 3, (1, 1, 1))],
 )
-def test_stages_equal_vllm(layers, stages, wanted):
+def test_pipeline_stage_layers_equal_vllm(layers, stages, wanted):
     from vllm.distributed.utils import get_pp_indices
 
     assert stage_layers(layers, stages) == wanted
@@ -52,7 +52,7 @@ def test_stages_equal_vllm(layers, stages, wanted):
     assert tuple(end - begin for begin, end in real) == wanted
 
 
-def test_a_tied_head_is_a_copy_on_the_last_stage():
+def test_tied_lm_head_is_copied_to_last_pipeline_stage():
     architecture = build_architecture({**SMALL, "tie_word_embeddings": True})
     first, last = (rank_architecture(architecture, Parallel(pipeline=2), stage) for stage in (0, 1))
     assert "model.embed_tokens.weight" in shapes(first)
@@ -69,7 +69,7 @@ NEVER_DIVIDED = ("recurrent_gemma", "rwkv", "xlstm")
 WHOLE_TOWERS = ("gemma3n",)
 
 
-def test_two_ranks_halve_every_real_model():
+def test_two_tensor_parallel_ranks_halve_every_model():
     """Norms, routers and latents are held twice, all else is divided: nobody's rank holds more than 54 %."""
     divided = 0
     for path in sorted(CONFIGS.glob("*__*.json")):
@@ -86,7 +86,7 @@ def test_two_ranks_halve_every_real_model():
     assert divided > 150
 
 
-def test_latents_are_the_same_on_every_rank(config_of):
+def test_mla_latents_are_replicated_on_every_rank(config_of):
     """Published for Kimi-K2.5 on 8 ranks: 68.626 KiB per token and rank, 61 layers of 576 x 2 bytes."""
     architecture = build_architecture(config_of("nvidia/Kimi-K2.5-NVFP4"))
     part = rank_architecture(architecture, Parallel(tensor=8), 0)
@@ -98,7 +98,7 @@ def test_latents_are_the_same_on_every_rank(config_of):
     assert before[name][0] == 8 * after[name][0]
 
 
-def test_experts_are_divided_whole_or_by_width(config_of):
+def test_experts_are_divided_by_count_or_by_width(config_of):
     architecture = build_architecture(config_of("Qwen/Qwen3-30B-A3B"))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert shapes(rank_architecture(architecture, Parallel(tensor=4), 0))[name] == (128, 384, 2048)
@@ -108,7 +108,7 @@ def test_experts_are_divided_whole_or_by_width(config_of):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_laws_of_tensor_parallelism(model, config_of):
+def test_more_ranks_never_raise_bytes_per_rank(model, config_of):
     """More ranks never raise the bytes of one; all ranks together hold at least the model."""
     architecture = build_architecture(config_of(model))
     whole = architecture.parameters
@@ -121,7 +121,7 @@ def test_laws_of_tensor_parallelism(model, config_of):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_stages_together_hold_every_layer_once(model, config_of):
+def test_pipeline_stages_hold_every_layer_once(model, config_of):
     architecture = build_architecture(config_of(model))
     for stages in (2, 3, 5):
         parts = [rank_architecture(architecture, Parallel(pipeline=stages), stage) for stage in range(stages)]
@@ -132,7 +132,7 @@ def test_stages_together_hold_every_layer_once(model, config_of):
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 6))
-def test_heads_are_never_lost(kv_heads, power):
+def test_kv_heads_per_rank_cover_all_heads(kv_heads, power):
     ranks = 1 << power
     if kv_heads % ranks == 0 or ranks % kv_heads == 0:
         assert heads_per_rank(kv_heads, ranks) * ranks >= kv_heads
@@ -140,7 +140,7 @@ def test_heads_are_never_lost(kv_heads, power):
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.integers(1, 9), st.booleans())
-def test_every_share_is_whole(kv_heads, ranks, layers, tied):
+def test_rank_tensor_shapes_are_positive_and_within_full_shapes(kv_heads, ranks, layers, tied):
     config = {
         **SMALL,
         "num_key_value_heads": kv_heads,
@@ -169,6 +169,6 @@ def test_every_share_is_whole(kv_heads, ranks, layers, tied):
         ({}, Parallel(pipeline=4), "4 stages for 3 layers"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(change, parallel, match):
+def test_indivisible_parallel_size_is_rejected(change, parallel, match):
     with pytest.raises(DeploymentError, match=match):
         rank_architecture(build_architecture({**SMALL, **change}), parallel, 0)

@@ -138,7 +138,7 @@ def folder_of(place: Path, case: int, config_of) -> Path:
 
 
 @pytest.mark.oracle
-def test_the_budget_is_vllm_s_own(tmp_path, config_of):
+def test_encoder_budget_equals_vllm_multimodal_budget(tmp_path, config_of):
     def ask():
         needs_torchvision()
         return vllm_says(CHILD, [str(folder_of(tmp_path, case, config_of)) for case in range(len(CASES))])
@@ -173,7 +173,7 @@ AS_IT_CAME = ("llama4", "gemma4")  # whose patches are made of what came, and on
 
 
 @pytest.mark.oracle
-def test_towers_hold_what_vllm_s_modules_allocate():
+def test_vision_tower_activations_equal_vllm_modules():
     """Within 0.5 %: what is left are lengths and indices."""
 
     def ask():

@@ -191,7 +191,7 @@ def answers(tmp_path_factory):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", CASES)
-def test_the_budget_is_vllm_s_own(answers, name):
+def test_encoder_budget_of_family_equals_vllm(answers, name):
     said = answers[name]
     config, image, *_ = CASES[name]
     # a CPU's steps, as they are before latent attention makes them longer there
@@ -212,7 +212,7 @@ def test_the_budget_is_vllm_s_own(answers, name):
     assert values == prod(shape)
 
 
-def test_a_long_context_lets_minimax_m3_read_long_videos():
+def test_minimax_m3_video_length_grows_with_context():
     """Up to 500 frames, two of which have 768 embeddings; the encoder's cache holds them all."""
     architecture, chosen = planned(MINIMAX, {"max_model_len": 196_608, "max_num_batched_tokens": 8192})
     found = profiled(architecture, chosen)
@@ -231,7 +231,7 @@ COUNTS = Oracle("families_pictures", "transformers", "torch")
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["onevision", "granite"])
-def test_parameters_are_those_of_transformers_modules(name):
+def test_vision_family_parameters_equal_transformers(name):
     config = CASES[name][0]
 
     def ask():
@@ -255,13 +255,13 @@ def test_parameters_are_those_of_transformers_modules(name):
         ({"vision_config": ONEVISION["vision_config"] | {"image_size": 7}}, "vision_config.image_size"),
     ],
 )
-def test_sizes_of_no_picture_are_refused_by_name(change, field):
+def test_invalid_image_size_is_named_in_error(change, field):
     with pytest.raises(ConfigError) as caught:
         architecture_of(ONEVISION | change)
     assert caught.value.field == field
 
 
-def test_tiles_that_a_picture_does_not_fill_are_a_picture_of_unknown_size():
+def test_image_tiles_not_filling_image_mean_unknown_size():
     granite = GRANITE | {"image_grid_pinpoints": [[100, 100]]}
     assert architecture_of(granite).vision is None
     with pytest.raises(ConfigError):

@@ -17,7 +17,7 @@ COUNTS = Oracle("families_pictures", "transformers", "torch")
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model", MADE)
-def test_parameters_are_those_of_transformers_modules(model):
+def test_vision_model_parameters_equal_transformers(model):
     def ask():
         import torch
         import transformers
@@ -41,7 +41,7 @@ def test_parameters_are_those_of_transformers_modules(model):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model", THINKERS)
-def test_an_omni_model_counts_its_thinker(model):
+def test_omni_model_plans_only_its_thinker(model):
     def ask():
         import torch
         import transformers
@@ -65,7 +65,7 @@ def test_an_omni_model_counts_its_thinker(model):
     assert held == said
 
 
-def test_kimi_vl_counts_the_modules_of_its_tower_and_its_patches():
+def test_kimi_vl_parameters_include_tower_and_patch_embedding():
     """moonshotai/Kimi-VL-A3B: Moonlight's language model, of 16 B; the tower's sizes are its class's own
     (transformers_utils/configs/moonvit.py in vLLM 0.32.0)."""
     text = {
@@ -93,7 +93,7 @@ def test_kimi_vl_counts_the_modules_of_its_tower_and_its_patches():
 
 
 @pytest.mark.oracle
-def test_gemma_4_with_sound_has_the_tensors_of_transformers_modules():
+def test_gemma_4_with_audio_has_transformers_tensors():
     """The small models (E2B, E4B)."""
 
     def ask():
@@ -116,7 +116,7 @@ def test_gemma_4_with_sound_has_the_tensors_of_transformers_modules():
     assert {n: s for n, s in shapes.items() if ".layers." not in n or ".layers.0." in n} == said
 
 
-def test_ranks_divide_a_tower_s_keys_and_values_too():
+def test_tensor_parallelism_divides_tower_keys_and_values():
     """They have as many heads as its queries (QKVParallelLinear in vLLM's towers)."""
     for model in MADE:
         whole = architecture_of(MADE[model])

@@ -30,7 +30,7 @@ def plan_of(tmp_path, config_of):
     return plan
 
 
-def test_pictures_and_their_cache_are_terms_of_the_activation(plan_of):
+def test_activation_term_includes_images_and_encoder_cache(plan_of):
     plan = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", engine_version="0.19.0", max_num_seqs=8)
     term = next(term for term in plan.terms if term.name == "activation_bytes")
     assert "1 x the largest video (16,384 tokens; encoder cache 16,384)" in term.formula
@@ -59,13 +59,13 @@ def test_pictures_and_their_cache_are_terms_of_the_activation(plan_of):
         ({"mm_encoder_tp_mode": "both"}, "--mm-encoder-tp-mode"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(plan_of, flags, field):
+def test_invalid_multimodal_flag_is_named_in_error(plan_of, flags, field):
     with pytest.raises(DeploymentError) as caught:
         plan_of("Qwen/Qwen3-VL-8B-Instruct", **flags)
     assert caught.value.field == field
 
 
-def test_a_step_too_small_for_a_picture_says_what_vllm_says(plan_of):
+def test_batched_tokens_below_image_size_quotes_vllm_error(plan_of):
     with pytest.raises(DeploymentError, match=r"max_tokens_per_mm_item \(16384\) is larger than"):
         plan_of("Qwen/Qwen3-VL-8B-Instruct", disable_chunked_mm_input=True, max_num_batched_tokens=4096)
 
@@ -81,24 +81,24 @@ def test_a_step_too_small_for_a_picture_says_what_vllm_says(plan_of):
         ),
     ],
 )
-def test_flags_about_pictures_need_a_model_whose_pictures_are_known(plan_of, model, flags, field):
+def test_multimodal_flag_needs_model_with_known_image_size(plan_of, model, flags, field):
     with pytest.raises(DeploymentError) as caught:
         plan_of(model, **flags)
     assert caught.value.field == field
 
 
-def test_a_limit_on_pictures_of_unknown_size_is_noted(plan_of):
+def test_image_limit_with_unknown_image_size_adds_note(plan_of):
     plan = plan_of("stepfun-ai/Step-3.7-Flash", tensor_parallel_size=4, limit_mm_per_prompt='{"image": 1}')
     assert any("how large pictures of Step3p7ForConditionalGeneration are" in note for note in plan.notes)
 
 
-def test_ranks_that_divide_pictures_hold_whole_towers(plan_of):
+def test_data_parallel_encoder_ranks_hold_whole_towers(plan_of):
     split = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", tensor_parallel_size=2)
     whole = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", tensor_parallel_size=2, mm_encoder_tp_mode="data")
     assert whole.rank.weights_bytes > split.rank.weights_bytes + 0.3e9
 
 
-def test_every_pipeline_stage_holds_the_towers_and_encodes_where_the_first_runner_does(plan_of):
+def test_pipeline_stages_holding_vision_towers_by_model_runner(plan_of):
     """0.19.0 has the first model runner, whose profile run encodes on each; from 0.29 on the first stage."""
     found = {}
     for version in ("0.19.0", "0.32.0"):
@@ -126,7 +126,7 @@ def profile_of(config: dict, version: str = "0.32.0", **flags):
     return architecture, complete(asked, architecture, "bfloat16")
 
 
-def test_gemma_4_reads_pictures_one_by_one_then_many_at_once():
+def test_gemma_4_frames_encoded_at_once_by_vllm_version():
     """32 frames of 70 embeddings a video, each with eight more (models/gemma4_mm.py). Up to 0.21 one frame at a
     time, with its one-hot positions; then all that fit."""
     widths = {}
@@ -156,7 +156,7 @@ def test_gemma_4_reads_pictures_one_by_one_then_many_at_once():
         ('{"image": 0, "video": 0, "audio": 0}', set()),
     ],
 )
-def test_a_tower_without_a_modality_is_not_loaded_and_the_other_stays(limit, left):
+def test_tower_of_disabled_modality_is_not_loaded(limit, left):
     """vLLM marks each tower with its own modalities, and the projector behind it (_mark_tower_model)."""
     held = tensors_of(architecture_of(GEMMA4_SOUND), Deployment(**ON_GPU, limit_mm_per_prompt=limit))
     names = {name for name in ("vision", "audio") for tensor in held if f"{name}_tower" in tensor.name}

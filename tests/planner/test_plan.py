@@ -28,7 +28,7 @@ def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path / "cache"))
 
 
-def test_json_contract():
+def test_plan_json_has_contract_keys():
     out = json.loads(json.dumps(plan_to_dict(make_plan("demo", FLAGS)), allow_nan=False))
     assert set(out) >= {
         "schema_version", "plan_id", "revision", "model", "deployment", "ranks", "worst_rank", "kv_cache",
@@ -91,7 +91,7 @@ ON_GPU = {"engine": "vllm", "gpu": "h100", "max_model_len": 4096}
         ("BAAI/bge-large-en", ON_GPU | {"max_model_len": 512}),
     ],
 )  # fmt: skip
-def test_the_components_of_every_rank_add_up_to_its_device(name, flags, config_of, tmp_path):
+def test_rank_components_add_up_to_device_memory(name, flags, config_of, tmp_path):
     for folder, model in (("model", name), ("draft", "meta-llama/Llama-3.2-1B")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config_of(model)))
@@ -104,14 +104,14 @@ def test_the_components_of_every_rank_add_up_to_its_device(name, flags, config_o
         check_components({**rank.components, "free": rank.free_bytes}, rank)
 
 
-def test_a_hybrid_has_no_single_bytes_per_token(config_of, folder_with):
+def test_hybrid_model_has_no_single_bytes_per_token(config_of, folder_with):
     plan = plan_to_dict(make_plan(folder_with(config_of("google/gemma-2-2b")), FLAGS))
     assert plan["kv_cache"]["bytes_per_token"] is None
     assert [g["kind"] for g in plan["kv_cache"]["groups"]] == ["sliding", "full"]
     assert plan["kv_cache"]["groups"][0]["window"] == 4096
 
 
-def test_weight_terms_add_up():
+def test_weight_terms_add_up_to_weight_bytes():
     for scheme in (None, "int8", "nf4", "nf4-double", "gptq"):
         plan = make_plan("demo", replace(FLAGS, quantization=scheme))
         terms = [term for term in plan.terms if term.name.startswith("weights.")]
@@ -119,7 +119,7 @@ def test_weight_terms_add_up():
         assert all(term.formula and term.source for term in plan.terms)
 
 
-def test_gptq_layout():
+def test_gptq_tensor_layout_of_one_matrix():
     """4 bits, group 128: qweight in x out / 2, qzeros and scales per group, g_idx; by hand for one matrix."""
     from tonnage.planner.model.tensor import TensorSpec
     from tonnage.planner.quantization.formats.gptq import GPTQ
@@ -135,7 +135,7 @@ def test_gptq_layout():
     assert LinearFormat(GPTQ, bits=8).parts(576, 1536)["qweight"] == 1536 * 576
 
 
-def test_plan_id_changes_with_every_input_and_with_nothing_else():
+def test_plan_id_changes_only_with_inputs():
     first = make_plan("demo", FLAGS)
     assert first == make_plan("demo", FLAGS)
     assert len(first.plan_id) == 16
@@ -148,26 +148,26 @@ def test_plan_id_changes_with_every_input_and_with_nothing_else():
     assert len(ids | {first.plan_id}) == len(changes) + 1
 
 
-def test_a_resolved_deployment_plans_the_same():
+def test_resolved_deployment_gives_same_plan_id():
     plan = make_plan("demo", FLAGS)
     assert make_plan("demo", plan.deployment).plan_id == plan.plan_id
 
 
-def test_weights_larger_than_the_memory():
+def test_weights_larger_than_memory_do_not_fit():
     plan = make_plan("demo", replace(FLAGS, device_memory=200 * MIB))
     assert not plan.fits
     assert "the weights alone take 256.6 MiB (269,030,272 bytes) of 200.0 MiB" in plan.reasons[0]
     assert plan.rank.free_bytes < 0
 
 
-def test_nothing_left_for_the_pool():
+def test_no_memory_left_for_kv_pool_does_not_fit():
     plan = make_plan("demo", Deployment(device_memory=600 * MIB))
     assert not plan.fits
     assert "nothing is left for the KV cache" in plan.reasons[0]
     assert plan.kv_cache.num_blocks == 0
 
 
-def test_a_pool_that_is_too_large_names_the_largest_that_fits():
+def test_too_large_kv_pool_names_largest_that_fits():
     plan = make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=16 * GIB))
     assert not plan.fits
     largest = int(plan.reasons[0].rpartition(" ")[2])
@@ -176,7 +176,7 @@ def test_a_pool_that_is_too_large_names_the_largest_that_fits():
     assert not make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=largest + block)).fits
 
 
-def test_a_pool_shorter_than_one_sequence_names_the_largest_length():
+def test_pool_below_one_sequence_names_largest_length():
     flags = replace(FLAGS, kv_cache_memory_bytes=64 * MIB)
     plan = make_plan("demo", flags)
     assert not plan.fits
@@ -185,7 +185,7 @@ def test_a_pool_shorter_than_one_sequence_names_the_largest_length():
     assert not make_plan("demo", replace(flags, max_model_len=largest + 1)).fits
 
 
-def test_pool_of_the_rest_is_capped_by_what_the_sequences_can_use():
+def test_default_kv_pool_is_capped_at_need_of_max_num_seqs():
     plan = make_plan("demo", Deployment(device_memory=1 << 40, max_num_seqs=3, max_model_len=1000))
     assert plan.kv_cache.usable_blocks == 3 * 63
     assert plan.kv_cache.max_concurrency == 3.0
@@ -195,7 +195,7 @@ def test_pool_of_the_rest_is_capped_by_what_the_sequences_can_use():
     )
 
 
-def test_cuda_reserves_graphs_only_for_vllm():
+def test_cuda_graph_memory_only_for_vllm():
     flags = Deployment(device="cuda", device_memory=80 * GIB)
     assert make_plan("demo", flags).rank.cuda_graph_bytes == 0
     assert make_plan("demo", replace(flags, engine="vllm")).rank.cuda_graph_bytes > 0
@@ -213,7 +213,7 @@ def test_host_memory_takes_the_tightest_cgroup_limit(tmp_path: Path):
     assert host_memory(tmp_path / "none", tmp_path / "none") > 1 << 26
 
 
-def test_text_names_every_term_when_asked():
+def test_explain_text_contains_every_term():
     plan = make_plan("demo", FLAGS)
     text = "\n".join(plain_lines(plan, explain=True))
     assert all(term.name in text and term.formula in text for term in plan.terms)
@@ -221,7 +221,7 @@ def test_text_names_every_term_when_asked():
     assert "Fits." in text
 
 
-def test_vllm_on_a_cpu_holds_what_was_measured(config_of, folder_with):
+def test_vllm_cpu_process_memory_matches_measurement(config_of, folder_with):
     """RssAnon of its processes under load, weights and pool taken off, in MiB (benchmarks/memory_terms.py,
     2026-11-22), beside the plan without what it keeps for large bodies and many grammars. It grows with the
     vocabulary."""

@@ -43,11 +43,11 @@ N = 4096 * 14336
         (LinearFormat(HQQ, group_size=64), N // 2 + 4 * N // 64),
     ],
 )
-def test_bytes_of_one_matrix(made, total):
+def test_quantized_bytes_of_one_matrix(made, total):
     assert sum(made.parts(14336, 4096).values()) == total
 
 
-def test_a_tool_is_one_file_and_each_flag_stands_in_one():
+def test_each_quantization_flag_is_in_one_format_module():
     modules = list(modules_in("tonnage.planner.quantization.formats", ()))
     assert all(module.READERS and isinstance(module.FLAGS, dict) for module in modules)
     assert sum(len(module.FLAGS) for module in modules) == len(flag_formats())
@@ -55,20 +55,20 @@ def test_a_tool_is_one_file_and_each_flag_stands_in_one():
         assert read_quantization({}, scheme).scheme == scheme
 
 
-def test_fp4_is_stored_as_nf4_is(folder_with, tiny_llama):
+def test_fp4_is_stored_like_nf4(folder_with, tiny_llama):
     for scheme in ("nf4", "fp4", "fp4-double"):
         plan = make_plan(folder_with(tiny_llama), Deployment(device_memory=1 << 34, quantization=scheme))
         assert {made.dtype for made in plan.weight_formats if made.quantization == scheme} == {"uint8"}
 
 
-def test_gpt_oss_20b_is_13_761_264_768_bytes(config_of):
+def test_gpt_oss_20b_checkpoint_is_13_761_264_768_bytes(config_of):
     """Published: experts at 4 + 8/32 bits, the rest bf16."""
     config = config_of("openai/gpt-oss-20b")
     size = checkpoint_size(build_architecture(config), read_quantization(config, None), config, "bfloat16")
     assert (size.low, size.high) == (13_761_264_768, 13_761_264_768)
 
 
-def test_awq_leaves_embedding_and_head(config_of):
+def test_awq_keeps_embedding_and_lm_head_in_16_bits(config_of):
     """Llama-3.1-8B by AWQ: 5.73 GB, not 4.53 (4.25 bits for everything)."""
     config = config_of("meta-llama/Meta-Llama-3.1-8B") | {
         "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
@@ -95,17 +95,17 @@ def test_awq_leaves_embedding_and_head(config_of):
         (["model.layers.*.self_attn"], "model.layers.11.self_attn.o_proj", True),
     ],
 )
-def test_exclusion_patterns(patterns, module, matches):
+def test_quantization_exclusion_patterns_match_modules(patterns, module, matches):
     assert compile_patterns(patterns, "f").match(module) is matches
 
 
 @pytest.mark.parametrize("pattern", ["re:(a+)+$", "re:(.*)*", "re:[", "a b"])
-def test_patterns_that_could_run_for_ever_are_refused(pattern):
+def test_exclusion_patterns_with_unbounded_backtracking_are_rejected(pattern):
     with pytest.raises(UnsupportedArchitecture):
         compile_patterns([pattern], "quantization_config.ignore")
 
 
-def test_nvfp4_experts_are_counted_one_by_one(config_of):
+def test_nvfp4_experts_have_scales_per_expert(config_of):
     config = config_of("nvidia/Qwen3.5-122B-A10B-NVFP4")
     architecture, quantization = build_architecture(config), read_quantization(config, None)
     expert = next(t for t in architecture.tensors if t.name.endswith("experts.gate_up_proj"))
@@ -136,13 +136,13 @@ def test_nvfp4_experts_are_counted_one_by_one(config_of):
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, ConfigError),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(change, error, tiny_llama):
+def test_unsupported_quantization_config_is_named_in_error(change, error, tiny_llama):
     with pytest.raises(error) as caught:
         read_quantization({**tiny_llama, "quantization_config": change}, None)
     assert caught.value.field.startswith("quantization_config")
 
 
-def test_every_published_quantization_is_read(config_of):
+def test_every_published_quantization_config_is_read(config_of):
     """All real files of the folder, by their own rules; the two that mix what is not planned are named."""
     from pathlib import Path
 

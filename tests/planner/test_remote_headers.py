@@ -59,7 +59,7 @@ def hub(monkeypatch, tmp_path):
     server.server_close()
 
 
-def test_a_sharded_model_is_planned_without_its_weights(hub, tiny_llama):
+def test_sharded_hub_model_is_planned_from_headers_only(hub, tiny_llama):
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import plan_source
@@ -91,7 +91,7 @@ def test_a_sharded_model_is_planned_without_its_weights(hub, tiny_llama):
     assert all(span is not None for path, span in hub.asked if path.endswith(".safetensors"))
 
 
-def test_a_long_header_takes_two_requests_and_no_weights(hub):
+def test_long_safetensors_header_takes_two_range_requests(hub):
     big = safetensors({"w": [4096, 2048]}, pad=100_000)
     hub.files = {"model.safetensors": big}
     assert [t.shape for t in fetch_checkpoint(Remote(HubModel("org/m"))).tensors] == [(4096, 2048)]
@@ -99,7 +99,7 @@ def test_a_long_header_takes_two_requests_and_no_weights(hub):
     assert hub.sent < 200_000 < len(big)
 
 
-def test_what_is_refused(hub):
+def test_unsafe_hub_answers_are_rejected(hub):
     remote = Remote(HubModel("org/m"))
     hub.redirects = {"model.safetensors": "http://example.invalid/elsewhere"}
     with pytest.raises(CheckpointError, match=r"another host, example\.invalid"):
@@ -126,13 +126,13 @@ def test_what_is_refused(hub):
         fetch_checkpoint(remote)
 
 
-def test_a_redirect_within_the_host_is_followed(hub):
+def test_redirect_to_same_host_is_followed(hub):
     hub.files = {"moved.json": b'{"model_type": "llama"}'}
     hub.redirects = {"config.json": "/org/m/moved.json"}
     assert fetch_config(Remote(HubModel("org/m"))) == {"model_type": "llama"}
 
 
-def test_an_unknown_name_says_what_to_do(hub):
+def test_missing_hub_model_error_says_what_to_do(hub):
     with pytest.raises(ModelNotFound, match=r"org/nothing: there is no config\.json.*local folder"):
         resolve_model("org/nothing")
     hub.shutdown()
@@ -143,7 +143,7 @@ def test_an_unknown_name_says_what_to_do(hub):
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:abc", "http://[", "nowhere", "http://a b"])
-def test_an_endpoint_that_is_no_address(monkeypatch, tmp_path, address):
+def test_invalid_hf_endpoint_is_named_in_error(monkeypatch, tmp_path, address):
     monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match=r"cannot be fetched from \S+.*: .*HF_ENDPOINT"):
@@ -161,7 +161,7 @@ def test_an_endpoint_that_is_no_address(monkeypatch, tmp_path, address):
         (b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n", "IncompleteRead"),
     ],
 )
-def test_a_server_that_breaks_off_or_speaks_no_http(monkeypatch, answer, words):
+def test_broken_http_answer_is_rejected(monkeypatch, answer, words):
     def twice(listening):
         for _ in range(2):
             found, _ = listening.accept()

@@ -39,7 +39,7 @@ def lines_of(capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_hybrid_says_what_a_request_takes(hybrid, capsys):
+def test_plan_of_hybrid_prints_bytes_per_request(hybrid, capsys):
     lines = lines_of(capsys, hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
     (law,) = (line for line in lines if line.startswith("A request takes"))
     # three groups of states; ten layers of 2 KV heads x 256 x K and V x 2 bytes; a block of 1,056 tokens
@@ -55,7 +55,7 @@ def test_a_hybrid_says_what_a_request_takes(hybrid, capsys):
     assert hits == f"Prefix hits: multiples of 1,056 tokens; {most}"
 
 
-def test_the_same_figures_in_text_json_table_page_and_explain(hybrid, capsys, tmp_path):
+def test_request_figures_equal_in_text_json_table_and_page(hybrid, capsys, tmp_path):
     flags = (hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
     asked = ("--request", "2000+300", "--request", "100+20")
     out = json.loads("\n".join(lines_of(capsys, *flags, *asked, "--json", "--explain")))
@@ -82,7 +82,7 @@ def test_the_same_figures_in_text_json_table_page_and_explain(hybrid, capsys, tm
     assert f"requests of 100+20,{second['at_once']},{' to '.join(map(str, second['bounds']))}" in rows
 
 
-def test_a_plain_model_says_it_when_asked(model, capsys):
+def test_plan_of_dense_model_prints_request_figures_on_request(model, capsys):
     flags = (model("meta-llama/Llama-3.2-1B"), "--engine", "vllm", "--engine-version", "0.32.0")
     flags += ("--kv-cache-memory-bytes", "1GiB", "--device-memory", "64GiB", "--max-model-len", "8192")
     assert not [line for line in lines_of(capsys, *flags) if line.startswith(("A request", "Requests"))]
@@ -110,14 +110,14 @@ def test_a_plain_model_says_it_when_asked(model, capsys):
         (("--engine", "vllm", "--engine-version", "0.7.3", "--request", "5+5"), "block manager of V0"),
     ],
 )
-def test_what_is_refused(arguments, words, capsys):
+def test_invalid_request_flag_is_rejected(arguments, words, capsys):
     assert run(["demo", "--device-memory", "16GiB", *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1, said
 
 
-def test_what_the_law_does_not_know_is_named(model):
+def test_requests_on_unsupported_cache_layout_are_rejected(model):
     found = plan(
         model("deepseek-ai/DeepSeek-V4-Flash"), gpu="h200", tensor_parallel_size=8, engine_version="0.32.0"
     )
@@ -129,18 +129,18 @@ def test_what_the_law_does_not_know_is_named(model):
         found.hold(100, 10)
 
 
-def test_an_encoder_has_no_requests_to_hold(model):
+def test_encoder_holds_no_requests(model):
     found = plan(model("BAAI/bge-large-en"), engine="vllm", device_memory=24 << 30)
     with pytest.raises(UnsupportedArchitecture, match="an encoder keeps nothing between steps"):
         found.hold(100, 10)
 
 
-def test_a_pool_that_may_be_empty_holds_none(model):
+def test_pool_that_may_be_empty_has_lower_bound_of_0_requests(model):
     found = plan(model("meta-llama/Llama-3.1-70B-Instruct"), gpu="h100-80g", quantization="fp8").hold(2000, 300)
     assert found.bounds[0] == 0 <= found.at_once <= found.bounds[1]
 
 
-def test_prompts_of_one_step_hold_more_than_their_windows(model):
+def test_prefilling_prompts_hold_more_blocks_than_sliding_window(model):
     flags = {"engine": "vllm", "engine_version": "0.32.0", "max_model_len": 4096, "device_memory": 64 << 30}
     folder = model("mistralai/Mistral-7B-v0.1", sliding_window=256)
     found = plan(folder, kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048, **flags)
@@ -159,7 +159,7 @@ def test_prompts_of_one_step_hold_more_than_their_windows(model):
         ("meta-llama/Llama-3.2-1B", "0.19.0", "that of 0.19.0 was not read"),
     ],
 )
-def test_whose_rules_they_are(name, version, words, model, capsys):
+def test_request_figures_note_version_of_block_manager_rules(name, version, words, model, capsys):
     flags = (model(name), "--gpu", "h200", "--engine-version", version, "--max-model-len", "4096")
     lines = lines_of(capsys, *flags, "--request", "100+10")
     notes = [line for line in lines if "block manager of vLLM 0.32" in line]
@@ -167,7 +167,7 @@ def test_whose_rules_they_are(name, version, words, model, capsys):
     assert words is None or words in notes[0]
 
 
-def test_lengths_from_python(model):
+def test_plan_hold_checks_request_lengths(model):
     found = plan(model("meta-llama/Llama-3.2-1B"), engine="vllm", max_model_len=4096, device_memory=24 << 30)
     assert found.hold(4000, 96).blocks.last == 4095 // 128 + 1
     for lengths in ((4000, 97), (0, 1), (1, 0)):
@@ -175,7 +175,7 @@ def test_lengths_from_python(model):
             found.hold(*lengths)
 
 
-def test_other_engines(model):
+def test_requests_held_by_llama_cpp_and_sglang(model):
     folder = model("meta-llama/Llama-3.2-1B")
     slots = plan(folder, engine="llama.cpp", max_model_len=4096, max_num_seqs=4, device_memory=24 << 30)
     assert slots.hold(10, 10).at_once == slots.hold(4000, 90).at_once == 4
@@ -184,7 +184,7 @@ def test_other_engines(model):
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "google/gemma-2-2b"])
-def test_as_many_as_our_own_manager_admits(name, model):
+def test_planned_requests_equal_cache_manager_admission(name, model):
     changes = {"sliding_window": 100} if "gemma" in name else {}
     found = plan(
         model(name, **changes), engine="hf", dtype="bfloat16", max_model_len=2048, max_num_batched_tokens=513,

@@ -32,12 +32,12 @@ def write(path, header, data: bytes = b"", length: int | None = None):
     return path
 
 
-def test_reads_what_safetensors_wrote(real):
+def test_header_of_safetensors_file_is_read(real):
     found = {t.name: (t.dtype, t.shape, t.nbytes) for t in read_header(real)}
     assert found == {"a": ("BF16", (3, 4), 24), "b": ("F32", (5,), 20), "c": ("I8", (2,), 2)}
 
 
-def test_truncation_at_every_byte_is_refused(real):
+def test_truncated_safetensors_file_is_rejected(real):
     data = real.read_bytes()
     for length in range(len(data)):
         real.write_bytes(data[:length])
@@ -46,7 +46,7 @@ def test_truncation_at_every_byte_is_refused(real):
 
 
 @pytest.mark.parametrize("claim", [10 * 10**9, 100_000_001, 2**64 - 1])
-def test_a_header_that_claims_too_much_is_refused_unread(tmp_path, claim):
+def test_oversized_header_length_is_rejected_without_reading(tmp_path, claim):
     path = write(tmp_path / "model.safetensors", b"{}", length=claim)
     with pytest.raises(CheckpointError, match=f"claims a header of {claim:,} bytes"):
         read_header(path)
@@ -78,12 +78,12 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         ({}, "0 bytes of tensors"),
     ],
 )
-def test_lies_are_refused(tmp_path, header, match):
+def test_invalid_safetensors_header_is_rejected(tmp_path, header, match):
     with pytest.raises(CheckpointError, match=match):
         read_header(write(tmp_path / "model.safetensors", header, bytes(8)))
 
 
-def test_zero_sized_tensors_are_fine(tmp_path):
+def test_zero_sized_tensors_are_accepted(tmp_path):
     header = {"empty": entry(shape=(0, 3), offsets=(0, 0)), "a": entry()}
     assert len(read_header(write(tmp_path / "model.safetensors", header, bytes(8)))) == 2
 
@@ -99,7 +99,7 @@ def index(folder, **weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_shards_are_read_together(sharded):
+def test_sharded_checkpoint_headers_are_merged(sharded):
     index(sharded, a="model-1.safetensors", b="model-2.safetensors")
     tensors = read_folder(sharded).tensors
     assert tensors is not None
@@ -119,20 +119,20 @@ def test_shards_are_read_together(sharded):
         ({"a": 3}, "no weight_map"),
     ],
 )
-def test_index_and_shards_must_agree(sharded, weight_map, match):
+def test_index_contradicting_shards_is_rejected(sharded, weight_map, match):
     index(sharded, **weight_map)
     with pytest.raises(CheckpointError, match=match):
         read_folder(sharded)
 
 
-def test_a_folder_without_safetensors_has_no_headers(tmp_path):
+def test_folder_without_safetensors_has_no_headers(tmp_path):
     assert read_folder(tmp_path) == Checkpoint()
 
 
 @pytest.mark.parametrize(
     ("stated", "total"), [(24, 24), (24.0, 24), (None, None), (True, None), ("24", None), (-1, None)]
 )
-def test_an_index_alone_has_names_and_the_total(tmp_path, stated, total):
+def test_index_without_shards_gives_names_and_total_size(tmp_path, stated, total):
     content = {"metadata": {"total_size": stated}, "weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
     assert read_folder(tmp_path) == Checkpoint(index=CheckpointIndex({"a": "model-1.safetensors"}, total))

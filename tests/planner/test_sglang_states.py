@@ -89,7 +89,7 @@ def folder(tmp_path):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_slots_tokens_and_requests_are_sglangs_own(number, folder):
+def test_state_slots_tokens_and_requests_equal_sglang(number, folder):
     name, ranks, rest, asked, radix, ratio, drafts = CASES[number]
     case = asked_of(*CASES[number])
     key = " ".join(map(str, CASES[number]))
@@ -110,7 +110,7 @@ def test_slots_tokens_and_requests_are_sglangs_own(number, folder):
     assert plan.kv_cache.max_concurrency <= says["slots"]
 
 
-def test_versions_of_the_pool_of_states(folder):
+def test_sglang_state_slots_by_version(folder):
     """No slot is padding before 0.5.23; running requests have three of them before 0.5.15; 0.5.4 is the first
     known."""
     found = {}
@@ -125,7 +125,7 @@ def test_versions_of_the_pool_of_states(folder):
         make_plan(folder(QWEN), Deployment(engine="sglang", engine_version="0.5.3", gpu="h100-80g"))
 
 
-def test_what_a_request_takes(folder):
+def test_sglang_hybrid_request_takes_tokens_and_state_slots(folder):
     """Tokens by the law of the pool, states by their slots, which let so many run."""
     plan = make_plan(folder(NEMOTRON), Deployment(engine="sglang", gpu="h100-80g", max_model_len=8192))
     law = plan.kv_cache.law
@@ -133,7 +133,7 @@ def test_what_a_request_takes(folder):
     assert plan.deployment.max_num_seqs == 13 == plan.kv_cache.max_concurrency
 
 
-def test_too_few_slots_stop_the_start(folder):
+def test_too_few_state_slots_do_not_fit(folder):
     asked = Deployment(engine="sglang", gpu="h100-80g", kv_cache_memory_bytes=GiB // 2)
     plan = make_plan(folder(QWEN), asked)
     assert not plan.fits
@@ -150,12 +150,12 @@ def test_too_few_slots_stop_the_start(folder):
         ("transformers-default__mamba2", {}, "states alone"),
     ],
 )
-def test_states_that_are_not_known_are_refused(name, flags, said, folder):
+def test_unsupported_sglang_states_are_rejected(name, flags, said, folder):
     with pytest.raises(UnsupportedArchitecture, match=said):
         make_plan(folder(name), Deployment(engine="sglang", gpu="h100-80g", **flags))
 
 
-def test_drafts_of_plain_models(folder):
+def test_sglang_draft_layers_and_weights_of_dense_models(folder):
     """Their layers are budgeted as the model's, their weights come off the pool, and 48 requests run; before
     0.5.15 they did not, and are refused."""
     name = "deepseek-ai__DeepSeek-V3"
@@ -174,7 +174,7 @@ def test_drafts_of_plain_models(folder):
         make_plan(folder(name), Deployment(**asked, speculative_model="mtp", engine_version="0.5.9"))
 
 
-def test_running_requests_of_plain_models(folder):
+def test_sglang_running_request_limit_of_dense_models(folder):
     """resolve_max_num_reqs: 512 for each context that fits, 2,048 to 4,096; no more than asked."""
     name = "meta-llama__Meta-Llama-3.1-8B"
     for flags, running in (
@@ -210,7 +210,7 @@ _OWN = {
         ("meta-llama__Meta-Llama-3.1-8B", {"enable_lora": True, "max_loras": 4, "max_lora_rank": 32}),
     ],
 )  # fmt: skip
-def test_the_serve_line_is_the_plan(name, flags, folder):
+def test_sglang_serve_line_reproduces_plan(name, flags, folder):
     """SGLang's own line, read back as our flags, is the same plan."""
     base = {"engine": "sglang", "gpu": "h100-80g", "engine_version": "0.5.23"}
     plan = make_plan(folder(name), Deployment(**base, max_model_len=8192, **flags))
@@ -231,7 +231,7 @@ def test_the_serve_line_is_the_plan(name, flags, folder):
     assert again.deployment.max_num_batched_tokens == plan.deployment.max_num_batched_tokens
 
 
-def test_switches_of_the_serve_line(folder):
+def test_sglang_serve_line_contains_switches(folder):
     asked = {"engine": "sglang", "gpu": "h100-80g", "max_model_len": 8192, "enforce_eager": True}
     name = "meta-llama__Meta-Llama-3.1-8B"
     flags = Deployment(
@@ -252,7 +252,7 @@ def test_switches_of_the_serve_line(folder):
     assert "--tp-size 2 --ep-size 2" in line
 
 
-def test_what_the_serve_line_cannot_say_is_a_note(folder):
+def test_settings_missing_in_sglang_serve_line_add_notes(folder):
     flags = Deployment(
         engine="sglang", gpu="h100-80g", max_model_len=8192, kv_cache_memory_bytes=8 << 30, dtype="bfloat16",
         kv_cache_dtype="float16", gpu_memory_utilization=0.5, cpu_offload_bytes=3 << 29,

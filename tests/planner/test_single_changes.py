@@ -26,6 +26,6 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_no_single_change_is_misunderstood(model_type):
+def test_config_with_one_changed_field_matches_transformers(model_type):
     class_name, config = single_changes.base_of(model_type)
     assert single_changes.differences(class_name, config) == []

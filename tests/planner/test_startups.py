@@ -36,7 +36,7 @@ def scores():
     return json.loads(done.stdout.splitlines()[-1])["startups"]
 
 
-def test_the_kv_pool(scores):
+def test_kv_pool_error_against_start_up_logs(scores):
     assert scores["scored"] >= 28
     assert scores["mean_error"] <= 0.006
     assert scores["worst_error"] <= 0.015
@@ -64,7 +64,7 @@ def test_the_kv_pool(scores):
         ("cuda_graph_bytes", 0.005),
     ],
 )
-def test_each_term(scores, term, share):
+def test_memory_term_error_against_start_up_logs(scores, term, share):
     found = scores["terms_share_of_gpu"][term]
     assert found["rows"] >= 25
     assert found["mean"] <= share
@@ -96,7 +96,7 @@ def held(name: str, **flags) -> framework.NonTorchMemory:
 LLAMA = "meta-llama__Llama-3.1-8B-Instruct"
 
 
-def test_fused_all_reduce_takes_whole_pieces_of_multicast_memory():
+def test_fused_all_reduce_multicast_memory_by_ranks_version_and_gpu():
     """Starts of 0.19.0 with two and four ranks hold 2.06 to 2.13 GiB outside PyTorch, pipelines 0.07."""
     assert held(LLAMA, tensor_parallel_size=2).fused == held(LLAMA, tensor_parallel_size=4).fused == 1536 * MiB
     assert held(LLAMA, tensor_parallel_size=2, enforce_eager=True).fused == 0
@@ -108,7 +108,7 @@ def test_fused_all_reduce_takes_whole_pieces_of_multicast_memory():
     assert held(LLAMA).fused == held(LLAMA, pipeline_parallel_size=2).fused == 0
 
 
-def test_graphs_captured_on_trial_leave_memory_outside():
+def test_trial_cuda_graph_capture_adds_non_torch_memory():
     """Qwen3-14B on one machine: 0.13 GiB of non-torch memory with 0.17.0, 0.25 with 0.18.0."""
     before, since = held(LLAMA, engine_version="0.17.0"), held(LLAMA, engine_version="0.18.0")
     assert since.rest - before.rest == pytest.approx(0.12 * GiB, rel=0.01)
@@ -119,20 +119,20 @@ def test_graphs_captured_on_trial_leave_memory_outside():
 @pytest.mark.parametrize(
     ("version", "gib"), [("0.15.0", 5.64), ("0.16.0", 5.64), ("0.17.0", 2.23), ("0.18.0", 2.23)]
 )
-def test_the_sampler_by_version(version, gib):
+def test_activation_peak_with_sampler_by_vllm_version(version, gib):
     """Printed for Qwen3-14B; the sort went in 0.17.0."""
     assert peak("Qwen__Qwen3-14B", engine_version=version, max_model_len=8192).total == pytest.approx(
         gib * GiB, rel=0.005
     )
 
 
-def test_a_pooler_samples_nothing():
+def test_pooling_model_has_no_sampler_memory():
     assert peak(LLAMA, runner="pooling").sampler == 0
     assert peak(LLAMA, runner="pooling").total < peak(LLAMA).total
     assert peak("BAAI__bge-large-en", max_model_len=512).sampler == 0
 
 
-def test_the_second_model_runner_samples_nothing_in_its_profile():
+def test_second_model_runner_profile_has_no_sampler_memory():
     logits = 1024 * 128256
     for version in ("0.21.0", "0.25.0"):
         found = peak(LLAMA, engine_version=version)
@@ -141,14 +141,14 @@ def test_the_second_model_runner_samples_nothing_in_its_profile():
     assert peak("Qwen__Qwen3-30B-A3B", engine_version="0.29.0").sampler < 3 * 1024 * 151936
 
 
-def test_counts_of_tokens_come_off_since_what_the_device_lost_is_counted():
+def test_token_count_buffers_reduce_pool_from_vllm_0_27():
     """4 bytes and a bit a sequence and token, allocated before the profile run."""
     assert held(LLAMA, engine_version="0.26.0").counts == 0
     assert held(LLAMA, engine_version="0.27.0").counts == 1024 * (128256 * 4 + 4008 * 4)
     assert held("Qwen__Qwen3-30B-A3B", engine_version="0.28.0").counts == 0  # still on the first runner
 
 
-def test_experts_share_a_buffer_that_stays():
+def test_experts_share_one_persistent_buffer():
     """8,192 tokens x 8 experts x (2,048 + 2,048) values in bf16. Report 31 (0.15.0 on an H200) has 0.5 GiB more
     than the sampler takes, those of 0.10.2 on an H100 have not."""
     assert peak("Qwen__Qwen3-30B-A3B", max_num_batched_tokens=8192).experts == 512 * MiB
@@ -158,7 +158,7 @@ def test_experts_share_a_buffer_that_stays():
     assert peak(LLAMA).experts == 0
 
 
-def test_mxfp4_experts_are_padded_for_each_rank():
+def test_mxfp4_expert_padding_per_rank():
     """gpt-oss-20b: 2,880 wide; a rank's share is rounded to 64, its values to 256 (13.47 GiB on one)."""
     from tonnage.planner.engines.vllm.repack import mxfp4_padding
 
@@ -175,7 +175,7 @@ def test_mxfp4_experts_are_padded_for_each_rank():
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-def test_quantized_latents_are_kept_in_16_bits_too(quantized):
+def test_quantized_mla_projections_are_also_kept_in_16_bits(quantized):
     """61 layers x 512 x 128 heads x (128 + 128) values of DeepSeek-V3's FP8; of bf16 they are only views."""
     source = config("deepseek-ai__DeepSeek-V3")
     if not quantized:
@@ -185,13 +185,13 @@ def test_quantized_latents_are_kept_in_16_bits_too(quantized):
     assert padding == (61 * 512 * 128 // 8 * 256 * 2 if quantized else 0)
 
 
-def test_latents_are_expanded_for_a_context_in_the_profile():
+def test_profile_run_expands_mla_latents_for_context():
     """65,536 tokens of context x heads x (128 + 128) values."""
     wide = peak("deepseek-ai__DeepSeek-V3", tensor_parallel_size=8, max_model_len=131072)
     assert wide.forward > 65536 * 128 // 8 * 256 * 2
 
 
-def test_a_later_stage_receives_hidden_states():
+def test_later_pipeline_stage_has_received_hidden_states():
     """Printed for Llama-3.1-8B in two stages: 1.10 and 2.01 GiB; 1.89 in one."""
     found = sized(LLAMA, pipeline_parallel_size=2, max_model_len=8192)
     peaks = [activation.peak(part, found.chosen, coefficients()) for part in found.parts]
@@ -201,11 +201,11 @@ def test_a_later_stage_receives_hidden_states():
 
 
 @pytest.mark.parametrize(("seqs", "count"), [(1024, 51), (256, 51), (255, 50), (32, 11), (2, 3), (1, 2)])
-def test_captured_batch_sizes(seqs, count):
+def test_cuda_graph_batch_size_count(seqs, count):
     assert graphs.sizes(seqs, 8192) == count
 
 
-def test_graphs_come_off_the_pool_from_0_20_on():
+def test_vllm_0_20_subtracts_cuda_graphs_from_pool():
     flags = Deployment(
         engine="vllm", engine_version="0.19.0", gpu="h100-80g", device="cuda", gpu_memory_utilization=0.9
     )
@@ -218,7 +218,7 @@ def test_graphs_come_off_the_pool_from_0_20_on():
     assert before.rank.kv_pool_bytes - since.rank.kv_pool_bytes == pytest.approx(beside.value, rel=0.01)
 
 
-def test_explain_says_what_is_derived_and_what_fitted():
+def test_explain_tells_derived_from_fitted_terms():
     plan = plan_source(
         config(LLAMA), Deployment(engine="vllm", gpu="h100-80g", device="cuda", tensor_parallel_size=2)
     )

@@ -64,7 +64,7 @@ def rows(part: str, engine: str = "vllm") -> list[dict]:
 
 
 @pytest.mark.oracle
-def test_weights_are_as_vllm_checks_them():
+def test_weight_support_table_equals_vllm_checks():
     """Least compute capability and dtypes of each config class; what has none is not among its methods."""
     found = vllm_answers()
     checked = 0
@@ -84,7 +84,7 @@ def test_weights_are_as_vllm_checks_them():
 
 
 @pytest.mark.oracle
-def test_caches_are_as_vllm_picks_a_backend_for_them():
+def test_kv_cache_support_equals_vllm_backend_selection():
     """For each capability, head size and format: whether vLLM finds a backend that takes it, and starts it."""
     found = vllm_answers()["caches"]
     assert set(found) == set(GPUS)
@@ -102,7 +102,7 @@ def test_caches_are_as_vllm_picks_a_backend_for_them():
                 assert ours.runs == (kv in found[capability][place]), (capability, place, kv, ours.why)
 
 
-def test_every_row_has_its_source_and_every_format_an_answer():
+def test_every_support_row_has_source_and_every_format_a_row():
     for part in ("devices", "weights", "cache"):
         for row in table()[part]:
             assert row["source"], row
@@ -117,7 +117,7 @@ def test_every_row_has_its_source_and_every_format_an_answer():
         ), engine
 
 
-def test_a_gpu_without_fp8_has_no_fp8_cache(folder):
+def test_gpu_without_fp8_rejects_fp8_kv_cache(folder):
     found = plan(folder, gpu="t4", quantization="nvfp4", kv_cache_dtype="fp8", **LENGTH)
     assert not found.fits
     (why,) = found.unsupported
@@ -137,12 +137,12 @@ def test_a_gpu_without_fp8_has_no_fp8_cache(folder):
     ("gpu", "quantization", "runs"),
     [("v100-32g", "awq", False), ("t4", "awq", True), ("v100-32g", "gptq", True), ("v100-32g", "fp8", False)],
 )
-def test_weights_by_compute_capability(folder, gpu, quantization, runs):
+def test_quantized_weight_support_by_compute_capability(folder, gpu, quantization, runs):
     found = plan(folder, gpu=gpu, quantization=quantization, **LENGTH)
     assert (not found.unsupported) == runs
 
 
-def test_a_checkpoint_is_judged_by_its_own_method(tmp_path):
+def test_checkpoint_quantization_method_decides_gpu_support(tmp_path):
     """gpt-oss is stored in MXFP4, which vLLM computes with in bfloat16 alone; a T4 has none."""
     shutil.copy(CONFIGS / "openai__gpt-oss-20b.json", tmp_path / "config.json")
     assert "mxfp4" in plan(str(tmp_path), gpu="t4", **LENGTH).unsupported[0]
@@ -159,25 +159,25 @@ def test_vllm_has_no_metal_build(folder):
 
 
 @pytest.mark.parametrize("engine", ["hf", "llama.cpp"])
-def test_what_has_no_build_for_gaudi(folder, engine):
+def test_engine_without_gaudi_build_is_rejected(folder, engine):
     with pytest.raises(NotSupported, match=r"no backend for Gaudi|CUDA devices and CPUs") as caught:
         plan(folder, engine=engine, gpu="gaudi3", **LENGTH)
     assert caught.value.hint == "another GPU"
 
 
-def test_what_was_not_tried_is_noted(folder):
+def test_untested_engine_and_gpu_pair_adds_note(folder):
     for engine, gpu, words in (("sglang", "gaudi3", "not known here"), ("hf", "mi300x", "was not tried")):
         assert any(words in note for note in plan(folder, engine=engine, gpu=gpu, **LENGTH).notes)
 
 
-def test_sglang_before_ampere(folder):
+def test_sglang_minimum_compute_capability_and_default_dtype(folder):
     with pytest.raises(NotSupported, match=r"SGLang runs from compute capability 7\.5 on"):
         plan(folder, engine="sglang", gpu="v100-32g", **LENGTH)
     assert plan(folder, engine="sglang", gpu="t4", **LENGTH).deployment.dtype == "float16"
     assert plan(folder, engine="sglang", gpu="a100-80g", **LENGTH).deployment.dtype == "bfloat16"
 
 
-def test_what_a_plugin_may_bring_is_noted(folder):
+def test_format_needing_plugin_adds_note(folder):
     found = plan(folder, gpu="h100", quantization="nf4", **LENGTH)
     assert found.fits
     assert any("no bitsandbytes of its own" in note for note in found.notes)
@@ -188,7 +188,7 @@ def test_what_a_plugin_may_bring_is_noted(folder):
     assert "nf4" not in advice
 
 
-def test_vllm_reads_gguf_files_with_a_plugin_alone(folder):
+def test_vllm_gguf_file_needs_plugin(folder):
     source = replace(resolve_model(folder), kind="gguf")
     found = plan_source(source, Deployment(engine="vllm", gpu="h100-80g", **LENGTH))
     assert any("vllm-gguf-plugin" in note for note in found.notes)
@@ -198,7 +198,7 @@ def test_vllm_reads_gguf_files_with_a_plugin_alone(folder):
     assert "vllm-gguf-plugin" in row.unsupported
 
 
-def test_releases_that_nobody_read_are_not_judged(folder):
+def test_vllm_versions_before_support_table_are_not_judged(folder):
     asked = {"gpu": "v100-32g", "kv_cache_dtype": "fp8", **LENGTH}
     assert plan(folder, engine_version="0.23.0", **asked).fits
     assert plan(folder, engine_version="0.24.0", **asked).unsupported
@@ -213,7 +213,7 @@ def test_releases_that_nobody_read_are_not_judged(folder):
         assert of_cache("vllm", "vLLM", parse_version(version), chosen, architecture).runs == runs
 
 
-def test_a_mix_of_formats_is_judged_by_each(folder):
+def test_mixed_quantization_checks_each_format(folder):
     architecture = architecture_of(config_of(LLAMA))
     chosen = complete(Deployment(engine="vllm", gpu="v100-32g", **LENGTH), architecture, "float16")
     mixed = replace(quantized_to("w4a16"), scheme="fp8+w4a16", method="compressed-tensors")
@@ -221,7 +221,7 @@ def test_a_mix_of_formats_is_judged_by_each(folder):
     assert len(found.refused) == 2
 
 
-def test_a_sweep_leaves_out_what_does_not_run(folder, capsys):
+def test_sweep_leaves_out_unsupported_combinations(folder, capsys):
     flags = [folder, "--gpu", "t4", "--sweep", "--max-model-len", "4096", "--json"]
     assert run(flags) == 0
     out = json.loads(capsys.readouterr().out)
