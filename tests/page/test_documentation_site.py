@@ -30,12 +30,12 @@ def opened(context: Any, name: str) -> tuple[Any, list[str]]:
     return page, strange
 
 
-def test_the_site_is_built() -> None:
+def test_documentation_site_is_built() -> None:
     assert len(PAGES) > 15, "make docs builds it"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_page_on_a_phone_in_the_dark(phone: Any, axe: str, name: str) -> None:
+def test_documentation_page_is_accessible_on_phone_in_dark_mode(phone: Any, axe: str, name: str) -> None:
     page, strange = opened(phone, name)
     assert not (found := serious(page, axe)), found
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
@@ -43,7 +43,7 @@ def test_every_page_on_a_phone_in_the_dark(phone: Any, axe: str, name: str) -> N
     page.close()
 
 
-def test_a_page_in_the_light(browser: Any, axe: str) -> None:
+def test_documentation_page_is_accessible_in_light_mode(browser: Any, axe: str) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
     page, strange = opened(context, "accuracy.html")
     assert not (found := serious(page, axe)), found
@@ -51,7 +51,7 @@ def test_a_page_in_the_light(browser: Any, axe: str) -> None:
     context.close()
 
 
-def test_the_search_from_a_folder(browser: Any) -> None:
+def test_documentation_search_works_from_local_folder(browser: Any) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page, strange = opened(context, "index.html")
     page.keyboard.press("/")

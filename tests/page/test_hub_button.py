@@ -204,7 +204,7 @@ def press(sight: Sight, name: str) -> None:
     sight.page.click("#hub")
 
 
-def test_page_and_command_read_the_same(stranger: Sight, hub: Hub, told: Any) -> None:
+def test_hub_button_plan_equals_command_plan(stranger: Sight, hub: Hub, told: Any) -> None:
     """To the byte; the token of nobody goes anywhere, nor the address of the page, nor is a weight read."""
     stranger.open("?gpu=h100-80g&engine=vllm&engine-version=0.33.0&model=Qwen/Qwen3-8B").settle()
     assert hub.asked == []  # until the button is pressed
@@ -239,7 +239,7 @@ def test_page_and_command_read_the_same(stranger: Sight, hub: Hub, told: Any) ->
     assert len(hub.asked) == before
 
 
-def test_refusals_are_the_command_s(stranger: Sight, hub: Hub, told: Any) -> None:
+def test_hub_button_errors_equal_command_errors(stranger: Sight, hub: Hub, told: Any) -> None:
     stranger.open()
     for name in REFUSED:
         press(stranger, name)
@@ -252,7 +252,7 @@ def test_refusals_are_the_command_s(stranger: Sight, hub: Hub, told: Any) -> Non
         assert f"model={name.split('@')[0].replace('/', '%2F')}" in stranger.page.url
 
 
-def test_a_storage_whose_headers_cannot_be_read(stranger: Sight, hub: Hub) -> None:
+def test_hub_button_falls_back_to_index_without_range_requests(stranger: Sight, hub: Hub) -> None:
     """The index then, and the page says so."""
     stranger.open()
     try:
@@ -270,7 +270,7 @@ def test_a_storage_whose_headers_cannot_be_read(stranger: Sight, hub: Hub) -> No
         hub.ranges = hub.readable = True
 
 
-def test_a_model_of_the_list_is_read_on_the_hub_too(stranger: Sight, hub: Hub, told: Any) -> None:
+def test_hub_button_reads_listed_model_from_hub(stranger: Sight, hub: Hub, told: Any) -> None:
     hub.files["Qwen/Qwen3-8B", "main"] = MODELS["in/shards"]
     stranger.open().settle()
     assert stranger.plan()["model"]["via"] == "adapter"
@@ -279,7 +279,7 @@ def test_a_model_of_the_list_is_read_on_the_hub_too(stranger: Sight, hub: Hub, t
     assert stranger.plan()["model"]["parameters"] < 10_000_000
 
 
-def test_who_chooses_meanwhile_is_not_interrupted(stranger: Sight, hub: Hub) -> None:
+def test_hub_answer_does_not_replace_newer_choice(stranger: Sight, hub: Hub) -> None:
     stranger.open()
     press(stranger, "in/shards")
     stranger.page.select_option("#known", "Qwen/Qwen3-4B")

@@ -28,7 +28,7 @@ def printed(page: Any) -> tuple[int, str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("device", "width", "height"), DEVICES)
-def test_devices_and_schemes(
+def test_page_is_accessible_on_devices_and_colour_schemes(
     browser: Any, site: str, axe: str, device: str, width: int, height: int, scheme: str
 ) -> None:
     """No axe-core finding that is serious, no scrolling sideways; pictures where they are asked for."""
@@ -61,7 +61,7 @@ def test_devices_and_schemes(
     context.close()
 
 
-def test_the_keyboard_alone(sight: Sight) -> None:
+def test_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
     """From the address line to a term, its formula and another GPU, without a mouse."""
     page = sight.open().settle().page
     press = page.keyboard.press
@@ -97,7 +97,7 @@ def test_the_keyboard_alone(sight: Sight) -> None:
     assert page.evaluate(focused) == "answer"  # what was pressed is gone: not to the top of the page
 
 
-def test_printed_on_one_page(browser: Any, site: str) -> None:
+def test_page_prints_on_one_sheet(browser: Any, site: str) -> None:
     page = browser.new_page()
     sight = Sight(page, site).open("?model=Qwen/Qwen3-32B&gpu=l40s-48g&engine=vllm&engine-version=0.33.0")
     for gpu in ("h100-80g", "a100-80g", "h200-141g"):  # the most there can be
@@ -140,7 +140,7 @@ HTML = {
 
 
 @pytest.mark.parametrize("name", HTML)
-def test_html_files(browser: Any, axe: str, models: Path, name: str) -> None:
+def test_html_report_is_accessible_and_printable(browser: Any, axe: str, models: Path, name: str) -> None:
     command, argv, words, column = HTML[name]
     path = models / f"{name}.html"  # as people give it: beside them
     shutil.copy(TRACE, models)
@@ -186,7 +186,7 @@ def test_html_files(browser: Any, axe: str, models: Path, name: str) -> None:
     page.close()
 
 
-def test_a_sweep_of_thousands_of_rows(browser: Any, axe: str, models: Path) -> None:
+def test_html_sweep_sorts_and_filters_thousands_of_rows(browser: Any, axe: str, models: Path) -> None:
     """The first hundred; sorted and searched among all; all where they are asked for, or no script runs."""
     code, _, said = commanded("plan", ["Qwen/Qwen3-8B", *VLLM, "--sweep", "--html", "all.html"], models)
     assert code == 0, said

@@ -39,7 +39,7 @@ def opened(sight: Sight) -> Sight:
     return sight
 
 
-def test_a_pasted_config_and_the_link_to_it(sight: Sight, browser: Any, models: Path) -> None:
+def test_pasted_config_is_planned_and_shareable_by_link(sight: Sight, browser: Any, models: Path) -> None:
     opened(sight)
     paste(sight, CONFIG.decode())
     own = sight.planned("own/qwen3-")
@@ -71,7 +71,7 @@ def test_a_pasted_config_and_the_link_to_it(sight: Sight, browser: Any, models: 
     sight.picture("refused")
 
 
-def test_an_index_with_a_config_or_with_that_of_the_model_shown(sight: Sight) -> None:
+def test_dropped_index_is_planned_with_own_or_shown_config(sight: Sight) -> None:
     opened(sight)
     sight.page.set_input_files(
         "#file", [file("config.json", CONFIG), file("tokenizer_config.json", b"{}"), index()]
@@ -96,7 +96,7 @@ def test_an_index_with_a_config_or_with_that_of_the_model_shown(sight: Sight) ->
     sight.refused("do not belong together")
 
 
-def test_headers_of_files_of_many_gigabytes(sight: Sight, tmp_path: Path, models: Path) -> None:
+def test_large_dropped_files_are_planned_from_headers(sight: Sight, tmp_path: Path, models: Path) -> None:
     """The files are as long as they say and empty: their headers are all that can be read in time."""
     spans, at = {}, 0
     for one in SPECS:
@@ -172,7 +172,7 @@ def gguf(path: Path) -> int:
     return size
 
 
-def test_what_is_dropped_alone(sight: Sight) -> None:
+def test_incomplete_dropped_files_are_rejected(sight: Sight) -> None:
     opened(sight)
     sight.page.set_input_files("#file", file("notes.txt", b"hello"))
     sight.refused("None of these")

@@ -34,7 +34,7 @@ def deployments() -> list[list[str]]:
     return found
 
 
-def test_page_and_command_are_equal_to_the_byte(sight: Sight, models: Path) -> None:
+def test_page_output_equals_command_output(sight: Sight, models: Path) -> None:
     sight.open()
     assert len(NAMES) >= 30
     fits = 0
@@ -53,7 +53,7 @@ def test_page_and_command_are_equal_to_the_byte(sight: Sight, models: Path) -> N
         assert (found["code"], found["out"], found["err"]) == commanded("train", asked, models), argv
 
 
-def test_a_link_is_a_plan(sight: Sight, models: Path) -> None:
+def test_link_parameters_reproduce_plan(sight: Sight, models: Path) -> None:
     sight.open("?model=Qwen/Qwen3-32B&gpu=a100-80g&engine=vllm&engine-version=0.33.0&max-model-len=8192")
     asked = sight.page.evaluate("() => window.tonnage.argv()")
     assert sight.page.evaluate("() => window.tonnage.out") == commanded("plan", asked, models)[1]
@@ -65,7 +65,7 @@ def test_a_link_is_a_plan(sight: Sight, models: Path) -> None:
     assert "max-model-len=16384" in sight.page.url
 
 
-def test_every_control_is_a_flag_of_the_plan(sight: Sight) -> None:
+def test_every_page_control_sets_plan_flag(sight: Sight) -> None:
     sight.open()
     for flag, value in (
         ("engine-version", "0.19.0"),
@@ -99,7 +99,7 @@ def test_every_control_is_a_flag_of_the_plan(sight: Sight) -> None:
     sight.planned("Qwen/Qwen3-0.6B")
 
 
-def test_terms_plans_beside_and_other_gpus(sight: Sight) -> None:
+def test_page_shows_terms_kept_plans_and_other_gpus(sight: Sight) -> None:
     sight.open().settle()
     sight.page.click("button.kv_pool")
     assert "kv_cache.bytes_per_block" in sight.page.inner_text("#terms")
@@ -131,7 +131,7 @@ def test_terms_plans_beside_and_other_gpus(sight: Sight) -> None:
     assert sight.plan()["deployment"]["gpu"] == sight.page.input_value("#flag-gpu") != "h200-141g"
 
 
-def test_advice_is_taken_by_a_click(sight: Sight) -> None:
+def test_advice_is_applied_by_click(sight: Sight) -> None:
     sight.open(
         "?model=meta-llama/Llama-3.1-70B-Instruct&gpu=a100-80g&engine=vllm&engine-version=0.33.0"
     ).settle()
@@ -144,7 +144,7 @@ def test_advice_is_taken_by_a_click(sight: Sight) -> None:
     assert sight.page.input_value("#flag-tensor-parallel-size") == "2"  # the third of its steps: 4 GPUs
 
 
-def test_training_has_terms_plans_beside_and_gpus_too(sight: Sight) -> None:
+def test_training_tab_shows_terms_kept_plans_and_gpus(sight: Sight) -> None:
     sight.open()
     sight.page.click("#tab-train")
     sight.settle()
@@ -167,7 +167,7 @@ def test_training_has_terms_plans_beside_and_gpus_too(sight: Sight) -> None:
     assert sight.page.locator("#beside table").count() == 0  # what is kept of trainings is no plan to serve
 
 
-def test_nothing_else_is_asked_for(browser: Any, site: str) -> None:
+def test_page_requests_no_other_host_and_plans_offline(browser: Any, site: str) -> None:
     """The page loads from its host alone, and plans without any host once it is there."""
     context = browser.new_context()
     page = context.new_page()
@@ -183,7 +183,7 @@ def test_nothing_else_is_asked_for(browser: Any, site: str) -> None:
     context.close()
 
 
-def test_a_built_page_opens_without_its_host(browser: Any, tmp_path: Path) -> None:
+def test_built_page_opens_offline_after_first_load(browser: Any, tmp_path: Path) -> None:
     build(tmp_path / "page", os.environ.get("TONNAGE_PYODIDE"), kept=True)
     context = browser.new_context()
     with server(tmp_path / "page", "127.0.0.1", 0) as serving:
@@ -200,7 +200,7 @@ def test_a_built_page_opens_without_its_host(browser: Any, tmp_path: Path) -> No
     context.close()
 
 
-def test_what_is_copied_is_a_command_and_no_more(browser: Any, site: str) -> None:
+def test_copied_text_is_one_quoted_command_without_token(browser: Any, site: str) -> None:
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     sight = Sight(context.new_page(), site)
     sight.open(
@@ -223,7 +223,9 @@ def test_what_is_copied_is_a_command_and_no_more(browser: Any, site: str) -> Non
     context.close()
 
 
-def test_how_long_it_takes(browser: Any, site: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_load_and_plan_times_are_printed(
+    browser: Any, site: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Printed, not judged: a machine may be busy. Each step of the slider is a plan of its own."""
     loads, answers, planned = [], [], []
     for _ in range(3):
@@ -251,7 +253,7 @@ def test_how_long_it_takes(browser: Any, site: str, capsys: pytest.CaptureFixtur
     assert min(answers) > 0
 
 
-def test_lists_are_the_planner_s(sight: Sight) -> None:
+def test_page_lists_equal_planner_catalogue(sight: Sight) -> None:
     sight.open()
     offered = json.loads(choices())
     shown = sight.page.evaluate("() => [...document.querySelectorAll('#flag-gpu option')].map(o => o.value)")

@@ -13,7 +13,7 @@ from tonnage.planner.page.build import model_files
 VLLM = "&engine=vllm&engine-version=0.33.0"
 
 
-def test_back_takes_a_choice_back_but_no_step_of_a_slider(sight: Sight) -> None:
+def test_browser_back_undoes_choice_but_not_slider_steps(sight: Sight) -> None:
     sight.open().settle()
     page = sight.page
     page.select_option("#flag-gpu", "l40s-48g")
@@ -46,7 +46,7 @@ def test_back_takes_a_choice_back_but_no_step_of_a_slider(sight: Sight) -> None:
     sight.wait("() => window.tonnage.settled() && document.querySelector('#beside table') !== null")
 
 
-def test_a_refusal_stays_while_sliders_move(sight: Sight) -> None:
+def test_error_stays_visible_while_slider_moves(sight: Sight) -> None:
     sight.open().settle()
     sight.page.set_input_files("#file", {"name": "notes.txt", "mimeType": "", "buffer": b"hello"})
     sight.refused("None of these")
@@ -58,7 +58,7 @@ def test_a_refusal_stays_while_sliders_move(sight: Sight) -> None:
     sight.planned("Qwen/Qwen3-4B")
 
 
-def test_a_name_that_is_not_here_has_no_plan_of_another_below_it(sight: Sight) -> None:
+def test_unknown_model_name_clears_previous_plan(sight: Sight) -> None:
     sight.open().settle()
     sight.page.fill("#model", "someone/Own-4B")
     sight.page.locator("#model").blur()
@@ -69,7 +69,7 @@ def test_a_name_that_is_not_here_has_no_plan_of_another_below_it(sight: Sight) -
     assert "model=someone%2FOwn-4B" in sight.page.url
 
 
-def test_a_config_as_python_writes_it(sight: Sight, tmp_path: Path) -> None:
+def test_pasted_config_with_infinity_is_accepted(sight: Sight, tmp_path: Path) -> None:
     """JavaScript's JSON has no Infinity."""
     text = json.dumps(
         json.loads(model_files()["Qwen/Qwen3-4B/config.json"]) | {"time_step_limit": [0.0, float("inf")]}
@@ -96,7 +96,7 @@ def test_a_config_as_python_writes_it(sight: Sight, tmp_path: Path) -> None:
         ("?model=Qwen/Qwen3-8B&gpu=h100-80g&csv=true" + VLLM, ""),
     ],
 )
-def test_links_that_ask_for_something_else(sight: Sight, query: str, words: str) -> None:
+def test_link_with_invalid_flags_shows_error(sight: Sight, query: str, words: str) -> None:
     sight.open(query)
     if words:
         sight.refused(words)
@@ -104,7 +104,7 @@ def test_links_that_ask_for_something_else(sight: Sight, query: str, words: str)
     assert sight.page.inner_text("#result") == ""
 
 
-def test_flags_without_a_value_and_files_to_write(sight: Sight) -> None:
+def test_link_with_boolean_flag_is_read_and_file_output_is_dropped(sight: Sight) -> None:
     sight.open(f"?model=Qwen/Qwen3-8B&gpu=h100-80g{VLLM}&enforce-eager=true&html=/tmp/x.html").settle()
     assert sight.plan()["deployment"]["enforce_eager"] is True
     line = sight.page.inner_text("#asked code")
@@ -114,7 +114,7 @@ def test_flags_without_a_value_and_files_to_write(sight: Sight) -> None:
     assert "changed a plan" in sight.page.inner_text("#flag-engine-version-help")
 
 
-def test_what_is_said_out_of_sight_is_at_the_lower_edge(sight: Sight) -> None:
+def test_phone_shows_verdict_at_lower_edge_of_screen(sight: Sight) -> None:
     """On a phone the answer is far below the model's name and the hub's button."""
     page = sight.page
     page.set_viewport_size({"width": 390, "height": 844})

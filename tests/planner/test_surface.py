@@ -35,7 +35,7 @@ SURFACE = {
 }  # fmt: skip
 
 
-def test_the_surface() -> None:
+def test_public_names_of_planner_package() -> None:
     assert set(tonnage.planner.__all__) == SURFACE
     assert set(dir(tonnage.planner)) >= SURFACE
     scope: dict[str, object] = {}
@@ -45,7 +45,7 @@ def test_the_surface() -> None:
         _ = tonnage.planner.nothing
 
 
-def test_type_checkers_are_told_the_same_names() -> None:
+def test_type_checking_imports_match_public_names() -> None:
     tree = ast.parse((ROOT / "planner" / "__init__.py").read_text())
     (told,) = [node.body for node in tree.body if isinstance(node, ast.If)]
     names = set()
@@ -58,7 +58,7 @@ def test_type_checkers_are_told_the_same_names() -> None:
     assert names == SURFACE
 
 
-def test_a_type_checker_knows_the_keywords(tmp_path: Path) -> None:
+def test_mypy_knows_plan_keywords(tmp_path: Path) -> None:
     packages = tmp_path / "packages" / "tonnage"
     packages.mkdir(parents=True)
     (packages / "planner").symlink_to(ROOT / "planner")
@@ -79,7 +79,7 @@ def test_a_type_checker_knows_the_keywords(tmp_path: Path) -> None:
     assert refused == [("3", "[arg-type]"), ("4", "[call-arg]"), ("5", "[attr-defined]")]
 
 
-def test_the_package_alone_imports_nothing_of_itself() -> None:
+def test_importing_planner_package_imports_no_submodule() -> None:
     code = "import tonnage.planner, sys; print([m for m in sys.modules if m.startswith('tonnage.planner.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -99,7 +99,7 @@ def test_the_package_alone_imports_nothing_of_itself() -> None:
         (["--kv-cache-memory-bytes", "1MiB"], {"kv_cache_memory_bytes": 1 << 20}),  # does not fit: advice too
     ],
 )  # fmt: skip
-def test_plan_answers_as_the_command(flags, fields, capsys) -> None:
+def test_plan_function_equals_command_output(flags, fields, capsys) -> None:
     code = run(["demo", *flags, "--json"])
     found = plan("demo", **fields)
     assert plan_to_dict(found) == json.loads(capsys.readouterr().out)
@@ -120,7 +120,7 @@ def test_plan_answers_as_the_command(flags, fields, capsys) -> None:
         (["--max-model-len", "9999999"], {"max_model_len": 9999999}),
     ],
 )
-def test_plan_refuses_in_the_words_of_the_command(flags, fields, capsys) -> None:
+def test_plan_function_raises_same_error_as_command(flags, fields, capsys) -> None:
     assert run(["demo", *flags]) == 2
     with pytest.raises(DeploymentError) as refused:
         plan("demo", **fields)
@@ -132,12 +132,12 @@ def test_plan_refuses_in_the_words_of_the_command(flags, fields, capsys) -> None
     [("gpu", 5), ("engine_version", 5), ("tensor_parallel_size", None), ("device_memory", "80GiB"),
      ("tensor_parallel_size", 0), ("enable_lora", "yes"), ("cpu_offload_bytes", 0.5), ("engine", None)],
 )  # fmt: skip
-def test_plan_refuses_what_a_command_line_cannot_say(name, value) -> None:
+def test_plan_function_rejects_arguments_of_wrong_type(name, value) -> None:
     with pytest.raises(DeploymentError, match=f"--{name.replace('_', '-')}: {value!r} is not "):
         plan("demo", **{name: value})
 
 
-def test_plan_refuses_a_model_or_a_keyword_it_does_not_know() -> None:
+def test_plan_function_rejects_unknown_model_and_keyword() -> None:
     with pytest.raises(ModelNotFound):
         plan("no such model")
     with pytest.raises(TypeError, match="max_len"):
@@ -145,7 +145,7 @@ def test_plan_refuses_a_model_or_a_keyword_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "google__gemma-3-27b-it"])
-def test_a_plan_in_a_prompt_is_a_few_lines(config_of, folder_with, name) -> None:
+def test_plan_repr_is_short(config_of, folder_with, name) -> None:
     found = make_plan(
         folder_with(config_of(name)), Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192)
     )
@@ -180,7 +180,7 @@ class Page(HTMLParser):
         self.said += data
 
 
-def test_a_plan_in_a_notebook(tmp_path: Path) -> None:
+def test_plan_notebook_html_is_complete_and_escaped(tmp_path: Path) -> None:
     found = plan("demo", gpu="h100-80g", max_model_len=8192)
     found = replace(found, model=replace(found.model, id="<script>alert(1)</script>&co"), notes=("a <b> note",))
     shown = Page(found._repr_html_())
@@ -202,7 +202,7 @@ def test_a_plan_in_a_notebook(tmp_path: Path) -> None:
     assert Document(text).scripts == 1
 
 
-def test_pages_have_the_colours_of_the_page_that_plans() -> None:
+def test_html_pages_use_colours_of_planner_page() -> None:
     style = (ROOT / "planner" / "page" / "data" / "style.css").read_text()
     ours = plan("demo")._repr_html_()
     for name in ("paper", "ink", "soft", "line", "field", "accent", "bad", "good", "free"):
@@ -213,7 +213,7 @@ def test_pages_have_the_colours_of_the_page_that_plans() -> None:
         assert f"--{name}:{colour}" in ours
 
 
-def test_a_page_says_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_html_page_shows_command_without_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tonnage.planner.headers.hub, "_explicit", False)
     monkeypatch.setenv("HF_TOKEN", "")
     page = str(tmp_path / "a page.html")

@@ -37,7 +37,7 @@ def llama(tmp_path_factory):
     return str(folder)
 
 
-def test_a_row_is_the_plan_of_its_flags(llama):
+def test_sweep_row_equals_plan_of_its_flags(llama):
     """The sweep's short cuts change nothing: each row equals a whole plan."""
     grid = Grid((find_gpu("h100"), find_gpu("a40")), ("as is",), ("auto", "fp8"), (1, 2))
     source = resolve_model(llama)
@@ -62,7 +62,7 @@ def test_a_row_is_the_plan_of_its_flags(llama):
     ],
     ids=["LoRA", "draft", "both", "offload"],
 )
-def test_a_row_is_the_plan_of_what_a_deployment_adds(added, llama, tmp_path):
+def test_sweep_row_with_lora_and_draft_equals_plan(added, llama, tmp_path):
     if "speculative_model" in added:
         shutil.copy(CONFIGS / "meta-llama__Llama-3.2-1B.json", tmp_path / "config.json")
         added = added | {"speculative_model": str(tmp_path)}
@@ -78,7 +78,7 @@ def test_a_row_is_the_plan_of_what_a_deployment_adds(added, llama, tmp_path):
 @pytest.mark.parametrize(
     "name", ["openai__gpt-oss-20b", "google__gemma-2-2b", "deepseek-ai__DeepSeek-V4-Flash"]
 )
-def test_a_row_is_the_plan_for_formats_and_kernels_of_a_gpu(name, tmp_path):
+def test_sweep_row_with_gpu_specific_formats_equals_plan(name, tmp_path):
     """MXFP4 padded by kernel, GPUs without bfloat16, configs without a dtype, a cache of its own format."""
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     source = resolve_model(str(tmp_path))
@@ -105,7 +105,7 @@ def test_a_row_is_the_plan_for_formats_and_kernels_of_a_gpu(name, tmp_path):
     ],
     ids=["SGLang's states", "SGLang's limit", "SGLang without slots", "vLLM without blocks for states"],
 )  # fmt: skip
-def test_a_row_is_the_plan_of_what_an_engine_settles_late(name, flags, tmp_path):
+def test_sweep_row_with_values_set_after_pool_size_equals_plan(name, flags, tmp_path):
     """Slots of states, the most that run, and starts that fail, all known once the pool has its size."""
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     source, asked = resolve_model(str(tmp_path)), (1000, 200)
@@ -127,7 +127,7 @@ def test_a_row_is_the_plan_of_what_an_engine_settles_late(name, flags, tmp_path)
         assert bool(row.stops) == (plan.stops_with is not None and plan.reasons[-1] == row.stops)
 
 
-def test_a_row_is_the_plan_of_a_gguf_file(tmp_path):
+def test_sweep_row_of_gguf_file_equals_plan(tmp_path):
     """Under llama.cpp in the file's own types, elsewhere unpacked."""
     path = tmp_path / "m.gguf"
     path.symlink_to(demo_gguf())
@@ -139,7 +139,7 @@ def test_a_row_is_the_plan_of_a_gguf_file(tmp_path):
             assert (row.weights_bytes, row.free_bytes) == (plan.rank.weights_bytes, plan.rank.free_bytes)
 
 
-def test_a_broken_checkpoint_is_refused_before_its_rows(llama, tmp_path, capsys):
+def test_sweep_rejects_broken_checkpoint_like_plan(llama, tmp_path, capsys):
     shutil.copy(Path(llama) / "config.json", tmp_path / "config.json")
     header = b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
@@ -151,7 +151,7 @@ def test_a_broken_checkpoint_is_refused_before_its_rows(llama, tmp_path, capsys)
     assert told.removeprefix("tonnage: ").strip() in capsys.readouterr().out
 
 
-def test_a_row_is_the_plan_within_its_draft(llama, tmp_path, capsys):
+def test_sweep_row_limited_by_draft_length_equals_plan(llama, tmp_path, capsys):
     """vLLM 0.33 runs no further than the draft's own context."""
     draft = json.loads((CONFIGS / "meta-llama__Llama-3.2-1B.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(draft | {"max_position_embeddings": 2048}))
@@ -178,7 +178,7 @@ def test_a_row_is_the_plan_within_its_draft(llama, tmp_path, capsys):
     assert "8 sequences of 2,048 tokens at once" in capsys.readouterr().out
 
 
-def test_a_table_says_why_a_start_fails(tmp_path, capsys):
+def test_sweep_table_states_start_failure(tmp_path, capsys):
     shutil.copy(CONFIGS / "Qwen__Qwen3.5-27B.json", tmp_path / "config.json")
     page = tmp_path / "page.html"
     flags = ["--max-num-seqs", "4000", "--max-model-len", "2048", "--max-num-batched-tokens", "8192"]
@@ -189,13 +189,13 @@ def test_a_table_says_why_a_start_fails(tmp_path, capsys):
     assert "so would --enforce-eager" in page.read_text()
 
 
-def test_what_cannot_be_divided_is_refused_in_its_row(llama):
+def test_sweep_row_states_indivisible_parallel_size(llama):
     (row,) = sweep(resolve_model(llama), FLAGS, Grid((find_gpu("h100"),), ("as is",), ("auto",), (3,)))
     assert not row.fits
     assert "tensor-parallel-size" in row.refused
 
 
-def test_the_cheapest_offer_holds_the_target(llama):
+def test_cheapest_offers_meet_target_concurrency(llama):
     rows = sweep(resolve_model(llama), FLAGS, Grid(catalogue(), ("as is",), ("auto",), (1, 2, 4)))
     offers = cheapest(rows, 64)
     assert offers
@@ -204,7 +204,7 @@ def test_the_cheapest_offer_holds_the_target(llama):
     assert offers[0].usd_per_hour is not None
 
 
-def test_advice_makes_it_fit(llama):
+def test_advice_makes_plan_fit(llama):
     source = resolve_model(llama)
     flags = replace(FLAGS, gpu="t4", max_model_len=None)
     assert not plan_source(source, flags).fits
@@ -215,7 +215,7 @@ def test_advice_makes_it_fit(llama):
     assert plan_source(source, replace(flags, **{names[flag]: int(value)})).fits
 
 
-def test_advice_for_a_long_context(llama):
+def test_advice_for_long_context_is_largest_length_that_fits(llama):
     source = resolve_model(llama)
     flags = replace(FLAGS, device="cuda", device_memory=24 << 30, max_model_len=131072)
     advice = advise(source, flags)
@@ -225,12 +225,12 @@ def test_advice_for_a_long_context(llama):
     assert not plan_source(source, replace(flags, max_model_len=length + 512)).fits
 
 
-def test_advice_where_no_device_is_large_enough(llama):
+def test_advice_raises_memory_share_that_is_too_small(llama):
     source, flags = resolve_model(llama), replace(FLAGS, gpu="h100", gpu_memory_utilization=5e-324)
     assert advise(source, flags)[0].startswith("--gpu-memory-utilization ")
 
 
-def test_serve_lines_plan_to_the_same(llama):
+def test_vllm_serve_line_reproduces_plan(llama):
     """vLLM's line, read back as our flags, is the same plan."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", tensor_parallel_size=2, kv_cache_dtype="fp8"))
     ours, theirs = serve_lines(plan)
@@ -248,7 +248,7 @@ def test_serve_lines_plan_to_the_same(llama):
     assert make_plan(llama, back).kv_cache == plan.kv_cache
 
 
-def test_command_outputs(llama, tmp_path, capsys):
+def test_plan_command_writes_csv_and_html(llama, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert run([llama, "--gpu", "h100-80g", "--max-model-len", "8192", "--csv", "--html", str(page)]) == 0
     rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
@@ -270,7 +270,7 @@ def test_command_outputs(llama, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("| component | bytes |")
 
 
-def test_what_does_not_fit_says_what_would(llama, capsys):
+def test_plan_that_does_not_fit_prints_advice(llama, capsys):
     assert run([llama, "--gpu", "t4", "--max-model-len", "8192"]) == 1
     out = capsys.readouterr().out
     assert "Does not fit" in out
@@ -292,12 +292,12 @@ def test_what_does_not_fit_says_what_would(llama, capsys):
         (["--json", "--csv"], "--csv"),
     ],
 )
-def test_bad_flags_are_named(llama, capsys, flags, field):
+def test_invalid_plan_flag_is_named_in_error(llama, capsys, flags, field):
     assert run([llama, *flags]) == 2
     assert field in capsys.readouterr().err
 
 
-def test_lora_slots_are_pefts_shapes(llama):
+def test_lora_slot_bytes_equal_peft_shapes(llama):
     """2 slots of rank 8: A [8, in] and B [out, 8] of all seven projections, the embedding and the head, bf16.
 
     That vLLM allocates just these is shown in tests/server/vllm/served/test_adapters.py.
@@ -311,7 +311,7 @@ def test_lora_slots_are_pefts_shapes(llama):
     assert make_plan(llama, flags).rank.lora_bytes == expected
 
 
-def test_offloaded_weights_leave_the_device(llama):
+def test_cpu_offload_reduces_device_weights(llama):
     plain, moved = (
         make_plan(llama, replace(FLAGS, gpu="h100", cpu_offload_bytes=size)) for size in (0, 4 << 30)
     )
@@ -319,13 +319,13 @@ def test_offloaded_weights_leave_the_device(llama):
     assert moved.kv_cache.num_blocks > plain.kv_cache.num_blocks
 
 
-def test_a_set_environment_variable_is_said(llama, monkeypatch):
+def test_vllm_environment_variable_adds_note(llama, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     plan = make_plan(llama, replace(FLAGS, kv_cache_memory_bytes=1 << 30, device_memory=64 << 30))
     assert any("VLLM_CPU_KVCACHE_SPACE=3" in note for note in plan.notes)
 
 
-def test_a_draft_model_is_counted(llama, tmp_path):
+def test_draft_model_weights_and_kv_layers_are_counted(llama, tmp_path):
     """Its weights, and its layers of the pool: 16 more layers of half the head size."""
     folder = tmp_path / "draft"
     folder.mkdir()
@@ -341,7 +341,7 @@ def test_a_draft_model_is_counted(llama, tmp_path):
         make_plan(llama, flags)
 
 
-def test_pipeline_stages_share_the_smallest_pool(llama):
+def test_pipeline_stages_have_same_number_of_blocks(llama):
     """Two stages: 16 layers and the embedding, 16 layers and the head; both get the same blocks."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", pipeline_parallel_size=2))
     first, last = plan.ranks
@@ -365,7 +365,7 @@ BESIDE = [
 ]  # fmt: skip
 
 
-def test_models_and_gpus_side_by_side(models, capsys):
+def test_sweep_of_models_and_gpus_keeps_requested_order(models, capsys):
     """Each row is the plan of its flags, in the order they were asked for."""
     assert run([*models, *BESIDE, "--json", "--request", "2000+300", "--request", "8000+100"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -392,14 +392,14 @@ def test_models_and_gpus_side_by_side(models, capsys):
 
 
 @pytest.mark.parametrize(("least", "each"), [(0.9, None), (1.0, 2.0), (1.6, 1.25), (4.0, 0.5)])
-def test_a_sequence_has_a_price_once_one_is_certain(least, each) -> None:
+def test_price_per_sequence_needs_one_certain_sequence(least, each) -> None:
     row = SweepRow("h100-80g", 1, "as is", "auto", True, usd_per_hour=2.0, least_sequences=least)
     assert row.usd_per_sequence == each
     assert replace(row, usd_per_hour=None).usd_per_sequence is None
     assert replace(row, fits=False).usd_per_sequence is None
 
 
-def test_a_table_says_of_how_many_tokens_its_sequences_are(models, capsys):
+def test_sweep_table_states_sequence_length(models, capsys):
     """Otherwise the model that allows the fewest looks the cheapest."""
     llama, other = models
     two = [llama, other, "--gpu", "h100-80g"]
@@ -413,12 +413,12 @@ def test_a_table_says_of_how_many_tokens_its_sequences_are(models, capsys):
     assert '"at least" and "each" count requests of 2,000+300 tokens, the first length\n' in told(capsys)
 
 
-def test_a_gpu_by_two_of_its_names_is_one_row(llama, capsys):
+def test_gpu_given_by_two_names_is_one_row(llama, capsys):
     run([llama, "--gpu", "h100,h100-80g,2xh100,2xh100-80g", "--json"])
     assert [row["gpus"] for row in json.loads(told(capsys))["rows"]] == [1, 2]
 
 
-def test_a_model_given_twice_is_one(llama, capsys):
+def test_model_given_twice_is_one_row(llama, capsys):
     run([llama, llama, "--gpu", "h100,l40s", "--json"])
     assert len(json.loads(told(capsys))["rows"]) == 2
 
@@ -427,7 +427,7 @@ def told(capsys):
     return capsys.readouterr().out
 
 
-def test_a_table_for_a_file(models, tmp_path, capsys):
+def test_sweep_table_sorted_by_price_in_text_and_html(models, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert run([*models, *BESIDE, "--sort", "price-per-sequence", "--top", "5", "--html", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -442,12 +442,12 @@ def test_a_table_for_a_file(models, tmp_path, capsys):
     assert page.read_text().count("class=bar") == 5
 
 
-def test_the_first_of_a_table_without_an_order(llama, capsys):
+def test_sweep_top_without_sort_states_number_of_rows(llama, capsys):
     assert run([llama, "--gpu", "h100-80g,l40s,a100-80g", "--max-model-len", "8192", "--top", "2"]) == 0
     assert "... the first 2 of 3 (--sort, --top; --json lists all)" in capsys.readouterr().out.splitlines()
 
 
-def test_prices_of_the_users_own_and_none(llama, capsys):
+def test_price_flag_overrides_list_and_missing_price_is_none(llama, capsys):
     flags = [llama, "--gpu", "h100-80g,gaudi3", "--max-model-len", "8192"]
     assert run([*flags, "--price", "h100=2.10", "--json"]) == 0
     own, none = json.loads(capsys.readouterr().out)["rows"]
@@ -459,7 +459,7 @@ def test_prices_of_the_users_own_and_none(llama, capsys):
     assert "Hyperstack, on demand, 2026-08-26" in out
 
 
-def test_a_model_that_is_not_there_is_a_row(models, capsys):
+def test_missing_model_is_sweep_row_with_error(models, capsys):
     assert run([models[1], "no-such-model", "--gpu", "h100", "--max-model-len", "4096", "--json"]) == 0
     found, missing = json.loads(capsys.readouterr().out)["rows"]
     assert found["fits"]
@@ -467,14 +467,14 @@ def test_a_model_that_is_not_there_is_a_row(models, capsys):
     assert "neither a folder" in missing["refused"]
 
 
-def test_several_models_without_a_gpu_are_for_this_machine(models, capsys):
+def test_several_models_without_gpu_are_planned_for_cpu(models, capsys):
     assert run([*models, "--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB"]) in (0, 1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("For this machine's CPU, as no GPU was named")
     assert [line.split()[1] for line in lines[3:5]] == ["cpu", "cpu"]
 
 
-def test_several_of_a_gpu_for_one_plan(llama, capsys):
+def test_gpu_count_in_gpu_flag_sets_tensor_parallel_size(llama, capsys):
     assert run([llama, "--gpu", "2xa100-80g", "--max-model-len", "8192", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deployment"]["tensor_parallel_size"] == 2
 
@@ -503,12 +503,12 @@ def test_several_of_a_gpu_for_one_plan(llama, capsys):
         (["--target-concurrency", "8", "--sort", "price"], "--sort"),
     ],
 )
-def test_what_a_table_cannot_say_is_refused(llama, capsys, flags, field):
+def test_sweep_rejects_invalid_or_incompatible_flags(llama, capsys, flags, field):
     assert run([llama, *flags]) == 2
     assert f"{field}: " in capsys.readouterr().err
 
 
-def test_what_the_pool_holds_and_what_may_run(tmp_path, capsys):
+def test_plan_prints_pool_concurrency_and_max_num_seqs_limit(tmp_path, capsys):
     """LFM2's state is small: its pool holds ten times what --max-num-seqs lets run, and both are said."""
     shutil.copy(CONFIGS / "LiquidAI__LFM2-1.2B.json", tmp_path / "config.json")
     flags = replace(FLAGS, gpu="h100-80g", max_model_len=512, max_num_seqs=None)

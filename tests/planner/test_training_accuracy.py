@@ -25,7 +25,7 @@ def ask(*flags: object) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_public_runs_are_within_3_percent():
+def test_training_plan_within_3_percent_of_public_runs():
     code, found = run(RECEIPTS)
     training = sum("(train)" in line for line in RECEIPTS.read_text().splitlines())
     assert (code, found["rows"], found["scored"], found["misses"]) == (0, training, training, 0)
@@ -34,7 +34,7 @@ def test_public_runs_are_within_3_percent():
     assert found["worst_error"] < found["peer"]["vramcalc 0.1.2"]["worst_error"]
 
 
-def test_a_wrong_receipt_is_a_miss(tmp_path):
+def test_accuracy_score_counts_wrong_measurement_as_miss(tmp_path):
     """The score can fail: a run said to need 4 % more, and one of a model nobody has a config of."""
     lines = RECEIPTS.read_text().splitlines()
     row = next(line for line in lines if "17.51" in line)
@@ -44,7 +44,7 @@ def test_a_wrong_receipt_is_a_miss(tmp_path):
     assert (code, found["rows"], found["scored"], found["misses"]) == (1, 2, 1, 2)
 
 
-def test_the_list_of_types_is_measured_on_real_models(monkeypatch, capsys):
+def test_activation_accuracy_by_model_type_is_measured(monkeypatch, capsys):
     """In this process, which has torch loaded."""
     pytest.importorskip("torch", reason="the real thing is torch")
     monkeypatch.setattr(sys, "argv", ["training_accuracy.py", "--activations", "--types", "falcon", "doge"])

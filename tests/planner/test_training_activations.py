@@ -65,7 +65,7 @@ def routes(row: str) -> bool:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.ROWS)
-def test_full_training(family, precision, attention, saved):
+def test_full_training_activations_equal_autograd(family, precision, attention, saved):
     def real():
         return models.real_model(family, attention, "bfloat16" if precision == "bf16" else "float32")
 
@@ -79,7 +79,7 @@ def test_full_training(family, precision, attention, saved):
 
 
 @pytest.mark.parametrize("row", models.ROWS)
-def test_the_parameters_are_those_of_the_real_model(row):
+def test_training_parameter_count_equals_real_model(row):
     def counted() -> int:
         return sum(parameter.numel() for parameter in models.real_model(row).parameters())
 
@@ -88,7 +88,7 @@ def test_the_parameters_are_those_of_the_real_model(row):
     assert planned == ORACLE.says(f"parameters of {row}", models.config_of(row), counted)
 
 
-def test_most_types_are_exact():
+def test_at_least_60_model_types_have_exact_activations():
     """Types whose rows are all exact, as benchmarks/training_accuracy.py --activations lists them."""
     types = {True: set(), False: set()}
     for row in models.ROWS:
@@ -99,7 +99,7 @@ def test_most_types_are_exact():
 @pytest.mark.parametrize("method", ["lora", "ia3"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_adapters(family, precision, method, saved):
+def test_adapter_activations_equal_autograd(family, precision, method, saved):
     def real():
         import peft
 
@@ -119,7 +119,7 @@ def test_adapters(family, precision, method, saved):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row) and not routes(row)])
-def test_adapters_on_every_linear_layer(family, precision, saved):
+def test_lora_on_every_linear_layer_activations_equal_autograd(family, precision, saved):
     def real():
         import peft
 
@@ -139,7 +139,7 @@ def test_adapters_on_every_linear_layer(family, precision, saved):
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen2_moe", "phimoe", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"]
 )
-def test_lora_on_the_attention_of_routed_layers(family, precision, saved):
+def test_lora_on_attention_of_moe_layers_activations_equal_autograd(family, precision, saved):
     """Experts and routers are frozen; gradients pass through them."""
 
     def real():
@@ -157,7 +157,7 @@ def test_lora_on_the_attention_of_routed_layers(family, precision, saved):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 24), (3, 160)])
-def test_other_batches_and_lengths(family, batch, length, saved):
+def test_activations_equal_autograd_for_other_batch_and_length(family, batch, length, saved):
     """The tape is symbolic: sizes it was not written against, windows both used and not."""
     measured = saved(lambda: models.real_model(family), family, batch=batch, length=length)
     setup = TrainingSetup(precision="fp32", attention="sdpa")
@@ -165,7 +165,7 @@ def test_other_batches_and_lengths(family, batch, length, saved):
 
 
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
-def test_one_sequence_in_eager_attention(family, saved):
+def test_eager_attention_activations_of_one_sequence_equal_autograd(family, saved):
     """With one sequence batch and heads merge without a copy: views of fused projections are kept instead."""
 
     def real():
@@ -177,7 +177,7 @@ def test_one_sequence_in_eager_attention(family, saved):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_freeze_keeps_nothing_below_the_trained_layers(family, saved):
+def test_frozen_lower_layers_keep_no_activations(family, saved):
     def real():
         model = models.real_model(family)
         layers = model.model.layers if family == "llama" else model.gpt_neox.layers
@@ -193,7 +193,7 @@ def test_freeze_keeps_nothing_below_the_trained_layers(family, saved):
     assert planned(family, setup, frozenset(), BATCH, LENGTH) == near(measured)
 
 
-def test_dropout_keeps_its_mask(saved):
+def test_attention_dropout_keeps_mask(saved):
     """Attention dropout, eager: the CPU keeps a full-width mask beside the dropped weights."""
     measured = saved(
         lambda: models.real_model("gpt_bigcode", "eager", attn_pdrop=0.1), "gpt_bigcode", attn_pdrop=0.1
@@ -205,7 +205,7 @@ def test_dropout_keeps_its_mask(saved):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
-def test_dropout_of_scores_comes_before_their_cast(precision, saved):
+def test_attention_dropout_under_autocast_is_before_cast(precision, saved):
     """Under autocast the scores are still fp32 when they are dropped: q has the rotary tables' type."""
 
     def real():
@@ -218,7 +218,7 @@ def test_dropout_of_scores_comes_before_their_cast(precision, saved):
     assert found == near(measured)
 
 
-def test_checkpointing_keeps_the_layers_inputs(saved):
+def test_gradient_checkpointing_keeps_layer_inputs(saved):
     """Non-reentrant checkpointing, as Trainer's: of each layer one residual stream is left."""
 
     def real():
@@ -234,7 +234,7 @@ def test_checkpointing_keeps_the_layers_inputs(saved):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
-def test_the_estimate_of_other_families_covers_the_exact_figure(precision):
+def test_activation_estimate_interval_contains_exact_bytes(precision):
     """Families without a program are estimated from shapes. Where there is a program, on real configs, its
     figure lies within the interval the estimate states; every other decoder gets an estimate."""
     configs = sorted((Path(__file__).parent.parent / "data" / "configs").glob("*.json"))
@@ -261,7 +261,7 @@ def test_the_estimate_of_other_families_covers_the_exact_figure(precision):
 
 
 @pytest.mark.parametrize(("row", "estimated"), [("mixtral", False), ("doge", True)])
-def test_a_plan_says_whether_its_activations_are_estimated(row, estimated):
+def test_training_plan_marks_estimated_activations(row, estimated):
     plan = models.planner(row).plan(TrainingSetup())
     line = next(x for x in plan.lines if x.name == "activations")
     assert (line.low < line.bytes < line.high) == estimated
@@ -270,7 +270,7 @@ def test_a_plan_says_whether_its_activations_are_estimated(row, estimated):
 
 
 @pytest.mark.parametrize("row", ["llama", "phi3", "falcon", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_tensor_parallelism_divides_the_inner_values_of_every_mlp(row):
+def test_tensor_parallelism_divides_mlp_activations(row):
     """What the up projections give, their activation and their product: of experts, of each that is chosen."""
     layers = models.planner(row).activations(TrainingSetup(precision="bf16")).layers
     architecture = models.training_model(row).architecture
@@ -281,7 +281,7 @@ def test_tensor_parallelism_divides_the_inner_values_of_every_mlp(row):
     assert last.split.token >= 2 * kept * inner * max(1, architecture.experts_per_token)
 
 
-def test_experts_of_mixtral_are_divided_by_expert_parallel():
+def test_expert_parallelism_divides_mixtral_experts():
     config = {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 32_000,
         "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -26,7 +26,7 @@ from tonnage.planner.training.tricks import tricks
 A100 = find_gpu("a100-80g").memory_bytes
 
 
-def test_json(folder, capsys):
+def test_train_json_output(folder, capsys):
     assert run([folder, "--json", "--explain", "--strategy", "zero3", "--gpus", "8", "--gpu", "a100-80g"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] == 8_030_261_248
@@ -38,7 +38,7 @@ def test_json(folder, capsys):
     assert all(x["formula"] and x["source"] for x in found["lines"])
 
 
-def test_plain_output_names_the_convention_and_the_batch(folder, capsys):
+def test_train_output_names_precision_convention_and_batch(folder, capsys):
     assert run([folder, "--convention", "huggingface", "--gradient-accumulation", "4"]) == 0
     out = capsys.readouterr().out
     assert "18 bytes a parameter" in out
@@ -46,7 +46,7 @@ def test_plain_output_names_the_convention_and_the_batch(folder, capsys):
     assert "\x1b" not in out
 
 
-def test_does_not_fit_is_exit_1_and_says_why(folder, capsys):
+def test_training_that_does_not_fit_exits_1_with_reason(folder, capsys):
     assert run([folder, "--gpu", "rtx-4090"]) == 1
     out = capsys.readouterr().out
     assert "Does not fit: gpu:" in out
@@ -72,7 +72,7 @@ def test_does_not_fit_is_exit_1_and_says_why(folder, capsys):
         (["--html", "/nowhere/at/all.html"], ["--html", "/nowhere"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words):
+def test_train_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words):
     assert run([folder, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -80,7 +80,7 @@ def test_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words):
     assert all(word in captured.err for word in words)
 
 
-def test_deepspeeds_estimates_are_printed(folder, capsys):
+def test_train_prints_deepspeed_estimates(folder, capsys):
     """The tables of 0.19.8 for 8,030,261,248 parameters (tests/data/training/deepspeed_estimates.json)."""
     assert run([folder, "--gpus", "8", "--nodes", "2", "--emit", "deepspeed-estimate"]) == 0
     out = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_deepspeeds_estimates_are_printed(folder, capsys):
     assert "   23.48GB |  10.37GB | offload_param=none, offload_optimizer=none, zero_init=1" in out
 
 
-def test_the_command_starts_without_anything_heavy(folder):
+def test_train_command_imports_no_heavy_module(folder):
     code = (
         "import sys; from tonnage.server.cli import main\n"
         f"code = main(['train', {folder!r}, '--json', '--tricks', '--gpu', 'a100-80g'])\n"
@@ -100,7 +100,7 @@ def test_the_command_starts_without_anything_heavy(folder):
     assert (done.returncode, done.stderr.strip()) == (1, "[]")
 
 
-def test_the_largest_micro_batch_is_the_largest(planner):
+def test_largest_micro_batch_is_exact_boundary(planner):
     setup = TrainingSetup(method="lora", device_memory=A100)
     found = largest(planner, setup, "micro_batch")
     assert planner.plan(replace(setup, micro_batch=found.value)).fits is True
@@ -108,14 +108,14 @@ def test_the_largest_micro_batch_is_the_largest(planner):
     assert found.aligned is None or found.aligned % 8 == 0
 
 
-def test_the_longest_sequence_is_the_longest(planner):
+def test_longest_training_sequence_is_exact_boundary(planner):
     setup = TrainingSetup(method="qlora", device_memory=A100)
     found = largest(planner, setup, "sequence_length")
     assert planner.plan(replace(setup, sequence_length=found.value)).fits is True
     assert planner.plan(replace(setup, sequence_length=found.value + 1)).fits is False
 
 
-def test_tricks_are_computed_for_this_model_and_ranked(planner):
+def test_memory_saving_tricks_are_ranked_for_model(planner):
     setup = TrainingSetup(device_memory=A100, micro_batch=2, attention="eager", gpus=8)
     rows = tricks(planner, setup)
     base = planner.plan(setup)
@@ -137,7 +137,7 @@ def test_tricks_are_computed_for_this_model_and_ranked(planner):
     assert by["LoRA"].relative_time < 1
 
 
-def test_when_no_trick_is_enough_they_are_put_together(planner):
+def test_tricks_are_combined_if_none_is_enough(planner):
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=64)
     rows = tricks(planner, setup)
     assert rows[0].name.startswith("together: ")
@@ -145,7 +145,7 @@ def test_when_no_trick_is_enough_they_are_put_together(planner):
     assert not any(t.fits for t in rows[1:])
 
 
-def test_sweep(planner):
+def test_training_sweep_rows_and_rejections(planner):
     axes = [parse_axis("micro-batch=1,2"), parse_axis("strategy=ddp,zero3"), parse_axis("tensor-parallel=1,3")]
     rows = list(sweep(planner, TrainingSetup(gpus=3, device_memory=A100), axes))
     assert [r.values for r in rows][:3] == [(1, "ddp", 1), (1, "ddp", 3), (1, "zero3", 1)]
@@ -159,7 +159,7 @@ def test_sweep(planner):
             assert row.gpu_bytes == planner.plan(setup).total()
 
 
-def test_sweep_from_the_command_line(folder, capsys):
+def test_train_sweep_flag_prints_rows(folder, capsys):
     assert run([folder, "--sweep", "micro-batch=1,2", "--sweep", "checkpointing=none,full", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fields"] == ["micro_batch", "checkpointing"]
@@ -168,7 +168,7 @@ def test_sweep_from_the_command_line(folder, capsys):
     assert capsys.readouterr().out.splitlines()[0].split("\t")[:2] == ["micro_batch", "gpu_bytes"]
 
 
-def test_html_is_complete_and_escaped(planner, tmp_path, folder):
+def test_train_html_is_complete_and_escaped(planner, tmp_path, folder):
     plan = planner.plan(TrainingSetup(device_memory=A100))
     text = plan_page(replace(plan, model="<script>alert(1)</script>"), tricks(planner, plan.setup))
     assert "&lt;script&gt;alert(1)" in text
@@ -188,7 +188,7 @@ def test_html_is_complete_and_escaped(planner, tmp_path, folder):
     assert swept.command == shlex.join(["tonnage", "train", *asked, str(tmp_path / "sweep.html")])
 
 
-def test_deepspeed_json(planner):
+def test_emitted_deepspeed_json_has_plan_settings(planner):
     setup = TrainingSetup(strategy="zero3", gpus=8, micro_batch=2, gradient_accumulation=4,
                           offload_optimizer="cpu", offload_param="nvme", hpz_partition_size=8)  # fmt: skip
     found = json.loads(emit.emit("deepspeed", planner.plan(setup), planner.model.architecture))
@@ -202,7 +202,7 @@ def test_deepspeed_json(planner):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "fsdp-grad-op", "fsdp-hybrid"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_accelerate_reads_its_yaml(planner, tmp_path, strategy, version):
+def test_accelerate_loads_emitted_yaml(planner, tmp_path, strategy, version):
     """By accelerate's own loader."""
     accelerate = pytest.importorskip(
         "accelerate.commands.config.config_args", reason="accelerate reads the file"
@@ -220,7 +220,7 @@ def test_accelerate_reads_its_yaml(planner, tmp_path, strategy, version):
 
 
 @pytest.mark.parametrize(("strategy", "backend"), [("ddp", "TE"), ("zero2", "TE"), ("fsdp", "AO")])
-def test_accelerate_reads_the_fp8_backend_that_was_planned(planner, tmp_path, strategy, backend):
+def test_accelerate_loads_planned_fp8_backend(planner, tmp_path, strategy, backend):
     accelerate = pytest.importorskip(
         "accelerate.commands.config.config_args", reason="accelerate reads the file"
     )
@@ -231,7 +231,7 @@ def test_accelerate_reads_the_fp8_backend_that_was_planned(planner, tmp_path, st
     assert (found.mixed_precision, found.fp8_config) == ("fp8", {"backend": backend})
 
 
-def test_what_fits_only_without_its_interval_says_so(folder, capsys):
+def test_train_notes_upper_bound_above_device_memory(folder, capsys):
     arguments = [folder, "--method", "lora", "--gpus", "2", "--json"]
     assert run(arguments) == 0
     found = json.loads(capsys.readouterr().out)
@@ -253,7 +253,7 @@ def test_what_fits_only_without_its_interval_says_so(folder, capsys):
         {"loss": "fused"},
     ],
 )
-def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
+def test_transformers_accepts_emitted_training_arguments(planner, tmp_path, extra):
     """By transformers' own class; the flags a CPU cannot run are checked by value and left out."""
     transformers = pytest.importorskip("transformers", reason="TrainingArguments is its")
     found = json.loads(
@@ -265,7 +265,7 @@ def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "ia3"])
-def test_peft_takes_its_config(planner, method):
+def test_peft_accepts_emitted_config(planner, method):
     peft = pytest.importorskip("peft", reason="the configs are PEFT's")
     found = json.loads(
         emit.emit("peft", planner.plan(TrainingSetup(method=method)), planner.model.architecture)
@@ -283,11 +283,11 @@ def test_peft_takes_its_config(planner, method):
     ("text", "speed"),
     [("nvlink4", 450 * 10**9), ("ndr", 50 * 10**9), ("400Gbps", 50 * 10**9), ("12.5 GB/s", 12_500_000_000)],
 )
-def test_speeds(text, speed):
+def test_parse_speed_reads_names_and_units(text, speed):
     assert parse_speed(text, "--x") == speed
 
 
-def test_combinations_are_ranked_and_the_smallest_is_said(planner, folder, capsys):
+def test_trick_combinations_are_ranked_and_smallest_is_printed(planner, folder, capsys):
     """Neither of two tricks is enough alone: all pairs were tried, and those that fit are plans that fit."""
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
     rows = tricks(planner, setup)
@@ -317,13 +317,13 @@ def test_combinations_are_ranked_and_the_smallest_is_said(planner, folder, capsy
     assert [t["name"] for t in told["rows"]] == [t.name for t in found.rows]
 
 
-def test_the_number_of_combinations_is_bounded(planner):
+def test_number_of_trick_combinations_is_bounded(planner):
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
     rows = tricks(planner, setup)
     found = combinations(planner, setup, rows, most=3)
     assert (found.tried, found.complete) == (3, False)
 
 
-def test_a_setup_that_fits_asks_for_no_combination(planner):
+def test_setup_that_fits_tries_no_trick_combination(planner):
     setup = TrainingSetup(device_memory=A100, method="lora")
     assert combinations(planner, setup, tricks(planner, setup)).tried == 0

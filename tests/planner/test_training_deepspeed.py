@@ -36,14 +36,14 @@ def answer(row: dict) -> list[int]:
     return [found.cpu, found.gpu]
 
 
-def test_stored_answers_of_deepspeed():
+def test_deepspeed_estimates_equal_stored_answers():
     assert len(STORED["rows"]) == 32
     for row in STORED["rows"]:
         assert answer(row) == row["answer"], row
 
 
 @pytest.mark.parametrize("says", STORED["tables"], ids=lambda row: f"{row['row']}-{row['nodes']}x{row['gpus']}")
-def test_tables_of_deepspeed(says):
+def test_deepspeed_tables_equal_stored_output(says):
     """What its ``_all_live`` functions print for real tiny models, and its ``_all_cold`` for large counts."""
     theirs = says["says"].replace("OffloadDeviceEnum.cpu", "cpu ")  # an enum's name, from Python 3.11 on
     counted = says["parameters"], says["largest_layer"]
@@ -52,7 +52,7 @@ def test_tables_of_deepspeed(says):
     assert ours.tables_of(*counted, says["gpus"], says["nodes"]) == theirs.strip("\n")
 
 
-def test_deepspeeds_functions():
+def test_deepspeed_estimates_equal_installed_functions():
     zero2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason=REASON)
     zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason=REASON)
     for row in STORED["rows"]:
@@ -74,7 +74,7 @@ def test_deepspeeds_functions():
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_deepspeed_takes_the_configuration(config_of, strategy, offload):
+def test_deepspeed_accepts_emitted_configuration(config_of, strategy, offload):
     """By DeepSpeed's own pydantic class, which forbids unknown keys."""
     classes = pytest.importorskip("deepspeed.runtime.zero.config", reason=REASON)
     if offload == "nvme" and strategy != "zero3":

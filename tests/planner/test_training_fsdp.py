@@ -115,7 +115,7 @@ def run(world: int, cases: tuple) -> list[list[tuple[int, ...]]]:
         (4, (("qwen3", 2, 4), ("llama", 2, 2))),
     ],
 )
-def test_shards(world, cases):
+def test_fsdp_shard_bytes_equal_torch(world, cases):
     """FSDP2 gives the first rank the rows that are left over; FSDP1 pads each unit to equal shards. Hybrid
     sharding (the last case) divides by the group and replicates across groups."""
     inputs = [world, *((*case, models.config_of(case[0])) for case in cases)]
@@ -132,7 +132,7 @@ def test_shards(world, cases):
         assert whole <= sum(sizes[0] for sizes in ranks) < whole + 4 * world * 64
 
 
-def test_ddp_replicates_everything():
+def test_ddp_replicates_all_states():
     setup = TrainingSetup(precision="fp32", gpus=4)
     one = models.planner("llama").states(TrainingSetup(precision="fp32"), 0)
     assert models.planner("llama").states(setup, 0) == one

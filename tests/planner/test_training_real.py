@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_full_adamw(family, precision):
+def test_full_adamw_state_bytes_equal_real_training(family, precision):
     real = models.real_model(family, dtype={"fp32": "float32", "bf16": "bfloat16"}[precision])
     optimizer = OPTIMIZERS["adamw"](real.parameters())
     train(real, optimizer)
@@ -54,7 +54,7 @@ def test_full_adamw(family, precision):
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adafactor"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "falcon"])
-def test_other_optimizers(family, name):
+def test_optimizer_state_bytes_equal_real_training(family, name):
     real = models.real_model(family)
     optimizer = OPTIMIZERS[name](real.parameters())
     train(real, optimizer)
@@ -62,7 +62,7 @@ def test_other_optimizers(family, name):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_muon_trains_hidden_matrices_and_adamw_the_rest(family):
+def test_muon_and_adamw_state_bytes_equal_real_training(family):
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("torch before 2.9 has no Muon")
     real = models.real_model(family)
@@ -93,7 +93,7 @@ def test_autocast_keeps_fp32_weights_gradients_and_states(family):
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 @pytest.mark.parametrize("method", ["lora", "ia3", "all-linear"])
-def test_adapters_as_peft_builds_them(family, method):
+def test_adapter_state_bytes_equal_peft(family, method):
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     extra = {}
     if method == "ia3":
@@ -111,7 +111,7 @@ def test_adapters_as_peft_builds_them(family, method):
     assert sum(p.numel() for p in trained) == models.planner(family).trained(setup).adapters
 
 
-def test_freeze():
+def test_frozen_layers_have_no_gradients_or_states():
     real = models.real_model("llama")
     for parameter in real.parameters():
         parameter.requires_grad = False
@@ -125,7 +125,7 @@ def test_freeze():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_8bit_adamw(family):
+def test_8bit_adamw_state_bytes_equal_bitsandbytes(family):
     """bitsandbytes on the CPU: block-wise states from 4,096 values on, two shared 1 KiB maps."""
     bnb = pytest.importorskip("bitsandbytes", reason="8-bit AdamW is bitsandbytes'")
     real = models.real_model(family)
@@ -139,7 +139,7 @@ def test_8bit_adamw(family):
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "nf4-double"])
-def test_qlora_base_and_adapters(scheme, held_bytes):
+def test_qlora_base_and_adapter_bytes_equal_bitsandbytes(scheme, held_bytes):
     """A 4-bit base by bitsandbytes with PEFT's adapters: weights held, 0 bytes apart."""
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     bnb = pytest.importorskip("bitsandbytes", reason="NF4 is bitsandbytes'")

@@ -53,7 +53,7 @@ from tonnage.planner.training.setup import TrainingSetup
         ({"network_share": 1.5}, "--network-share", ["1.5", "0.8"]),
     ],
 )  # fmt: skip
-def test_refused_by_name(planner, setup, field, words):
+def test_invalid_training_setup_is_named_in_error(planner, setup, field, words):
     with pytest.raises(DeploymentError) as caught:
         planner.plan(TrainingSetup(**setup))
     assert caught.value.field == field
@@ -61,14 +61,14 @@ def test_refused_by_name(planner, setup, field, words):
         assert word in str(caught.value)
 
 
-def test_a_refusal_changes_nothing(planner):
+def test_rejected_setup_leaves_planner_unchanged(planner):
     before = planner.plan(TrainingSetup())
     with pytest.raises(TonnageError):
         planner.plan(TrainingSetup(tensor_parallel=3, gpus=3))
     assert planner.plan(TrainingSetup()) == before
 
 
-def test_qlora_needs_linear_modules(config_of):
+def test_qlora_rejects_model_without_replaceable_linear_layers(config_of):
     """Falcon's linear layers are a subclass that bitsandbytes does not replace."""
     config = config_of("tiiuae/falcon-40b")
     model = Planner(model_from("falcon", build_architecture(config)))
@@ -76,14 +76,14 @@ def test_qlora_needs_linear_modules(config_of):
         model.plan(TrainingSetup(method="qlora"))
 
 
-def test_a_quantized_checkpoint_is_not_trained_in_place(folder_with, tiny_llama):
+def test_training_quantized_checkpoint_is_rejected(folder_with, tiny_llama):
     tiny_llama["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(UnsupportedArchitecture, match="gptq") as caught:
         load_training_model(folder_with(tiny_llama))
     assert caught.value.field == "quantization_config"
 
 
-def test_searching_needs_a_device_and_something_that_fits(planner):
+def test_micro_batch_search_needs_device_memory_and_a_fit(planner):
     with pytest.raises(DeploymentError) as caught:
         largest(planner, TrainingSetup(), "micro_batch")
     assert caught.value.field == "--device-memory"
@@ -92,20 +92,20 @@ def test_searching_needs_a_device_and_something_that_fits(planner):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-mixed"])
-def test_fp16_says_that_loss_scaling_is_on(planner, precision):
+def test_fp16_training_notes_loss_scaling(planner, precision):
     notes = planner.plan(TrainingSetup(precision=precision)).notes
     assert any("loss scaling" in note for note in notes)
     assert any("GradScaler" in note for note in notes) == (precision == "fp16")
 
 
-def test_qlora_says_its_limits(planner):
+def test_qlora_plan_notes_its_limits(planner):
     notes = " ".join(planner.plan(TrainingSetup(method="qlora", strategy="zero2", gpus=8)).notes)
     assert "stage 3 cannot split it" in notes
     assert "30 % slower" in notes
     assert "prepare_model_for_kbit_training" in notes
 
 
-def test_without_flash_attention_sdpa_is_planned(planner):
+def test_default_attention_is_sdpa_without_flash_attention(planner):
     """Nobody asked for FlashAttention: float32 and a T4 get what runs there, and an A100 FlashAttention."""
     for changes, attention in (
         ({"precision": "fp32"}, "sdpa"), ({"compute_capability": "7.5"}, "sdpa"),

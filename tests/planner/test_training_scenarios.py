@@ -42,7 +42,7 @@ GPT_1_4B = {  # Pythia-1.4B's shapes
 
 
 @pytest.mark.parametrize(("convention", "per"), [("zero", 16), ("huggingface", 18)])
-def test_1_4b_with_adamw_on_32_gb_under_ddp_does_not_fit(convention, per):
+def test_1_4b_model_with_adamw_and_ddp_does_not_fit_32_gb(convention, per):
     model = planner(GPT_1_4B)
     setup = TrainingSetup(
         convention=convention, gpus=8, micro_batch=4, device_memory=find_gpu("v100-32g").memory_bytes
@@ -58,7 +58,7 @@ def test_1_4b_with_adamw_on_32_gb_under_ddp_does_not_fit(convention, per):
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_falcon_40b_on_8_gpus_needs_more_than_1_5_tb_of_cpu_to_begin(strategy):
+def test_falcon_40b_zero1_needs_over_1_5_tb_cpu_memory_to_start(strategy):
     setup = TrainingSetup(strategy=strategy, gpus=8, cpu_memory=15 * 10**11)
     plan = planner(read("tiiuae__falcon-40b")).plan(setup)
     assert plan.cpu_init_bytes == 41_303_293_952 * 4 * 8 * 3 // 2 > 15 * 10**11
@@ -68,7 +68,7 @@ def test_falcon_40b_on_8_gpus_needs_more_than_1_5_tb_of_cpu_to_begin(strategy):
     assert planner(read("tiiuae__falcon-40b")).plan(stage3).cpu_init_bytes == 0
 
 
-def test_65b_by_qlora_on_one_48_gb_gpu_fits():
+def test_65b_model_with_qlora_fits_one_48_gb_gpu():
     setup = TrainingSetup(
         method="qlora", checkpointing="full", optimizer="paged-adamw-8bit", sequence_length=512,
         device_memory=find_gpu("a6000").memory_bytes,
@@ -79,7 +79,7 @@ def test_65b_by_qlora_on_one_48_gb_gpu_fits():
     assert 33e9 < plan.line("frozen weights") < 36e9
 
 
-def test_falcon_180b_by_lora_and_zero3_on_8_a100_fits():
+def test_falcon_180b_with_lora_and_zero3_fits_8_a100():
     setup = TrainingSetup(
         method="lora", strategy="zero3", gpus=8, checkpointing="full",
         device_memory=find_gpu("a100-80g").memory_bytes,
@@ -96,12 +96,12 @@ def test_falcon_180b_by_lora_and_zero3_on_8_a100_fits():
     assert full.fits is False
 
 
-def test_8b_by_full_zero3_on_8_a100_fits_and_ddp_does_not():
+def test_8b_model_fits_8_a100_with_zero3_but_not_ddp():
     model = planner(read("meta-llama__Meta-Llama-3.1-8B"))
     memory = find_gpu("a100-80g").memory_bytes
     assert model.plan(TrainingSetup(strategy="zero3", gpus=8, device_memory=memory)).fits is True
     assert model.plan(TrainingSetup(strategy="ddp", gpus=8, device_memory=memory)).fits is False
 
 
-def test_nothing_given_to_fit_into_is_no_answer():
+def test_fits_is_none_without_device_memory():
     assert planner(GPT_1_4B).plan(TrainingSetup()).fits is None

@@ -34,7 +34,7 @@ TORCHTUNE = {"stack": "torchtune", "precision": "bf16", "attention": "sdpa"}
 
 
 @pytest.mark.parametrize("row", SAID["kept"], ids=lambda row: "-".join(map(str, list(row.values())[:4])))
-def test_torchtunes_modules_keep_what_is_planned(row):
+def test_torchtune_activations_equal_plan(row):
     asked = SAID["torchtune"]
     config = {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
     lora = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -50,7 +50,7 @@ def test_torchtunes_modules_keep_what_is_planned(row):
     assert abs(total.at(asked["batch"], asked["length"]) - row["kept"]) <= SCALARS
 
 
-def test_galores_states():
+def test_galore_state_bytes_equal_galore_torch():
     """AdamW's to the byte; bitsandbytes keeps a counter of 4 bytes a tensor more."""
     assert len(SAID["galore"]) == 16
     for row in SAID["galore"]:
@@ -66,7 +66,7 @@ def test_galores_states():
         assert row["bytes"] - counters <= found <= row["bytes"], row
 
 
-def test_torchaos_nf4():
+def test_nf4_bytes_equal_torchao():
     for row in SAID["nf4"]:
         rows, columns = row["shape"]
         assert nf4_torchao_bytes(rows * columns) == row["bytes"]
@@ -78,7 +78,7 @@ def ask(monkeypatch, capsys, path: Path) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_published_totals_are_covered(monkeypatch, capsys, tmp_path):
+def test_published_training_totals_lie_within_intervals(monkeypatch, capsys, tmp_path):
     """All inside their plan's intervals; torchtune's on one GPU within 2 % on average. A total that is
     wrong is above."""
     published = DATA / "published_stacks.tsv"
@@ -113,18 +113,18 @@ def test_published_totals_are_covered(monkeypatch, capsys, tmp_path):
          ["one GPU"]),
     ],
 )  # fmt: skip
-def test_refused_by_name(planner, setup, field, words):
+def test_unsupported_stack_setting_is_named_in_error(planner, setup, field, words):
     with pytest.raises(DeploymentError) as caught:
         planner.plan(TrainingSetup(**setup))
     assert all(word in str(caught.value) for word in [field, *words])
 
 
-def test_a_stack_whose_modules_are_not_planned_is_refused():
+def test_stack_without_planned_modules_is_rejected():
     with pytest.raises(DeploymentError, match="gpt_neox"):
         Planner(training_model("gpt_neox")).plan(TrainingSetup(**TORCHTUNE))
 
 
-def test_a_stacks_defaults_are_taken_where_nothing_was_asked(folder, capsys):
+def test_stack_defaults_apply_to_unset_flags(folder, capsys):
     assert (
         run([folder, "--stack", "torchtune", "--method", "qlora", "--rank", "32", "--json", "--explain"]) == 0
     )
@@ -144,7 +144,7 @@ def test_a_stacks_defaults_are_taken_where_nothing_was_asked(folder, capsys):
     }
 
 
-def test_a_stack_is_a_command_without_a_stack_and_its_flags(planner):
+def test_stack_defaults_give_plan_for_every_method(planner):
     """What a stack sets can be given by hand, and the defaults of each of them plan."""
     for name in STACKS:
         for method in ("full", "lora", "qlora"):
@@ -157,7 +157,7 @@ def test_a_stack_is_a_command_without_a_stack_and_its_flags(planner):
             assert shared.setup.optimizer == "adamw"
 
 
-def test_stacks_are_swept_with_their_defaults(folder, capsys):
+def test_sweep_over_stacks_uses_their_defaults(folder, capsys):
     assert run([folder, "--method", "lora", "--sweep", "stack=transformers,torchtune,unsloth", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
     sizes = [row["gpu_bytes"] for row in found]
@@ -165,7 +165,7 @@ def test_stacks_are_swept_with_their_defaults(folder, capsys):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-def test_gradients_come_and_go_with_a_step(planner):
+def test_transformers_stack_frees_gradients_between_steps(planner):
     """transformers' Trainer drops them between steps; a second micro-batch finds those of the first."""
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     once, twice = planner.plan(setup), planner.plan(replace(setup, gradient_accumulation=2))
@@ -177,7 +177,7 @@ def test_gradients_come_and_go_with_a_step(planner):
     assert plain.total() > twice.total()
 
 
-def test_a_stacks_adamw_copies_nothing(planner):
+def test_stacks_use_fused_adamw_without_copies(planner):
     """torch's foreach kernels make a copy of the second states, the stacks ask for the fused one."""
     setup = TrainingSetup(precision="bf16", checkpointing="full")
     assert planner.plan(setup).moment == "optimizer step"
@@ -187,7 +187,7 @@ def test_a_stacks_adamw_copies_nothing(planner):
         assert foreach.total() - fused.total() > fused.parameters
 
 
-def test_paged_states_leave_a_full_gpu(folder, capsys):
+def test_paged_optimizer_states_fit_full_gpu(folder, capsys):
     """torchtune's README: an 8B in full on a 4090. Without pages it does not fit."""
     arguments = [folder, "--stack", "torchtune", "--compile", "--gpu", "rtx-4090", "--json"]
     assert run(arguments) == 0
@@ -199,7 +199,7 @@ def test_paged_states_leave_a_full_gpu(folder, capsys):
     assert run([*arguments, "--device-memory", "16GiB"]) == 2  # --gpu says it already
 
 
-def test_trainers_arguments_of_a_stack(planner):
+def test_emitted_trainer_arguments_of_stack(planner):
     setup = TrainingSetup(
         stack="transformers", precision="bf16", optimizer="galore-adamw-8bit", optimizer_in_backward=True,
         compile=True,
@@ -212,7 +212,7 @@ def test_trainers_arguments_of_a_stack(planner):
         emit("trainer", planner.plan(TrainingSetup(**TORCHTUNE)), planner.model.architecture)
 
 
-def test_a_compiler_keeps_less_and_how_much_is_an_interval(planner):
+def test_compile_lowers_activations_with_interval(planner):
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     eager, compiled = planner.plan(setup), planner.plan(replace(setup, compile=True))
     low, high = compiled.bounds()
@@ -221,7 +221,7 @@ def test_a_compiler_keeps_less_and_how_much_is_an_interval(planner):
     assert line.low < line.bytes < line.high
 
 
-def test_what_fp8_keeps_is_not_exact(planner):
+def test_fp8_activations_have_interval(planner):
     """Read from the libraries' sources, not measured: 16 bits are the bound."""
     setup = TrainingSetup(precision="fp8", micro_batch=4)
     line = next(line for line in planner.plan(setup).lines if line.name == "activations")

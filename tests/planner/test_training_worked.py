@@ -55,14 +55,14 @@ def one_tensor(elements: int, architecture):
         ("fp16-mixed", "zero", 16, (2, 4, 2, 4)),
     ],
 )
-def test_bytes_per_parameter(precision, convention, total, parts):
+def test_bytes_per_parameter_by_precision_convention(precision, convention, total, parts):
     found = convention_of(TrainingSetup(precision=precision, convention=convention))
     assert found.bytes_per_parameter == total
     assert (found.weights, found.master, found.gradients, found.state) == parts
     assert found.used_by
 
 
-def test_fp8_keeps_inputs_in_one_byte_and_each_matrix_twice(planner):
+def test_fp8_activations_keep_one_byte_inputs_and_two_weight_copies(planner):
     """Transformer Engine: a matrix and its transpose in fp8 wait for the backward pass, whatever the master
     weights are; torchao's float8, under FSDP, keeps what 16-bit training keeps."""
     model = planner(LLAMA_8B)
@@ -97,12 +97,12 @@ def test_gradient_dtype_changes_the_gradients_only():
 
 
 @pytest.mark.parametrize("convention", ["zero", "master-with-weights", "autocast"])
-def test_llama_8b_is_128_484_179_968(planner, convention):
+def test_llama_8b_training_states_are_128_484_179_968_bytes(planner, convention):
     plan = planner(LLAMA_8B).plan(TrainingSetup(convention=convention))
     assert sum(plan.line(name) for name in STATES) == 128_484_179_968 == 16 * 8_030_261_248
 
 
-def test_llama_8b_splits_into_48_16_64(planner):
+def test_llama_8b_training_states_split_into_48_16_and_64_gb(planner):
     plan = planner(LLAMA_8B).plan(TrainingSetup(convention="master-with-weights"))
     assert [plan.line(name) // 8_030_261_248 for name in STATES] == [6, 2, 8]
     assert [round(plan.line(name) / 1e9) for name in STATES] == [48, 16, 64]
@@ -111,7 +111,7 @@ def test_llama_8b_splits_into_48_16_64(planner):
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"), [("adamw", 8), ("sgd-momentum", 4), ("sgd", 0), ("lion", 4)]
 )
-def test_optimizer_states_alone(optimizer, per_parameter):
+def test_optimizer_state_bytes_per_parameter(optimizer, per_parameter):
     assert state_bytes(optimizer, (4096, 4096), "mlp", 4) == per_parameter * 4096 * 4096
 
 
@@ -121,7 +121,7 @@ def test_8bit_adamw_is_two_bytes_only_for_large_tensors():
     assert state_bytes("adamw-8bit", (257, 17), "mlp", 4) == 2 * 4369 + 8 * 18
 
 
-def test_zero_paper_7_5b_on_64(config_of):
+def test_zero_paper_bytes_of_7_5b_model_on_64_gpus(config_of):
     """120 -> 31.4 -> 16.6 -> 1.9 GB (arXiv 1910.02054, figure 1)."""
     states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
     found = [
@@ -131,7 +131,7 @@ def test_zero_paper_7_5b_on_64(config_of):
     assert [round(x, 1) for x in found] == [120.0, 31.4, 16.6, 1.9]
 
 
-def test_fsdp_full_shard_is_stage_3_and_hybrid_divides_by_the_group(config_of):
+def test_fsdp_full_shard_equals_zero_3_and_hybrid_divides_by_group(config_of):
     states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
     base = {"gpus": 8, "nodes": 8, "convention": "zero"}
     full = states(TrainingSetup(strategy="fsdp", fsdp_version=1, **base)).total
@@ -151,7 +151,7 @@ def test_fsdp_full_shard_is_stage_3_and_hybrid_divides_by_the_group(config_of):
         ("zero3", {"quantized_weights": True, "hpz_partition_size": 8, "quantized_gradients": True}, 0.75),
     ],
 )
-def test_communication_volume_in_parameters(config_of, strategy, extra, volume):
+def test_communication_volume_per_parameter_by_strategy(config_of, strategy, extra, volume):
     states = one_tensor(40_000_000_000, build_architecture(config_of(LLAMA_8B)))
     setup = TrainingSetup(strategy=strategy, gpus=8, nodes=2, convention="zero", **extra)
     found = communication_of(setup, states(setup), 0)
@@ -163,7 +163,7 @@ def test_communication_volume_in_parameters(config_of, strategy, extra, volume):
     assert communication_of(twice, states(twice), 0).elements == found.elements
 
 
-def test_40b_between_two_nodes_is_120_gb(config_of):
+def test_40b_model_sends_120_gb_between_two_nodes(config_of):
     states = one_tensor(40_000_000_000, build_architecture(config_of(LLAMA_8B)))
     setup = TrainingSetup(strategy="zero3", gpus=8, nodes=2, convention="zero", intra_node=300 * 10**9,
                           inter_node=50 * 10**9)  # fmt: skip
@@ -173,7 +173,7 @@ def test_40b_between_two_nodes_is_120_gb(config_of):
     assert found.seconds == pytest.approx(120 / (50 * 0.8))  # 80 % of the specification
 
 
-def test_gradients_are_reduced_once_per_window(planner):
+def test_ddp_reduces_gradients_once_per_accumulation_window(planner):
     base = {"gpus": 8, "strategy": "ddp", "convention": "zero"}
     one = planner(LLAMA_8B).plan(TrainingSetup(**base)).communication
     four = planner(LLAMA_8B).plan(TrainingSetup(gradient_accumulation=4, **base)).communication
@@ -190,7 +190,7 @@ def gib(estimate: deepspeed.StateEstimate) -> tuple[str, str]:
     return f"{estimate.gpu / 2**30:.2f}", f"{estimate.cpu / 2**30:.2f}"
 
 
-def test_deepspeed_table_zero2():
+def test_zero2_estimates_equal_deepspeed_table():
     assert gib(deepspeed.zero2(T5_3B, 8, offload=True)) == ("5.31", "127.48")
     assert gib(deepspeed.zero2(T5_3B, 8, offload=False, documented=True)) == ("15.93", "127.48")
     assert gib(deepspeed.zero2(T5_3B, 8, offload=False)) == ("11.29", "127.48")
@@ -207,25 +207,25 @@ def test_deepspeed_table_zero2():
         (False, False, False, ("6.10", "127.48")),
     ],
 )
-def test_deepspeed_table_zero3(optimizer, param, init, expected):
+def test_zero3_estimates_equal_deepspeed_table(optimizer, param, init, expected):
     found = deepspeed.zero3(
         T5_3B, T5_3B_LAYER, 8, offload_optimizer=optimizer, offload_param=param, zero_init=init
     )
     assert gib(found) == expected
 
 
-def test_falcon_40b_at_initialization_needs_1_92_tb():
+def test_falcon_40b_initialization_needs_1_92_tb_cpu_memory():
     assert init_bytes(40_000_000_000, 8) == 1_920_000_000_000
 
 
-def test_falcon_40b_nominal_and_counted(planner):
+def test_falcon_40b_lora_weights_use_counted_parameters(planner):
     plan = planner("tiiuae/falcon-40b").plan(TrainingSetup(method="lora"))
     assert plan.parameters == 41_303_293_952
     assert round(plan.line("frozen weights") / 2**30, 1) == 76.9
     assert int(2 * 40e9 / 2**30) == 74  # the nominal 40e9
 
 
-def test_lora_and_qlora_of_7b(planner):
+def test_lora_and_qlora_weight_bytes_of_llama_2_7b(planner):
     model = planner("meta-llama/Llama-2-7b-hf")
     lora = model.plan(TrainingSetup(method="lora"))
     assert lora.line("frozen weights") == 2 * 6_738_415_616  # about 14 GB
@@ -245,7 +245,7 @@ def test_lora_and_qlora_of_7b(planner):
         ("lora", "bf16", {}, 2),
     ],
 )
-def test_llama_factory_rules_are_met_by_the_states(planner, method, precision, extra, rule):
+def test_training_states_meet_llama_factory_rules(planner, method, precision, extra, rule):
     """18x, 8x and 2x GB per billion parameters; its QLoRA rules leave scales, embedding, head out."""
     setup = TrainingSetup(method=method, precision=precision, rank=8, **extra)
     plan = planner(LLAMA_8B).plan(setup)
@@ -268,18 +268,18 @@ def gpt_layer(config_of, attention):
     return kept.total
 
 
-def test_transformer_layer_keeps_34_s_b_h(config_of):
+def test_transformer_layer_activations_are_34_bytes_per_value(config_of):
     """s b h (34 + 5 a s / h) (arXiv 2205.05198, equation 1). FlashAttention drops the second term; the first
     is exact, beside 4 bytes of log-sum-exp a head and of mean and 1/std a norm."""
     assert gpt_layer(config_of, "flash").token == 34 * 1024 + 4 * 16 + 2 * 8
 
 
-def test_transformer_layer_keeps_5_a_s_and_transformers_7(config_of):
+def test_attention_score_activations_are_7_bytes_per_head_and_pair(config_of):
     """5 a s^2 b: softmax 2, its dropout mask 1, the dropped weights 2; transformers' fp32 softmax: 7."""
     assert gpt_layer(config_of, "eager").score == (5 + 2) * 16
 
 
-def test_full_checkpointing_keeps_two_bytes_per_layer_and_value(planner):
+def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
     """2 s b h per layer and one layer's peak (arXiv 2205.05198, section 5)."""
     model = planner(LLAMA_8B)
     base = {"precision": "bf16", "checkpointing": "full", "sequence_length": 1024, "optimizer_kernel": "fused"}
@@ -290,7 +290,7 @@ def test_full_checkpointing_keeps_two_bytes_per_layer_and_value(planner):
     assert more.line("activations") - some.line("activations") == 32 * 2 * 1024 * 4096 + ends
 
 
-def test_sqrt_segments_keep_about_sqrt_layers(planner):
+def test_checkpoint_segments_keep_about_sqrt_of_layers(planner):
     model = planner(LLAMA_8B)
     setup = {"precision": "bf16", "checkpointing": "full", "micro_batch": 8, "sequence_length": 4096,
              "loss": "fused"}  # fmt: skip
@@ -316,7 +316,7 @@ def test_sqrt_segments_keep_about_sqrt_layers(planner):
         ({"strategy": "zero2", "gpus": 8, "offload_optimizer": "cpu"}, 0),
     ],
 )
-def test_a_step_copies_what_its_framework_copies(planner, extra, per_parameter):
+def test_optimizer_step_copy_bytes_by_framework(planner, extra, per_parameter):
     """An fp32 master steps with its framework's fused AdamW on an fp32 copy of the gradients (step.py)."""
     model = planner(LLAMA_8B)
     setup = TrainingSetup(**extra)
@@ -324,13 +324,13 @@ def test_a_step_copies_what_its_framework_copies(planner, extra, per_parameter):
     assert step.bytes == per_parameter * 8_030_261_248
 
 
-def test_stage_3_copies_one_sub_group(planner):
+def test_zero_3_step_copies_one_sub_group(planner):
     setup = TrainingSetup(strategy="zero3", gpus=4)
     step = step_of(setup, convention_of(setup), planner(LLAMA_8B).states(setup, 0))
     assert step.bytes == 6 * SUB_GROUP_ELEMENTS < 6 * 8_030_261_248 // 4
 
 
-def test_a_zero_2_step_is_deepspeeds_own_estimate(planner):
+def test_zero_2_step_bytes_equal_deepspeed_estimate(planner):
     """Its 18 bytes of a partitioned parameter are our 14 and the fp32 copy of the gradients."""
     setup = TrainingSetup(strategy="zero2", gpus=8)
     states = planner(LLAMA_8B).states(setup, 0)
@@ -338,7 +338,7 @@ def test_a_zero_2_step_is_deepspeeds_own_estimate(planner):
     assert states.total + copy == deepspeed.zero2(8_030_261_248, 8, offload=False).gpu
 
 
-def test_the_step_that_decides_says_what_it_copies(planner):
+def test_peak_at_optimizer_step_explains_gradient_copy(planner):
     plan = planner(LLAMA_8B).plan(TrainingSetup(convention="zero", checkpointing="full", sequence_length=128))
     assert plan.moment == "optimizer step"
     line = next(line for line in plan.lines if line.name == "temporary")
@@ -346,14 +346,14 @@ def test_the_step_that_decides_says_what_it_copies(planner):
     assert "fp32 copy of the gradients, 4 bytes x 8,030,261,248" in line.formula
 
 
-def test_accumulation_changes_neither_states_nor_activations(planner):
+def test_gradient_accumulation_changes_no_memory_term(planner):
     model = planner(LLAMA_8B)
     one, many = (model.plan(TrainingSetup(gradient_accumulation=n)) for n in (1, 16))
     assert [(x.name, x.bytes) for x in one.lines] == [(x.name, x.bytes) for x in many.lines]
     assert many.setup.effective_batch == 16
 
 
-def test_each_residual_term_has_its_own_line_interval_and_source(planner):
+def test_every_training_memory_line_has_interval_formula_and_source(planner):
     plan = planner(LLAMA_8B).plan(TrainingSetup(strategy="zero2", gpus=8))
     names = {line.name for line in plan.lines}
     assert {"activations", "logits and loss", "cuBLAS workspaces", "CUDA context", "NCCL buffers"} <= names

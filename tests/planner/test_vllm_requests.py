@@ -124,12 +124,12 @@ def law_of(folder: str, flags: dict):
     return engine_of("vllm").request_law(size.architecture, size.chosen, size.pool)
 
 
-def test_the_readme_counts_them() -> None:
+def test_readme_states_number_of_request_cases() -> None:
     assert how_exact("requests of given lengths")[1] == f"{len(CASES)} configurations equal"
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_as_many_requests_as_the_real_manager(case, answers):
+def test_requests_held_equal_vllm_block_manager(case, answers):
     folders, found = answers
     theirs = found[case]
     assert "error" not in theirs, theirs
