@@ -54,12 +54,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The limits of a rehearsed engine: its blocks, and the tokens and sequences of a step."""
+    """The limits of a rehearsed engine: its blocks, and the tokens and sequences of a step.
+
+    With ``prefix_caching`` a preempted request finds the first of its blocks again until they are reused.
+    """
 
     blocks: int
     block_size: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
         load.prompt, load.output, load.max_tokens, np.sort(load.output), load.clients,
         engine.blocks, engine.block_size, engine.max_num_batched_tokens, engine.max_num_seqs,
         np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
-        2.0 if rule.share is None else rule.share, rule.fresh, first, between,
+        2.0 if rule.share is None else rule.share, rule.fresh, engine.prefix_caching, first, between,
     )  # fmt: skip
     # The first requests find an empty pool, which is not typical of a busy server.
     steady = first[min(load.clients, requests // 2) :]
@@ -151,7 +155,7 @@ def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
 def _serve(
     prompt: Int64Array, output: Int64Array, max_tokens: Int64Array, lengths: Int64Array, clients: int,
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, fresh: bool,
-    first: FloatArray, between: FloatArray,
+    caching: bool, first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
     """Run the loop of `rehearse`, filling ``first`` [requests] and ``between`` [tokens] with seconds.
 
@@ -219,7 +223,7 @@ def _serve(
         while not preempted and head < tail and room > 0 and active < seats:
             at = queue[head]
             hit = 0
-            if entry[at] >= oldest:
+            if caching and entry[at] >= oldest:
                 hit = min(freed[entry[at]], (length[at] - 1) // block_size)
             if (length[at] + block_size - 1) // block_size > free:
                 break

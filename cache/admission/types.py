@@ -82,6 +82,7 @@ class Limits:
         max_num_seqs: Upper bound of live sequences.
         max_num_batched_tokens: Upper bound of the positions one sequence computes in a step.
         cached_states: Whether recurrent states are cached with prefixes, so that a sequence may hold two.
+        prefix_caching: Whether a preempted request may find its computed blocks in the prefix cache.
 
     Raises:
         CacheConfigError: A limit is below 1, or the groups do not fit one pool; it names the field.
@@ -93,6 +94,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     cached_states: bool = False
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         block_size = self.layout.block_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,6 +117,13 @@ def test_rehearsal_of_a_large_pool_has_no_preemption() -> None:
     assert outcomes[0].recomputed == 0
 
 
+def test_rehearsal_without_prefix_caching_recomputes_whole_requests() -> None:
+    apart = replace(ENGINE, prefix_caching=False)
+    cached, whole = (rehearse(load_of(64), engine, CPU, VLLM) for engine in (ENGINE, apart))
+    assert whole.preemptions > 0
+    assert whole.recomputed > cached.recomputed > 0
+
+
 def test_holding_back_gains_with_costly_recompute_and_loses_with_cheap() -> None:
     load = load_of(128)
     gain = {
@@ -146,6 +154,13 @@ def test_best_rule_keeps_ttft_and_time_between_tokens() -> None:
     ]
     assert best(choices, None).rule == Rule(0.7)
     assert best([choices[0], choices[5]], None, START).rule == VLLM
+
+
+@pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
+def test_large_gain_needs_a_smaller_margin_between_tokens(tokens: float, rule: Rule) -> None:
+    own = outcome(100)
+    held = Choice(Rule(0.7), outcome(tokens, first=0.9, between=0.098), own)
+    assert best([Choice(VLLM, own, own), held], None).rule == rule
 
 
 def test_target_itl_trades_throughput_for_time_between_tokens() -> None:

@@ -133,6 +133,7 @@ def read_groups(scheduler: Any, names: VllmNames) -> Groups:
             max_model_len=scheduler.max_model_len,
             max_num_seqs=scheduler.max_num_running_reqs,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+            prefix_caching=scheduler.kv_cache_manager.enable_caching,
         ),
         lookahead=scheduler.num_spec_tokens + scheduler.num_lookahead_tokens,
         # vLLM 0.30 to 0.33 (v1/core/sched/async_scheduler.py) counts drafts as computed until a step returns.
