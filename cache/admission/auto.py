@@ -46,8 +46,10 @@ _LOST = 0.02
 _LIFETIME = 256
 # Relative difference below which two times between tokens belong to the same kind of step.
 _SAME = 1e-3
-# Ratio of the numbers of requests in the system below which two loads share a rehearsal.
-_LEVEL = 1.4
+# Loads whose numbers of requests differ by less than this ratio share a rehearsal: a level is a power of it. A level
+# holds until the number is `_LEVEL_WIDTH` levels away, so a number between two levels does not change the rule
+# at each step.
+_LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # Share of a window's steps with waiting requests, from which its tokens per second measure what a rule can
 # serve.
 _QUEUED = 0.9
@@ -113,7 +115,8 @@ class Auto:
         self.choice: Choice | None = None  # the last choice; None: vLLM's rule, with nothing rehearsed
         self._requests: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
         self._ended = 0
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, Choice] = {}  # by level
+        self._level = 0
         self._rehearsed_at = 0  # value of `_ended` at the last rehearsal
         self._pending: Future[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -178,11 +181,14 @@ class Auto:
         if not self._worth_it():
             self.choice = None
             return VLLM
-        level = round(math.log(max(1, min(in_system, self._usual)), _LEVEL))
-        found = self._choices.get(level)
+        clients = max(1, round(min(in_system, self._usual)))
+        place = math.log(clients, _LEVEL)
+        if abs(place - self._level) > _LEVEL_WIDTH:
+            self._level = round(place)
+        found = self._choices.get(self._level)
         if found is None:
-            self._rehearse(level)
-            found = self._choices.get(level)
+            self._rehearse(self._level, clients)
+            found = self._choices.get(self._level)
         if found is not None:
             self.choice = found
         return VLLM if self.choice is None else self.choice.rule
@@ -271,18 +277,23 @@ class Auto:
             self.fallbacks += 1
             self.log.exception("Tonnage admission: a rehearsal failed, vLLM's rule holds from now on")
 
-    def _rehearse(self, level: int) -> None:
+    def _rehearse(self, level: int, clients: int) -> None:
         requests, cost = [*self._requests], self.cost
         assert cost is not None
         busy = self._pending is not None and not self._pending.done()
         if not self.background or (not busy and self._may_rehearse()):
-            self._run(self._choose, level, requests, cost, self._choices)
+            self._run(self._choose, level, clients, requests, cost, self._choices)
 
     def _choose(
-        self, level: int, requests: list[tuple[int, int, int]], cost: StepCost, choices: dict[int, Choice]
+        self,
+        level: int,
+        clients: int,
+        requests: list[tuple[int, int, int]],
+        cost: StepCost,
+        choices: dict[int, Choice],
     ) -> None:
         begin = time.monotonic()
-        load = self._load(round(_LEVEL**level), requests)
+        load = self._load(clients, requests)
         if len(load.output):
             own = rehearse(load, self.engine, cost, VLLM)
             others = [Choice(rule, rehearse(load, self.engine, cost, rule), own) for rule in RULES]
