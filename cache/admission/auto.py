@@ -46,9 +46,9 @@ _LOST = 0.02
 _LIFETIME = 256
 # Relative difference below which two times between tokens belong to the same kind of step.
 _SAME = 1e-3
-# Loads whose numbers of requests differ by less than this ratio share a rehearsal: a level is a power of it. A level
-# holds until the number is `_LEVEL_WIDTH` levels away, so a number between two levels does not change the rule
-# at each step.
+# Loads share a rehearsal if their numbers of requests are within this ratio: a level is a power of it. A level
+# holds until the number is `_LEVEL_WIDTH` levels away, so that a number between two levels does not change the
+# rule at each step.
 _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # Share of a window's steps with waiting requests, from which its tokens per second measure what a rule can
 # serve.
