@@ -37,13 +37,13 @@ RULES = (
     *(Rule(share, fresh=False) for share in (0.5, 0.75)),
 )
 # Lengths that are remembered, lengths that a rehearsal needs, and finished requests between two rehearsals.
-_REMEMBERED, _KNOWN, _ANEW = 256, 96, 64
+_REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
 # Smallest share of the time spent on recomputed tokens for which anything is rehearsed: no rule can gain more
 # than it.
 _LOST = 0.02
 # Steps over which the number of requests in the system is averaged, some lifetimes of a request. A queue that
 # comes and goes within them is no reason to hold requests back.
-_LIFETIME = 256
+_LIFETIME = 128
 # Relative difference below which two times between tokens belong to the same kind of step.
 _SAME = 1e-3
 # Loads share a rehearsal if their numbers of requests are within this ratio: a level is a power of it. A level
@@ -83,7 +83,7 @@ class Bounds:
 # comes and goes brings neither throughput nor a smooth stream. A rule must keep one of the bounds. A large gain
 # needs a smaller margin between tokens, because the steps of long prompts may be that P99 under every rule.
 START = (Bounds(1.03, 0.98, 0.85), Bounds(1.08, 0.98, 0.99))
-STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.04, 1.0, 1.0))
+STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.08, 1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
