@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.cache.admission.auto import START, Auto, Choice, best
+from tonnage.cache.admission.auto import _LEVEL, START, Auto, Choice, best
 from tonnage.cache.admission.cost import CostFit, StepCost
 from tonnage.cache.admission.policy import VLLM, Rule
 from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, rehearse
@@ -203,6 +204,18 @@ def test_auto_holds_back_with_costly_recompute_and_a_queue() -> None:
     assert auto.choice is not None
     assert auto.choice.outcome.tokens_per_second > 1.03 * auto.choice.own.tokens_per_second
     assert auto.rule(14) == VLLM  # a queue that is nearly empty
+
+
+def test_rule_does_not_alternate_between_two_levels() -> None:
+    auto = taught(CPU, 128)
+    between = round(_LEVEL ** (math.log(128, _LEVEL) // 1 - 0.5))  # half-way between two levels
+    auto.rule(128)
+    levels = set()
+    for number in (128, between, between + 1, between - 1, between + 1):
+        auto.rule(number)
+        levels.add(auto._level)
+    assert len(levels) <= 2
+    assert auto.rule(between - 1) == auto.rule(between + 1)
 
 
 def test_auto_uses_vllms_rule_with_cheap_recompute() -> None:
