@@ -1,4 +1,4 @@
-"""planner/engines/allocator.py: blocks that are not split, against start-up logs that print four decimals."""
+"""Tests of planner/engines/allocator.py against start-up logs that print four decimals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_allocation_wastes_less_than_two_mebibytes(sizes: list[int]) -> Non
 
 
 def four_decimals() -> list[dict]:
-    """Rows on CUDA with the model's own config, without a draft or adapters, printed with four decimals."""
+    """Return the report rows on CUDA with four decimals, the model's own config, and no draft or adapters."""
     found = []
     for line in REPORTS.read_text().splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""Broken configs, models and flags: an error of ours that names field and value, and nothing else."""
+"""Tests that invalid configs, models and flags raise a planner error naming field and value."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_broken_config_json_is_rejected(data, match, folder_with):
 
 
 def test_garbage_in_any_config_field_gives_plan_or_named_error(config_of, folder_with):
-    """Each value of real configs replaced by each kind of garbage: a plan or one of our errors."""
+    """Each field of four real configs, replaced by 13 kinds of garbage, gives a plan or a planner error."""
     garbage = [None, -1, 0, 2**70, 1.5, "x", "", [], {}, [1], {"a": 1}, True, False]
     for name in ("meta-llama/Llama-3.2-1B", "google/gemma-3-1b-it", "tiiuae/falcon-40b", "Qwen/Qwen2.5-0.5B"):
         config = config_of(name)
@@ -276,7 +276,7 @@ def test_rope_scaling_extends_max_length_by_vllm_rule(tiny_llama, folder_with):
 
 
 def test_stored_copy_of_tied_lm_head_widens_weight_interval(tmp_path, tiny_llama, held_bytes):
-    """transformers keeps a stored lm_head apart when its values differ; the header does not tell."""
+    """Transformers keeps a stored lm_head separately if its values differ, which the header does not tell."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, LlamaConfig

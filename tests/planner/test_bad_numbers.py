@@ -1,5 +1,7 @@
-"""Every number flag of ``tonnage plan`` and ``tonnage train`` with figures nobody can mean: exit code 2, one
-line that names the flag, no plan."""
+"""Tests that an invalid number in any flag of ``tonnage plan`` or ``tonnage train`` exits with 2.
+
+The error is one line that names the flag, and no plan is printed.
+"""
 
 from __future__ import annotations
 

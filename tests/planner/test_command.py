@@ -1,4 +1,4 @@
-"""``tonnage plan`` as a process: exit codes, one clear line, output when piped and in a terminal."""
+"""Tests of ``tonnage plan`` as a process: exit codes, one-line errors, piped and terminal output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_piped_output_has_no_terminal_codes(plan):
 
 
 def test_terminal_output_has_bars(tmp_path):
-    """Through a real pseudo-terminal: rich draws the table."""
+    """Rich draws the table on a real pseudo-terminal."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
     command = [sys.executable, "-c", CODE, "demo", "--device-memory", "16GiB"]
@@ -169,7 +169,7 @@ def test_plan_help_lists_main_flags_and_exit_codes(plan):
 
 
 def test_json_plan_imports_no_heavy_module(tmp_path):
-    """Neither torch, transformers, numpy, rich nor the standard library's slow modules for a plan in JSON."""
+    """A plan in JSON imports no torch, transformers, numpy or rich, and no slow standard-library module."""
     code = (
         "import sys; from tonnage.planner.command import run\n"
         "code = run(['demo', '--json', '--explain', '--device-memory', '16GiB'])\n"

@@ -1,4 +1,4 @@
-"""``tonnage plan --compare``: upgrades that users reported, in direction and size, with release and reason."""
+"""Tests of ``tonnage plan --compare`` against user-reported upgrades: direction, size, release and reason."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def reasons(out, version):
 
 
 def test_vllm_0_17_lowers_activations(folder, capsys):
-    """llm-d-planner#205, Qwen3-14B on an H100: 5.64 GiB of activations under 0.16.0, 2.23 under 0.17.0; the
-    memory outside PyTorch doubled at 0.18.0."""
+    """Qwen3-14B on an H100 has 5.64 GiB of activations under 0.16.0 and 2.23 under 0.17.0.
+
+    The memory outside PyTorch doubled at 0.18.0 (llm-d-planner#205).
+    """
     model = folder("startups/Qwen__Qwen3-14B.json")
     flags = ("--max-model-len", "8192", "--gpu-memory-utilization", "0.95")
     out = compared(capsys, model, "0.16.0", "0.17.0", *flags)
@@ -59,7 +61,7 @@ def test_vllm_0_17_lowers_activations(folder, capsys):
 
 
 def test_vllm_0_20_1_prints_more_tokens_for_sliding_window_model(folder, capsys):
-    """vllm#43308, Gemma 4 31B in 4 bits on an A100: 9.5 times as many tokens, for the same pool."""
+    """Gemma 4 31B in 4 bits on an A100 prints 9.5 times as many tokens for the same pool (vllm#43308)."""
     model = folder(GEMMA)
     flags = ("--gpu-memory-utilization", "0.9", "--max-model-len", "131072", "--gpu", "a100-80g")
     out = compared(capsys, model, "0.20.0", "0.21.0", *flags)
@@ -69,8 +71,10 @@ def test_vllm_0_20_1_prints_more_tokens_for_sliding_window_model(folder, capsys)
 
 
 def test_vllm_0_26_sliding_windows_hold_two_batches(folder, capsys):
-    """vllm#49878, Gemma 4 with 49 GiB of KV cache and steps of 32,768 tokens: a request takes half as
-    much more, and what started under 0.25.1 fails."""
+    """Gemma 4 with 49 GiB of KV cache and steps of 32,768 tokens needs 1.5 times the bytes per request.
+
+    A start that succeeded under 0.25.1 fails (vllm#49878).
+    """
     flags = (
         "--kv-cache-memory-bytes",
         "49GiB",
@@ -87,7 +91,7 @@ def test_vllm_0_26_sliding_windows_hold_two_batches(folder, capsys):
 
 
 def test_vllm_0_20_raises_memory_share_and_estimates_cuda_graphs(folder, capsys):
-    """0.92 instead of 0.9 by default, and the estimate of the graphs off the pool (vllm#45178 in direction)."""
+    """The default share rises from 0.9 to 0.92, and the estimated graphs reduce the pool (vllm#45178)."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.19.1", "0.20.0", "--max-model-len", "8192")
     assert out["terms"]["gpu_memory_utilization"] == {"from": 0.9, "to": 0.92}
@@ -99,9 +103,11 @@ def test_vllm_0_20_raises_memory_share_and_estimates_cuda_graphs(folder, capsys)
 
 
 def test_vllm_v1_rejects_context_that_v0_accepted(folder, capsys):
-    """vllm#15617, a Llama of 70B on eight RTX 4090 at 0.95: 116,160 tokens started under 0.7.3; under 0.8.2
-    "4.43 GB KV cache is needed, which is larger than the available KV cache memory (3.48 GB)", and then no
-    memory for 1,024 dummy requests."""
+    """A 70B Llama on eight RTX 4090 at 0.95 starts with 116,160 tokens under 0.7.3 only (vllm#15617).
+
+    Under 0.8.2 the log says "4.43 GB KV cache is needed, which is larger than the available KV cache memory
+    (3.48 GB)". A shorter context then has no memory for 1,024 dummy requests.
+    """
     model = folder("configs/meta-llama__Llama-3.1-70B-Instruct.json")
     flags = ("--gpu", "rtx-4090", "--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.95")
     out = compared(capsys, model, "0.7.3", "0.8.2", *flags, "--max-model-len", "116160")
@@ -126,8 +132,11 @@ def test_vllm_v1_rejects_context_that_v0_accepted(folder, capsys):
 
 
 def test_vllm_0_26_counts_flashinfer_workspace_as_cuda_graphs(folder, tmp_path, capsys):
-    """vllm#50780, Qwen3.5-122B-A10B in 4 bits with steps of 32,768 tokens: 0.56 GiB of graphs estimated under
-    0.23, 4.2 GiB under 0.26; 1,489,281 tokens became 17.9 % fewer (23.7 % in a nightly of 0.26.1)."""
+    """Qwen3.5-122B-A10B in 4 bits loses 17.9 % of its 1,489,281 tokens (vllm#50780).
+
+    With steps of 32,768 tokens, 0.23 estimated 0.56 GiB of graphs and 0.26 estimated 4.2 GiB. A nightly build
+    of 0.26.1 lost 23.7 % of the tokens.
+    """
     model = folder("configs/nvidia__Qwen3.5-122B-A10B-NVFP4.json")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
@@ -154,8 +163,10 @@ def test_vllm_0_26_counts_flashinfer_workspace_as_cuda_graphs(folder, tmp_path, 
 
 
 def test_flashinfer_workspace_depends_on_batched_tokens(folder, capsys):
-    """vllm#52872, a hybrid of 64 layers on an RTX 5090: 0.89 GiB of graphs with steps of 8,192 tokens, 0.52
-    with 4,096, 3,072 and 2,048."""
+    """A hybrid of 64 layers on an RTX 5090 has 0.89 GiB of graphs with steps of 8,192 tokens (vllm#52872).
+
+    With steps of 4,096, 3,072 and 2,048 tokens it has 0.52 GiB.
+    """
     model = folder("configs/Qwen__Qwen3.5-27B.json")
     found = {}
     for tokens in (8192, 4096, 3072, 2048):
@@ -168,8 +179,10 @@ def test_flashinfer_workspace_depends_on_batched_tokens(folder, capsys):
 
 
 def test_vllm_second_model_runner_estimates_no_graphs_before_0_29(folder, capsys):
-    """vllm#49224: dense models run on it from 0.25 on, and what their graphs take came off no pool;
-    NeMo-RL#3280: several GiB more of KV cache under 0.25 than under 0.20."""
+    """Dense models use the second runner from 0.25 on; its graphs did not reduce the pool (vllm#49224).
+
+    NeMo-RL#3280 reports several GiB more KV cache under 0.25 than under 0.20.
+    """
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.24.0", "0.25.1", "--max-model-len", "8192", "--gpu", "l40s")
     assert out["terms"]["cuda_graph_bytes"]["from"] == 0  # LlamaForCausalLM was on it already
@@ -195,7 +208,7 @@ def test_vllm_0_28_enables_prefix_caching_for_hybrid_models(folder, capsys):
 
 
 def test_vllm_mamba_states_per_prefix_block_by_version(folder, capsys):
-    """Asked for, 0.27 keeps one for each block of a prompt, 0.28 two, 0.32 three."""
+    """With prefix caching, 0.27 keeps one state per block of a prompt, 0.28 two states and 0.32 three."""
     model = folder("configs/nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json")
     flags = ("--max-model-len", "131072", "--enable-prefix-caching")
     out = compared(capsys, model, "0.27.1", "0.28.0", *flags)
@@ -211,7 +224,7 @@ def test_vllm_mamba_states_per_prefix_block_by_version(folder, capsys):
 
 
 def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
-    """cuBLAS' 32 MiB are there before the first snapshot; --mamba-cache-mode does nothing any more."""
+    """The 32 MiB of cuBLAS precede the first snapshot, and --mamba-cache-mode has no effect any more."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.32.0", "0.33.0", "--max-model-len", "8192")
     activation = out["terms"]["activation_bytes"]
@@ -239,7 +252,7 @@ def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
     ],
 )  # fmt: skip
 def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_path, capsys):
-    """VllmConfig._limit_max_model_len_to_draft."""
+    """The rule is VllmConfig._limit_max_model_len_to_draft."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     config = json.loads((DATA / "configs/meta-llama__Meta-Llama-3.1-8B.json").read_text())
     config.pop("rope_scaling", None)
@@ -276,7 +289,7 @@ def test_version_steps_are_ordered_and_add_up_in_both_directions(folder, capsys)
 
 
 def test_compare_shows_newer_version_that_drops_model_class(folder, capsys):
-    """A class that was taken out: the words of the newer version."""
+    """The output quotes the newer version's error for a removed model class."""
     model = folder("configs/baichuan-inc__Baichuan2-7B-Base.json")
     out = compared(capsys, model, "0.23.0", "0.24.0")
     assert out["stops_with"]["from"] is None

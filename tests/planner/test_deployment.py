@@ -1,4 +1,4 @@
-"""What flags mean for a model under an engine: cases that were planned wrong once."""
+"""Tests of flags whose meaning depends on model and engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def source(name: str, **changes) -> ModelSource:
 
 @pytest.mark.parametrize(("features", "size"), [(("avx512_bf16",), 4), ((), 2)])
 def test_gpu_cpu_uses_cpu_features_of_this_machine(features, size, monkeypatch):
-    """Its CPU too, not its memory alone: with AVX-512 BF16 vLLM keeps recurrent states in float32
-    (platforms/cpu.py)."""
+    """With AVX-512 BF16, vLLM keeps recurrent states in float32 (platforms/cpu.py)."""
     monkeypatch.setattr(host, "cpu_features", lambda: frozenset(features))
     found = [
         plan_source(
@@ -56,14 +55,14 @@ def test_gpu_cpu_uses_cpu_features_of_this_machine(features, size, monkeypatch):
     ],
 )
 def test_default_batched_tokens_before_vllm_v1(version, length, flags, tokens):
-    """SchedulerConfig of 0.7: max(max_model_len, 2048) unless prompts are cut (vllm/config.py)."""
+    """SchedulerConfig of 0.7 uses max(max_model_len, 2048) unless prompts are chunked (vllm/config.py)."""
     made = Deployment(engine="vllm", engine_version=version, gpu="a100-80g", max_model_len=length, **flags)
     found = plan_source(source("meta-llama__Meta-Llama-3.1-8B"), made)
     assert found.deployment.max_num_batched_tokens == tokens
 
 
 def test_llama_cpp_notes_length_above_model_maximum():
-    """It allocates what was asked for and starts; other engines refuse."""
+    """llama.cpp allocates the requested length and starts; other engines reject it."""
     long = Deployment(engine="llama.cpp", max_model_len=16384, device_memory=1 << 40)
     found = plan_source(source("meta-llama__Llama-2-7b-hf"), long)
     assert found.kv_cache.tokens == 16384
@@ -89,8 +88,7 @@ def test_model_unsupported_by_default_engine_is_planned_for_vllm(tmp_path, capsy
 
 
 def test_pooling_runner_has_no_lm_head_and_no_sampler():
-    """vLLM's pooling classes of generative models leave the head out (model_executor/models/adapters.py); the
-    cache of a causal model stays."""
+    """vLLM's pooling classes omit the head (model_executor/models/adapters.py); the KV cache stays."""
     config = {"tie_word_embeddings": False}
     flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g", "max_model_len": 8192}
     generates, pools = (

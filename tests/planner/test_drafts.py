@@ -1,7 +1,7 @@
-"""Drafts against vLLM 0.32.0: bytes of its own draft modules, built on the meta device, and the pool of both.
+"""Tests of draft weights and of the shared pool against vLLM 0.32.0's draft modules on the meta device.
 
-Configs are public ones cut to a few layers; vLLM's answers are stored (tests/data/oracles), `make test-oracles`
-asks again.
+The configs are public ones reduced to a few layers. vLLM's answers are stored in tests/data/oracles; `make
+test-oracles` computes them again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ IDS = [f"{model}-{i}" for i, (model, *_) in enumerate(CASES)]
 
 
 def cut(model: str, layers: int, changes: dict) -> dict:
-    """The config with fewer layers, text alone, without quantization."""
+    """Return the text config with ``layers`` layers and without quantization."""
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     config = config.get("text_config", config)
     before = config["num_hidden_layers"]
@@ -125,7 +125,7 @@ def test_draft_weights_and_kv_pool_equal_vllm(case, answers):
 
 
 def _not_parameters(plan: Plan, layers: int, draft: dict | None) -> int:
-    """Buffers beside them: four scales in each of the draft's layers, and the rotary table of another model."""
+    """Return the bytes of the draft's buffers: four scales per layer, and a second model's rotary table."""
     drafted = {layer for group in plan.kv_cache.layout.groups for layer in group.layers if layer >= layers}
     table = 0
     if draft is not None:
@@ -160,7 +160,7 @@ def test_mtp_without_draft_layers_is_rejected(model, changes, tokens, why):
 
 
 def test_step_3_7_has_three_mtp_layers_with_own_heads():
-    """Step 3.7: three, each with a head of its own that is kept (models/step3p5_mtp.py)."""
+    """Step 3.7 has three MTP layers; each keeps a head of its own (models/step3p5_mtp.py)."""
     plan = plan_source(source("stepfun-ai__Step-3.7-Flash"), flags(num_speculative_tokens=3))
     drafted = {layer for group in plan.kv_cache.layout.groups for layer in group.layers if layer >= 45}
     assert drafted == {45, 46, 47}
@@ -171,7 +171,7 @@ def test_step_3_7_has_three_mtp_layers_with_own_heads():
 
 
 def test_checkpoint_without_mtp_tensors_is_rejected():
-    """Pruned and quantized checkpoints often leave them out: vLLM would not start."""
+    """Pruned and quantized checkpoints often omit the MTP tensors, and vLLM would not start."""
     config = cut("deepseek-ai__DeepSeek-V3", 2, {**FEW, "first_k_dense_replace": 2})
     held = tuple(
         HeaderTensor(tensor.name, "BF16", tensor.shape, tensor.elements * 2)
@@ -186,7 +186,7 @@ def test_checkpoint_without_mtp_tensors_is_rejected():
 
 
 def test_mtp_layers_excluded_from_quantization_stay_16_bit():
-    """NVFP4 files of DeepSeek-V3.2 leave layer 61 alone: the draft weighs as in 16 bits."""
+    """NVFP4 files of DeepSeek-V3.2 exclude layer 61, so that the draft weighs as much as in 16 bits."""
     plain = json.loads((CONFIGS / "nvidia__DeepSeek-V3.2-NVFP4.json").read_text())
     beside = json.loads((CONFIGS / "nvidia__DeepSeek-V3.2-NVFP4.quant.json").read_text())["quantization"]
     small = plan_source(
@@ -202,7 +202,7 @@ def test_mtp_layers_excluded_from_quantization_stay_16_bit():
 
 
 def test_draft_is_on_last_pipeline_stage():
-    """With its cache; its embedding lies on another stage, so it keeps one."""
+    """The last stage holds the draft, its KV cache and a copy of the embedding."""
     whole = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags())
     parts = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags(pipeline_parallel_size=2))
     assert [rank.draft_bytes > 0 for rank in parts.ranks] == [False, True]
@@ -229,7 +229,7 @@ def test_eagle_draft_not_matching_target_is_rejected(tmp_path):
 
 
 def test_speculators_config_plans_same_as_eagle_config(tmp_path):
-    """The speculators library keeps the layer's config apart; what is planned is the same."""
+    """The speculators library nests the layer's config; the plan is the same."""
     inner = {key: value for key, value in EAGLE.items() if key != "architectures"}
     outer = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 32000,
@@ -246,8 +246,11 @@ def test_speculators_config_plans_same_as_eagle_config(tmp_path):
 
 
 def test_activation_peak_with_profiled_draft_by_model_runner(tmp_path):
-    """The first model runner verifies a drafted token of each sequence in its profile run, with its logits five
-    times over in float32; the second does not. Both run the draft while the model's hidden states are there."""
+    """The first model runner verifies one draft token per sequence in its profile run, the second does not.
+
+    Verification holds the logits five times in float32. Both runners run the draft while the model's hidden
+    states are held.
+    """
     third = {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(third))
     rows, vocabulary = 1024, 128_256
@@ -279,7 +282,7 @@ def test_hybrid_mtp_draft_with_unknown_layer_kind_is_rejected():
 
 
 def test_nemotron_h_mtp_draft_is_one_attention_and_one_expert_layer():
-    """models/nemotron_h_mtp.py, which vLLM builds on a GPU only: two parts, one with a cache."""
+    """models/nemotron_h_mtp.py, which vLLM builds on a GPU only, has two parts, of which one has a KV cache."""
     config = json.loads((CONFIGS / "nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8.json").read_text())
     config.pop("quantization_config", None)
     plan = plan_source(ModelSource("m", "m", config, "folder"), flags(num_speculative_tokens=3))
@@ -296,7 +299,7 @@ def test_nemotron_h_mtp_draft_is_one_attention_and_one_expert_layer():
 
 
 def test_minimax_m3_mtp_draft_is_sparse_attention_with_experts():
-    """models/minimax_m3/nvidia/mtp.py: force_sparse_attn, force_moe."""
+    """The source is models/minimax_m3/nvidia/mtp.py (force_sparse_attn, force_moe)."""
     config = json.loads((CONFIGS / "MiniMaxAI__MiniMax-M3.json").read_text())
     config.pop("quantization_config", None)
     plan = plan_source(ModelSource("m", "m", config, "folder"), flags(num_speculative_tokens=7))
@@ -309,8 +312,10 @@ def test_minimax_m3_mtp_draft_is_sparse_attention_with_experts():
 
 @pytest.mark.parametrize("model", ["deepseek-ai__DeepSeek-V4-Flash", "deepseek-ai__DeepSeek-V4-Pro"])
 def test_deepseek_v4_mtp_draft_has_only_sliding_window_attention(model):
-    """models/deepseek_v4/nvidia/mtp.py and attention.py, which no CPU runs: no compressor, no table of hashes,
-    two joining matrices."""
+    """The draft has no compressor and no hash table, and it has two joining matrices.
+
+    The sources are models/deepseek_v4/nvidia/mtp.py and attention.py, which run on no CPU.
+    """
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     whole = plan_source(ModelSource("m", "m", config, "folder"), flags(tensor_parallel_size=8))
     alone = plan_source(

@@ -1,4 +1,4 @@
-"""tonnage plan --emit: the plan's figures, as chart and compose read them; what does not fit is refused."""
+"""Tests of ``tonnage plan --emit``: the values that chart and Compose read, and rejected plans."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_compose_env_passes_tensor_parallel_size_to_engine() -> None:
 
 
 def test_compose_env_passes_model_revision_to_vllm() -> None:
-    """This project's server takes it behind the name."""
+    """vLLM gets the revision as an option, Tonnage's server as a suffix of the model name."""
     config = json.loads((ROOT / "tests/data/configs/Qwen__Qwen2.5-7B.json").read_text())
     source = ModelSource("Qwen/Qwen2.5-7B@abc123", "Qwen/Qwen2.5-7B", config, "hub")
     flags = Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192)
@@ -158,7 +158,7 @@ def test_chart_example_values_match_emit_output() -> None:
 
 
 def test_serve_rejects_environment_memory_below_pool() -> None:
-    """What compose hands to the server: less memory than the pool needs."""
+    """Compose passes less memory to the server than the pool needs."""
     env = {
         "TONNAGE_DEVICE_MEMORY": "256MiB",
         "TONNAGE_KV_CACHE_MEMORY_BYTES": "512MiB",

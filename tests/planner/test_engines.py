@@ -1,4 +1,4 @@
-"""One object per engine: found by name, imported alone; vLLM's rules by version."""
+"""Tests of the engine registry: lookup by name, separate imports, and vLLM's rules by version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_engine_of_returns_engine_by_name():
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_loading_one_engine_imports_no_other_engine(name):
-    """A plan needs one engine: the others cost it nothing at the start."""
+    """A plan needs one engine; importing the others would slow its start."""
     code = (
         "import sys; from tonnage.planner.engines.registry import ENGINES, engine_of\n"
         f"engine_of({name!r})\n"
@@ -69,7 +69,7 @@ ENGINE = TensorRT()
 
 
 def test_new_engine_needs_only_one_module(monkeypatch, capsys):
-    """Its answers alone: everything else that plans, sweeps and advises asks it."""
+    """Planning, sweeps and advice take everything about an engine from its module."""
     module = ModuleType("tensorrt_llm")
     exec(NEW, module.__dict__)
     monkeypatch.setitem(sys.modules, "tonnage.planner.engines.tensorrt_llm", module)
@@ -107,14 +107,14 @@ def test_kv_dtype_error_names_requested_engine(capsys):
     ],
 )
 def test_sglang_default_mem_fraction_and_batched_tokens(flags, share, tokens):
-    """handle_gpu_memory_settings (arg_groups/memory_hook.py, 0.5.23)."""
+    """The rule is handle_gpu_memory_settings (arg_groups/memory_hook.py, SGLang 0.5.23)."""
     chosen = make_plan("demo", Deployment(engine="sglang", **flags)).deployment
     assert chosen.mem_fraction_static == pytest.approx(share, abs=0.0011)
     assert chosen.max_num_batched_tokens == tokens
 
 
 def test_planner_code_never_compares_engine_names():
-    """What differs between engines is asked of the engine; a new one would be missed by a comparison."""
+    """Differences between engines are engine methods, because a name comparison would miss a new engine."""
     for path in PLANNER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Attribute | ast.Name):

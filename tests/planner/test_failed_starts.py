@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (sentences of the engine)
-"""Starts that fail, foretold in the engine's own words: held against its sources, and against a log of one."""
+"""Tests that forecast start failures quote the engine's own error messages, against its sources and a log."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ FILES = (
 
 @cache
 def worded(root: Path) -> tuple[re.Pattern[str], ...]:
-    """Every text of those files of vLLM, what it fills in left open; adjacent texts are one, and so are a text
-    and one that is filled into it."""
+    """Return a pattern for every message in vLLM's ``FILES``, with its inserted values left open.
+
+    Adjacent string literals form one message, and so do a message and a message inserted into it.
+    """
     out = []
     for file in FILES:
         if not (root / file).exists():
@@ -87,7 +89,7 @@ STOPPED = [
 
 @cache
 def installed() -> Path | None:
-    """The folder of the vLLM that the tests run with."""
+    """Return the folder of the installed vLLM, or None without one."""
     spec = importlib.util.find_spec("vllm")
     return Path(spec.origin).parent if spec and spec.origin else None
 
@@ -119,7 +121,7 @@ def test_forecast_start_failure_quotes_vllm_error_message(model, flags, said, tm
 
 
 def test_altered_error_message_is_not_found_in_vllm_source():
-    """The measure above can say no."""
+    """The message check of this file can fail."""
     root = installed()
     if root is None:
         return
@@ -144,7 +146,7 @@ def test_plan_that_fits_has_no_start_failure(tmp_path, capsys):
 
 
 def test_forecast_failure_equals_published_start_log(tmp_path):
-    """vLLM 0.19.0 with two replicas on a machine with one H100: the sentence of its log, to the letter."""
+    """The case is vLLM 0.19.0 with two replicas on a machine with one H100."""
     (log,) = (DATA / "startup_logs").glob("*FAILED*")
     flags = Deployment(
         engine="vllm", engine_version="0.19.0", gpu="h100-80g", gpu_memory_utilization=0.95, max_model_len=8192,
@@ -176,7 +178,7 @@ def test_forecast_error_message_matches_vllm_version(version, said, tmp_path):
 
 
 def test_vllm_0_33_rejects_16_bit_kv_cache_of_other_dtype(tmp_path):
-    """The words are those of 0.33's config/vllm.py."""
+    """The quoted message is in config/vllm.py of 0.33."""
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "gpu": "h100-80g", "max_model_len": 8192, "kv_cache_dtype": "float16"}
     make_plan(model, Deployment(**flags, engine_version="0.32.0"))
@@ -201,7 +203,7 @@ def test_vllm_0_33_rejects_16_bit_kv_cache_of_other_dtype(tmp_path):
     ],
 )
 def test_cpu_kv_cache_unsupported_by_vllm_version_is_rejected(model, version, said, tmp_path):
-    """tests/data/oracles/vllm_versions.json has each refused by that version."""
+    """tests/data/oracles/vllm_versions.json has each case rejected by that version."""
     flags = Deployment(
         engine="vllm", engine_version=version, gpu="cpu", device_memory=1 << 50, kv_cache_memory_bytes=8 * GIB,
         max_model_len=2048,
@@ -237,7 +239,10 @@ def test_model_newer_than_vllm_version_does_not_start(tmp_path):
 
 
 def test_model_newer_than_required_transformers_adds_note(tmp_path):
-    """0.19 has a class for Gemma 4 and requires transformers below 5, which does not know it: some upgraded it."""
+    """vLLM 0.19 has a class for Gemma 4 but requires transformers below 5, which lacks it.
+
+    Some installations have a newer transformers, so that the plan only notes it.
+    """
     model = folder(tmp_path, "google__gemma-4-26B-A4B")
     flags = {"engine": "vllm", "gpu": "h200-141g", "max_model_len": 8192}
     old = make_plan(model, Deployment(**flags, engine_version="0.19.0"))
@@ -249,7 +254,7 @@ def test_model_newer_than_required_transformers_adds_note(tmp_path):
 
 
 def test_every_published_start_has_supported_model_class():
-    """The table of classes by version against the starts that are published."""
+    """The table of classes by version covers every published start."""
     first = startup_failures._architectures()["first"]
     seen = 0
     for line in (DATA / "field_reports.jsonl").read_text().splitlines():
@@ -266,7 +271,7 @@ def test_every_published_start_has_supported_model_class():
 
 
 def test_cuda_graphs_outside_memory_share_add_note(tmp_path):
-    """Before 0.20 they come on top of the share: at 1.0 nothing is left for them."""
+    """Before 0.20, graphs come on top of the share; a share of 1.0 leaves nothing for them."""
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g"}
     tight = make_plan(model, Deployment(**flags, gpu_memory_utilization=1.0))

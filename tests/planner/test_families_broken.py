@@ -1,4 +1,4 @@
-"""Real configs with one field broken: an answer or a named refusal, never any other exception."""
+"""Tests that a real config with one broken field gives an answer or a named error, and no other exception."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Encoders, whole and changed in one field at a time: what the planner says is what transformers builds of them
-on the meta device. vLLM's classes (stored answers) hold the planned bytes; no token costs any cache."""
+"""Tests of encoder families against transformers' modules on the meta device and vLLM's classes.
+
+Each config is used unchanged and with one field changed at a time. vLLM's answers are stored. An encoder has no
+KV cache.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,7 @@ def test_encoder_weight_bytes_equal_loaded_model(model_type, tmp_path):
 
 
 def test_roberta_max_length_excludes_padding_positions(tmp_path):
-    """RoBERTa's first position is that behind the padding token's; one text longer than the rest fails in
-    transformers itself."""
+    """RoBERTa's first position follows the padding token's; a longer text fails in transformers itself."""
     config = config_of("roberta", "RobertaModel")
     longest = build_architecture(config).max_model_len
     assert longest == 70 - 2

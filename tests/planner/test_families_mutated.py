@@ -1,5 +1,7 @@
-"""Random small configs of every family transformers knows: names, shapes and the count of parameters equal what
-transformers builds on the meta device. Published configs say nothing about sizes nobody has used yet."""
+"""Tests of random small configs of every family that transformers has, against its modules on the meta device.
+
+Names, shapes and parameter counts must be equal. Published configs do not cover every combination of sizes.
+"""
 
 from __future__ import annotations
 

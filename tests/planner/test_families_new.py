@@ -1,8 +1,8 @@
-"""Families that the installed transformers does not have: against stored answers of transformers 5.23.0.
+"""Tests of families that the installed transformers lacks, against stored answers of transformers 5.23.0.
 
-``make test-oracles`` unpacks that version beside the environment and asks it again (TRANSFORMERS_NEW names the
-folder). Small configs are compared name by name, cache layer by cache layer; the classes' own defaults, which
-are the sizes of the published model, by their number of parameters.
+``make test-oracles`` unpacks that version beside the environment and computes them again (TRANSFORMERS_NEW
+names the folder). Small configs are compared tensor by tensor and cache layer by cache layer. The classes'
+default configs, which have the published sizes, are compared by parameter count.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def test_new_family_tensors_and_cache_match_transformers(name: str, says: dict[s
 
 
 def kept(layer: CacheLayer) -> tuple[Any, ...]:
-    """What the planner says of a layer, as ``held`` says it of transformers'."""
+    """Return the planned cache of a layer in the form that ``held`` returns for transformers."""
     if layer.shares is not None:
         return ("shared",)
     if layer.kind == "state":
@@ -299,7 +299,7 @@ def test_config_that_transformers_cannot_build_is_rejected(field: str) -> None:
 def test_config_of_originally_published_class_gives_same_tensors(
     name: str, class_name: str, change: dict[str, Any]
 ) -> None:
-    """Fields and class of the code that the models were first published with."""
+    """The config has the fields and class name of the code that the model was first published with."""
     config = config_of(name)
     first = build_architecture({**config, **change, "architectures": [class_name]})
     assert first.tensors == build_architecture(config).tensors

@@ -1,4 +1,4 @@
-"""Tiny real models of every family: storages after from_pretrained, DynamicCache, and mutated configs."""
+"""Tests with tiny real models of every family: storages after from_pretrained, DynamicCache, random configs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """saved(name) -> folder of a random model of that family in bfloat16, made once."""
+    """Return a function that saves a random bfloat16 model of a family once and returns its folder."""
     made = {}
 
     def make(name: str) -> str:
@@ -114,7 +114,7 @@ def test_planned_float32_weight_bytes_equal_loaded_model(name, saved, held_bytes
 
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_kv_cache_equals_transformers_dynamic_cache(name, saved):
-    """Bytes per token, and which layers slide, as a plain DynamicCache of the model has them."""
+    """Bytes per token and the sliding layers equal those of a plain DynamicCache."""
     tokens = 7  # the windows are 8: nothing has slid out yet
     model = loaded(saved(name), torch.bfloat16, None)
     cache = DynamicCache(config=model.config)
@@ -131,7 +131,7 @@ def test_planned_kv_cache_equals_transformers_dynamic_cache(name, saved):
 
 
 def mutations(rng: random.Random):
-    """Random shapes for each family, as config-class arguments."""
+    """Yield random shapes for each family, as config-class arguments."""
     heads = rng.choice([1, 2, 4, 8])
     kv_heads = rng.choice([k for k in (1, 2, 4, 8) if heads % k == 0])
     hidden = heads * 2 * rng.randint(2, 12)
@@ -171,7 +171,7 @@ def mutations(rng: random.Random):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_config_tensors_equal_transformers_modules(seed):
-    """Names and shapes of every parameter and buffer equal transformers' modules."""
+    """Names and shapes of every parameter and buffer are equal."""
     rng = random.Random(seed)
     for kind, fields in mutations(rng):
         config = getattr(transformers, kind)(**fields)

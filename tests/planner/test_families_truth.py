@@ -1,4 +1,4 @@
-"""Weights from config.json alone against public facts: parameter counts and published checkpoint sizes."""
+"""Tests of weights planned from config.json against published parameter counts and checkpoint sizes."""
 
 from __future__ import annotations
 

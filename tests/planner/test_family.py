@@ -1,4 +1,4 @@
-"""A family is one row in the module that builds it, and what an engine knows of it is in that row."""
+"""Tests of the family registry: one row per model type, which holds all that engines need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choices_by_model_type(tree: ast.AST) -> list[int]:
 
 
 def test_no_builder_compares_model_type():
-    """What differs between families stands in their rows; the registry and the meta device look types up."""
+    """Differences between families are in their rows; only the registry and meta.py look types up."""
     assert choices_by_model_type(ast.parse("a = model_type == 'llama' or TABLE[model_type]")) == [1, 1]
     for path in FOLDER.glob("[a-z]*.py"):
         if path.name not in ("registry.py", "meta.py"):
@@ -74,7 +74,7 @@ def test_llama_family_imports_no_other_family():
 
 
 def test_new_family_needs_only_one_module(tmp_path, monkeypatch):
-    """A module that nothing names but the folder it lies in, in a process of its own."""
+    """A new module is found by its folder alone, in a separate process."""
     here = tmp_path / "tonnage" / "planner"
     shutil.copytree(FOLDER.parent, here, ignore=shutil.ignore_patterns("__pycache__"))
     (here.parent / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""The accuracy benchmark's engine sections on the copies in tests/data: the bars they must hold."""
+"""Tests of the accuracy benchmark's engine sections on the data in tests/data, with minimum scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS = ("vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load",
 
 @pytest.fixture(scope="module")
 def scores():
-    """One run of the benchmark, transformers not importable in it."""
+    """Return the scores of one run of the benchmark in which transformers cannot be imported."""
     command = [
         sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py"), "--configs", str(DATA / "configs"),
         "--vllm", str(DATA / "configs" / "vllm_kv_truth.tsv"), "--reports", str(DATA / "field_reports.jsonl"),
@@ -36,7 +36,7 @@ def test_planned_blocks_equal_every_vllm_answer(scores):
 
 
 def test_planned_blocks_equal_every_vllm_version(scores):
-    """Each by its own planning code (benchmarks/accuracy/vllm_versions.py)."""
+    """Each version's answer is from its own planning code (benchmarks/accuracy/vllm_versions.py)."""
     versions = scores["vllm_blocks"]["versions"]
     assert len(versions) == 13
     for version, row in versions.items():
@@ -89,7 +89,7 @@ def test_planned_weights_within_1_percent_of_logged_model_load(scores):
 
 
 def test_shipped_coefficients_equal_fit_of_test_data(tmp_path):
-    """planner/engines/runtime/fitted.json is what benchmarks/fit_runtime.py writes from tests/data."""
+    """planner/engines/runtime/fitted.json equals what benchmarks/fit_runtime.py writes from tests/data."""
     script = str(ROOT / "benchmarks" / "fit_runtime.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]

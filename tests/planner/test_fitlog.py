@@ -1,4 +1,4 @@
-"""``tonnage fit-log``: figures out of real start-up lines, the comparison, the refit, refusals."""
+"""Tests of ``tonnage fit-log``: reading real start-up lines, the comparison, the refit and rejections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def quoted(predicate):
     ],
 )  # fmt: skip
 def test_vllm_log_figures_equal_recorded_values(figure, observed, unit):
-    """Where the quote holds the line, the figure is the one the report's collector noted."""
+    """Where the quote holds the line, the figure equals the value recorded with the report."""
     marks = {
         "weights_bytes": "Model loading took", "kv_pool_bytes": "Available KV cache memory",
         "tokens": "KV cache size:", "max_concurrency": "Maximum concurrency",
@@ -75,7 +75,7 @@ def model(tmp_path):
 
 
 def test_real_vllm_log_agrees_with_plan_bounds(tmp_path, model, capsys):
-    """vLLM 0.10.2 on an H100: every term within the bounds the planner states."""
+    """The log is of vLLM 0.10.2 on an H100; every term lies within the plan's bounds."""
     report = next(r for r in REPORTS if r["source"].startswith("github.com/kolyangg/mlops-assignment"))
     log = tmp_path / "start.log"
     log.write_text(report["quote"] + "\n")
@@ -104,8 +104,10 @@ def test_real_vllm_log_agrees_with_plan_bounds(tmp_path, model, capsys):
     [("SGLang", ["--tensor-parallel-size", "2"], "tokens"), ("llama.cpp", [], "kv_pool_bytes")],
 )
 def test_sliding_window_log_of_sglang_and_llama_cpp_agrees_with_plan(engine, arguments, term, tmp_path, capsys):
-    """Gemma 4 under SGLang (two pools, their ratio is in the log) and llama.cpp (two caches, two streams); the
-    weights are of another format than the config's, which is said instead of compared."""
+    """Gemma 4 has two pools under SGLang, and two caches with two streams under llama.cpp.
+
+    The weights have another format than the config's, so that the output says "weights not compared".
+    """
     report = next(r for r in REPORTS if r["engine"] == engine and r["config"] == "google__gemma-4-26B-A4B")
     shutil.copy(DATA / "configs" / "google__gemma-4-26B-A4B.json", tmp_path / "config.json")
     (tmp_path / "start.log").write_text(report["quote"])
@@ -160,7 +162,7 @@ def told(capsys, *arguments):
 
 
 def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
-    """Four stages of which one logs its pool: weights of each, and 2,257,264 tokens of the smallest pool."""
+    """One of four stages logs its pool: 2,257,264 tokens of the smallest pool, and each stage's weights."""
     (log,) = told(capsys, PP4, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert [*log["ranks"]] == ["PP0", "PP1", "PP2", "PP3"]
     for rank in log["ranks"].values():
@@ -188,7 +190,7 @@ def test_log_of_fp8_quantization_at_load_agrees_with_plan(llama, capsys):
 
 
 def test_log_disagreeing_with_plan_names_terms_and_direction(llama, tmp_path, capsys):
-    """Weights and pool of another model: which terms, and by how much."""
+    """A log with weights and pool of another model names the terms and the direction of each miss."""
     other = tmp_path / "other.log"
     other.write_text(FP8_KV.read_text().replace("14.99 GiB", "19.99 GiB").replace("58.11 GiB", "40.11 GiB"))
     (log,) = told(capsys, other, "--model", llama, "--gpu", "h100-80g")["logs"]
@@ -218,7 +220,7 @@ def test_log_without_settings_uses_flags_and_adds_notes(llama, tmp_path, capsys)
 
 
 def test_flag_contradicting_log_adds_note(llama, capsys):
-    """The log is the witness; what was asked beside it is not dropped in silence."""
+    """The log takes precedence, and a note names each flag that is not used."""
     base = [FP8_KV, "--model", llama, "--gpu", "h100-80g"]
     (plain,) = told(capsys, *base)["logs"]
     (agrees,) = told(capsys, *base, "--kv-cache-dtype", "fp8")["logs"]
@@ -231,7 +233,7 @@ def test_flag_contradicting_log_adds_note(llama, capsys):
 
 
 def test_log_of_different_checkpoint_adds_note(llama, tmp_path, capsys):
-    """Weights alone, of a model in 4 bits: compared without a GPU, and said to be others."""
+    """The log has only weights, of a model in 4 bits; the comparison needs no GPU."""
     short = tmp_path / "short.log"
     short.write_text(
         "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 5.5976 GiB and 3.5 seconds\n"
@@ -258,7 +260,7 @@ def test_log_of_failed_start_reports_failure_reason(llama, capsys):
 
 
 def test_calibration_from_log_corrects_later_plan(llama, tmp_path, capsys):
-    """A start with an fp8 cache corrects the plan of one with fp8 weights on the same GPU."""
+    """A start with an fp8 cache corrects the plan of a start with fp8 weights on the same GPU."""
     file = tmp_path / "h100.json"
     for _ in range(2):  # the same log twice is one start
         out = told(capsys, FP8_KV, "--model", llama, "--gpu", "h100-80g", "--calibrate", file)

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (lines of logs)
-"""Logs as people have them: every version's words, ranks at once, colours, prefixes, wrapped lines, failed starts.
+"""Tests of log formats: versions, interleaved ranks, colours, prefixes, wrapped lines and failed starts.
 
-The real ones are in tests/data/startup_logs; short ones are worded as the engines' sources word them.
+Real logs are in tests/data/startup_logs. Short logs here copy the wording of the engines' sources.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def gib_of(text):
 
 
 def test_log_lines_of_vllm_0_6_to_0_8_are_read():
-    """0.6.4 (its peak has the weights in it), 0.7 behind SageMaker's prefix and colours, 0.8's ranks."""
+    """0.6.4's peak includes the weights; 0.7 has SageMaker's prefix and colours; 0.8 has ranks."""
     assert gib_of(
         "INFO 12-06 11:39:34 model_runner.py:1077] Loading model weights took 2.6419 GB\n"
         "INFO 12-06 11:39:36 worker.py:232] Memory profiling results: total_gpu_memory=7.92GiB initial_memory_usage"
@@ -135,7 +135,7 @@ def test_log_lines_of_vllm_0_6_to_0_8_are_read():
 
 
 def test_log_lines_of_vllm_0_32_and_later_are_read():
-    """0.32: what was consumed, the estimate of the graphs in the activations, both lines of the pool in one."""
+    """0.32 logs consumed memory, activations with the graph estimate, and both pool lines in one."""
     start = (
         "(APIServer pid=1) INFO 11-20 10:00:00 [startup.py:18] vLLM server version 0.33.0, serving model org/name\n"
         "(Worker_DP0_TP1_EP1 pid=9) INFO 11-20 10:00:09 [model_runner.py:429] Model loading took 14.96 GiB memory and "
@@ -246,7 +246,7 @@ def test_sglang_log_ranks_pools_and_options_are_read():
 
 
 def test_sglang_0_5_23_log_pool_is_read_after_graph_capture():
-    """0.5.23: options as a dict, an upper bound of addresses first, the pool when the graphs are captured."""
+    """0.5.23 logs options as a dict, an upper bound of addresses, and the pool after the graph capture."""
     found = parse_log(
         "[2026-11-02 10:00:00] server_args={'model_path': 'org/name', 'tp_size': 1, 'page_size': 64, 'disable_cuda_graph': "
         "False, 'mem_fraction_static': 0.83, 'speculative_algorithm': None}\n"
@@ -295,7 +295,7 @@ def test_llama_cpp_log_buffers_and_memory_table_are_read():
 
 
 def test_llama_cpp_log_tells_separate_from_unified_kv_cache():
-    """4/4: a cache each; 4/1: one for all of them."""
+    """4/4 sequences mean one cache each; 4/1 means one cache for all."""
     size = "llama_kv_cache: size = 180.00 MiB ( {} cells,  30 layers,  4/{} seqs), K (f16): 90.00 MiB, V (f16): 90.00 MiB"
     apart, shared = (parse_log(size.format(*each) + "\n") for each in ((2048, 4), (8192, 1)))
     assert (apart.flags["max_num_seqs"], apart.flags["kv_unified"]) == ("4", "False")

@@ -1,4 +1,4 @@
-"""A flag is a field, declared once: what its line says is what every command, setting and check does."""
+"""Tests of flags, which are declared once as dataclass fields for every command, setting and check."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_dataclass_field_has_a_flag(record):
 
 @pytest.mark.parametrize("flag", FLAGS, ids=names(FLAGS))
 def test_flag_reads_valid_text_and_rejects_invalid_text(flag):
-    """Of each flag one value as text, and what is no value of it."""
+    """Each flag reads one valid value as text and rejects invalid values."""
     text, value = {
         "bytes": ("1KiB", 1024), "GiB": ("0.5", 1 << 29), "MiB": ("0.5", 1 << 19), "share": ("0.25", 0.25),
     }.get(flag.unit, ("x", "x"))  # fmt: skip
@@ -93,7 +93,7 @@ def test_help_text_contains_engine_defaults():
 
 @pytest.mark.parametrize("size", [1, 16, 64])
 def test_sglang_block_size_is_its_page_size(size, capsys):
-    """--page-size: what is printed is what is planned; tokens are rounded down to whole pages."""
+    """The option is --page-size; token counts are rounded down to whole pages."""
     whole = make_plan("demo", Deployment(engine="sglang", gpu="h100-80g"))
     plan = make_plan("demo", Deployment(engine="sglang", gpu="h100-80g", block_size=size, max_model_len=1001))
     assert plan.deployment.block_size == plan.kv_cache.layout.block_size == size

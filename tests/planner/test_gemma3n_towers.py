@@ -1,5 +1,7 @@
-"""Gemma 3n's towers: sound and what joins it to the text against transformers' own modules, the picture tower
-against timm's count (timm is not installed here: its wheel asks for torchvision)."""
+"""Tests of Gemma 3n's towers: audio and projections against transformers, vision against timm's count.
+
+timm is not installed here, because its wheel requires torchvision.
+"""
 
 from __future__ import annotations
 

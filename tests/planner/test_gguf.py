@@ -1,4 +1,4 @@
-"""The GGUF header reader against the gguf package's writer and reader, and damaged files."""
+"""Tests of the GGUF header reader against the gguf package, and with damaged files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_demo_gguf_header_equals_gguf_reader():
 
 
 def llama_file(path: Path, *, arch: str = "llama", drop: str = "", extra: str = "", **changes) -> Path:
-    """A small but complete llama-like file made by the gguf package."""
+    """Write a small but complete llama file with the gguf package and return its path."""
     width, inner, layers, heads, kv, vocab = 64, 96, 2, 4, 2, 128
     writer = gguf.GGUFWriter(path, arch)
     fields = {
@@ -74,7 +74,7 @@ def llama_file(path: Path, *, arch: str = "llama", drop: str = "", extra: str = 
 
 
 def test_llama_cpp_keeps_tensor_types_of_gguf_file():
-    """llama-server says its "size" is 96576768 (tests/data/metrics_pages/llama.cpp-0.3.36/models.json)."""
+    """llama-server reports size 96576768 (tests/data/metrics_pages/llama.cpp-0.3.36/models.json)."""
     plan = make_plan(str(demo_gguf()), Deployment(engine="llama.cpp"))
     assert plan.rank.weights_bytes == 96_576_768
     assert {(part.dtype, part.bytes) for part in plan.weight_formats} == {

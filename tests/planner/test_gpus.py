@@ -1,4 +1,4 @@
-"""The GPU catalogue: every figure has a source, names are found, the reserve is the data's own."""
+"""Tests of the GPU catalogue: sources of every figure, lookup by name, and the nominal memory reserve."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def test_every_gpu_price_has_source_url_and_date():
 
 
 def test_cost_uses_lowest_fixed_price_then_marketplace():
-    """The lowest fixed price, before a marketplace's least; nodes are rented whole; the user's own first."""
+    """A user's price comes first, then the lowest fixed price, then a marketplace's.
+
+    Nodes are rented as a whole.
+    """
     one = cost_of("h100-80g", 1)
     fixed = [line for line in price_lists()["h100-80g"] if line.together == 1 and not line.marketplace]
     assert one is not None
@@ -116,7 +119,7 @@ def test_gpu_cpu_and_auto_mean_this_machine():
 
 
 def test_device_cuda_without_gpu_name_uses_this_machine():
-    """Asked where there is one, needed where there is none."""
+    """The machine's GPU is used if there is one; otherwise --device-memory is required."""
     asked, here = Deployment(engine="vllm", device="cuda", max_model_len=512), find_gpu("auto")
     if here.device == "cuda":
         assert make_plan("demo", asked).rank.total_bytes == here.memory_bytes

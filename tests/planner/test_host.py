@@ -1,4 +1,4 @@
-"""The host's memory of engines on GPUs: parts held against vLLM's own objects, sums, what is not known."""
+"""Tests of the host memory of GPU engines: parts against vLLM's objects, sums, and unknown figures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """Of each case what vLLM says."""
+    """Return a function that gives vLLM's answer to one case."""
     asked: dict[str, dict] = {}
 
     def ask(case: str) -> dict:
@@ -155,7 +155,7 @@ def test_host_memory_parts_lie_within_bounds_and_add_up(plan_of, name, flags) ->
 
 
 def test_host_memory_added_by_each_flag(plan_of) -> None:
-    """Bytes of the host that follow from one flag alone."""
+    """Each case changes one flag and checks the host bytes that follow from it."""
     plain = plan_of(LLAMA, max_model_len=8192)
     assert {each.name for each in plain.host.parts if each.shared} == set()
     dummy = plan_of(LLAMA, max_model_len=8192, load_format="dummy")
@@ -198,7 +198,7 @@ def test_pinned_token_ids_are_rounded_up_on_every_rank(plan_of) -> None:
 
 
 def test_kv_offload_tier_counts_blocks_of_all_ranks(plan_of) -> None:
-    """Tokens where the cache is of one kind; of a hybrid each block is one group's."""
+    """The formula states tokens for a uniform cache; each block of a hybrid belongs to one group."""
     said = part(plan_of(LLAMA, kv_offloading_bytes=10 * GIB), "KV tier").formula
     assert f"{10 * GIB // (1 << 21) * 16:,} tokens" in said
     hybrid = plan_of(GEMMA, kv_offloading_bytes=10 * GIB, max_model_len=8192)
@@ -233,7 +233,7 @@ def test_llama_cpp_host_memory_has_prompt_cache_and_checkpoints(plan_of) -> None
     [(6, 8), (10, 16), (12, 16), (2.0832, 4), (2.25, 4), (1.125, 2), (80, 128), (64, 64), (0, 0)],
 )
 def test_pinned_memory_is_rounded_up_to_power_of_two(asked, taken) -> None:
-    """GiB: vllm-project/vllm#50094, 53042, 48436 and wtdcode/vllm-backport#67."""
+    """The figures in GiB are from vllm-project/vllm#50094, 53042, 48436 and wtdcode/vllm-backport#67."""
     assert pinned(int(asked * GIB)) == taken * GIB
 
 

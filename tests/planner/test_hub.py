@@ -1,6 +1,6 @@
-"""Gated and private models, revisions and addresses of the hub; where the token goes, and where it never does.
+"""Tests of gated models, revisions and hub addresses, and of the hosts that receive a token.
 
-Asked of a server on loopback that answers as the hub does, and of huggingface_hub where both have a rule.
+A server on loopback answers as the hub does. Rules that huggingface_hub shares are compared with it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def nobody_logged_in(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch, tiny_llama):
-    """org/open and org/gated, with weights in the storage; org/old was renamed to org/open."""
+    """Yield a hub with org/open, org/gated and weights in its storage; org/old was renamed to org/open."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [8, 8], "data_offsets": [0, 128]}}).encode()
     files = {
         "config.json": json.dumps(tiny_llama).encode(),
@@ -86,7 +86,7 @@ def test_redirect_to_other_host_is_rejected_before_request(hub, monkeypatch):
 
 
 def test_redirect_from_http_to_https_of_same_host_keeps_token():
-    """HF_ENDPOINT as http://, which its server redirects to https:// of the same name."""
+    """HF_ENDPOINT is http://, which its server redirects to https:// of the same host."""
     request = urllib.request.Request("http://mirror.example/org/m/resolve/main/config.json")
     request.add_unredirected_header("Authorization", f"Bearer {TOKEN}")
 
@@ -143,7 +143,7 @@ def test_retry_after_date_becomes_seconds(hub):
 
 
 def test_sweep_fetches_model_and_draft_once(hub, tiny_llama, capsys):
-    """And for the model: its rows need both again and again."""
+    """The rows of a table need both files repeatedly, but each is fetched once."""
     config = {"config.json": json.dumps(tiny_llama).encode()}
     hub.files |= {("org/model", "main"): config, ("org/draft", "main"): config}
     flags = ["--gpu", "l4,h100,b200", "--speculative-model", "org/draft", "--num-speculative-tokens", "2"]
@@ -162,7 +162,7 @@ def test_revision_is_quoted_in_hub_request(hub):
 
 
 def test_vision_model_from_hub_has_processor_files(hub, tmp_path, tiny_llama):
-    """The same from the hub as from a folder."""
+    """The processor files from the hub equal the processor files of a folder."""
     files = {
         "config.json": tiny_llama | {"vision_config": {}},
         "preprocessor_config.json": {"max_pixels": 1000},
@@ -191,7 +191,7 @@ def test_cached_snapshot_of_revision_is_found_offline(monkeypatch, tmp_path, tin
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_hub_token_sources_and_precedence(monkeypatch, tmp_path, installed):
-    """As huggingface_hub has it, and without it by the same rules."""
+    """The rules are huggingface_hub's, with and without that package."""
     if not installed:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert access.token() is None
@@ -338,7 +338,7 @@ def test_single_config_json_file_is_a_model(tmp_path, tiny_llama):
 
 @pytest.fixture
 def modelscope(hub, monkeypatch, tmp_path):
-    """``hub`` as ModelScope, whose branch is master; the hub itself would be another server."""
+    """Return ``hub`` as ModelScope, whose branch is master; the hub itself would be another server."""
     hub.files = {(repo, "master"): files for (repo, _), files in hub.files.items()}
     monkeypatch.setenv("MODELSCOPE_ENDPOINT", hub.url)
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))

@@ -1,4 +1,4 @@
-"""An index without its files: which tensors there are, and their bytes, against what config.json gives."""
+"""Tests of a checkpoint index without its files: tensors and bytes against config.json."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_page_cache_bytes_follow_index_total_size(folder):
 
 
 def test_stored_tied_lm_head_in_index_widens_weight_interval(folder):
-    """Its values may differ from the embedding's, which no name tells: it may be loaded apart."""
+    """The stored head's values may differ from the embedding's, so that it may be loaded separately."""
     head = 32_064 * 3072 * 2
     found, terms, notes = planned(folder(tie_word_embeddings=True))
     assert (terms["checkpoint_bytes"].value, notes) == (TOTAL, [])

@@ -1,4 +1,4 @@
-"""Intervals of what no file or flag decides: the pool, its blocks, tokens and concurrency."""
+"""Tests of the intervals of estimated figures: pool, blocks, tokens and concurrency."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_figures_set_by_flag_have_no_interval(decided):
 
 
 def test_kv_pool_interval_is_budget_minus_used_bytes_interval():
-    """Bounds of the sum beside the pool and bounds of the pool are the same bytes, to a block."""
+    """The bounds of used bytes without the pool and of the pool sum to the budget, to a block."""
     found = plan(**ON_GPU)
     block = found.kv_cache.layout.bytes_per_block
     limit = int(found.rank.total_bytes * found.deployment.gpu_memory_utilization)
@@ -96,7 +96,7 @@ def test_model_types_without_logs_have_wider_intervals():
 
 
 def test_plan_notes_pool_that_may_be_too_small():
-    """Fits as planned; at the lower end of its interval one sequence does not."""
+    """The plan fits, but at the lower bound of the pool one sequence does not."""
     length = 1 << 17
     for share in range(400, 460):
         found = plan(**ON_GPU | {"max_model_len": length, "gpu_memory_utilization": share / 1000})
@@ -137,7 +137,7 @@ def test_cheapest_offer_meets_target_at_lower_bound(tmp_path):
 
 
 def test_gpus_and_engines_without_logs_have_wider_intervals():
-    """GPUs of a compute capability, and engines, without a start-up log; small GPUs."""
+    """Compute capabilities and engines without a start-up log, and small GPUs, have wider intervals."""
 
     def reach(**flags) -> tuple[float, float]:
         found = plan(**ON_GPU | flags)

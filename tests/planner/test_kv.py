@@ -1,4 +1,4 @@
-"""KV arithmetic: worked numbers, and vLLM's own answers for every real config of our families."""
+"""Tests of KV arithmetic: worked numbers, and vLLM's answers for every real config of a supported family."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VLLM = Deployment(
 
 
 def source(config):
-    """The config as a model, its weight quantization dropped (as in the table)."""
+    """Return the model of a config without its weight quantization, as in the table."""
     return ModelSource("m", "m", {k: v for k, v in config.items() if k != "quantization_config"}, "folder")
 
 
@@ -57,7 +57,7 @@ SPARSE_MLA = sorted(
 @pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", SPARSE_MLA)
 def test_sparse_mla_pool_tokens_account_for_every_byte(name, on, config_of):
-    """One group whose pages differ in bytes: latents, and the keys of the layers with an indexer."""
+    """One group has layers of different size: latents, and the keys of layers with an indexer."""
     config = config_of(name)
     cache = plan_source(source(config), replace(VLLM, **on)).kv_cache
     (group,) = cache.layout.groups
@@ -78,7 +78,10 @@ def test_demo_model_tokens_equal_vllm_start_up_log():
 
 
 def test_llama_2_7b_kv_bytes_equal_worked_example(config_of):
-    """hidden 4096, 32 layers, fp16: batch 64 x 2,048 tokens are 68,719,476,736 bytes, batch 1 is 1 GiB."""
+    """Hidden size 4096 and 32 layers in fp16 take 1 GiB for batch 1 with 2,048 tokens.
+
+    Batch 64 takes 68,719,476,736 bytes.
+    """
     config = config_of("meta-llama/Llama-2-7b-hf")
     flags = Deployment(dtype="float16", max_model_len=2048, kv_cache_memory_bytes=GIB, device_memory=1 << 42)
     cache = plan_source(source(config), flags).kv_cache
@@ -95,7 +98,7 @@ def test_llama_2_7b_bytes_per_token_equal_for_every_engine(engine, config_of):
 
 
 def pool(cache_layers, block_size: int = 16, max_num_batched_tokens: int = 64) -> PoolSpec:
-    """Of the hf engine, for a model with these layers."""
+    """Return the hf engine's pool for a model with these cache layers."""
     architecture = replace(build_architecture(SMALL), cache_layers=cache_layers)
     return hf.build_pool(architecture, "bfloat16", block_size, max_num_batched_tokens)
 
@@ -173,7 +176,7 @@ def test_longest_fitting_sequence_is_exact_boundary():
 
 
 def test_hf_engine_stores_mla_latents_expanded(config_of):
-    """DeepSeek-V3: 128 heads of 192 + 128 elements instead of one latent of 576: 71 times as much."""
+    """DeepSeek-V3 stores 128 heads of 192 + 128 elements instead of a latent of 576: 71 times the bytes."""
     architecture = build_architecture(config_of("deepseek-ai/DeepSeek-V3"))
     layout = hf.build_pool(architecture, "bfloat16", 16, 64).layout
     assert layout.bytes_per_token == 61 * 128 * (192 + 128) * 2

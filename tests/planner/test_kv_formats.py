@@ -1,5 +1,6 @@
-"""--kv-cache-dtype against vLLM 0.32.0's own spec classes: pages, blocks, tokens of every format on a GPU that
-has it. vLLM's answers are stored (tests/data/oracles); `make test-oracles` asks again.
+"""Tests of --kv-cache-dtype against vLLM 0.32.0's spec classes, for every format on a GPU that supports it.
+
+vLLM's answers are stored in tests/data/oracles; `make test-oracles` computes them again.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ def test_kv_cache_dtype_without_backend_is_rejected(model, flags, why):
 
 
 def test_sparse_mla_kv_dtype_by_vllm_version_and_gpu():
-    """FlashMLA's rows of 656 bytes for any fp8 until FlashInfer took SM10x over; V3.2's default in 0.11.0."""
+    """Any fp8 means FlashMLA's rows of 656 bytes until FlashInfer serves SM10x.
+
+    They are also the default of DeepSeek-V3.2 in 0.11.0.
+    """
     v32 = config_of("nvidia__DeepSeek-V3.2-NVFP4", 61)
     for version, gpu, asked, kept in (
         ("0.11.0", "h100-80g", "auto", "fp8_ds_mla"), ("0.11.0", "h100-80g", "bfloat16", "bfloat16"),
@@ -168,7 +172,7 @@ def test_sparse_mla_kv_dtype_by_vllm_version_and_gpu():
 
 
 def test_kv_cache_dtype_auto_follows_checkpoint():
-    """ModelOpt's algorithm and compressed-tensors' scheme are what auto means; a flag wins."""
+    """auto follows ModelOpt's algorithm or compressed-tensors' scheme; a flag takes precedence."""
     model = config_of(LLAMA, 4)
     plain = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     config = {**model, "quantization_config": plain}
@@ -182,8 +186,10 @@ def test_kv_cache_dtype_auto_follows_checkpoint():
     [({}, 4), ({"mamba_ssm_cache_dtype": "bfloat16"}, 2), ({"mamba_ssm_cache_dtype": "float32"}, 4)],
 )  # fmt: skip
 def test_recurrent_states_use_requested_dtype(flags, size):
-    """Qwen3.5 keeps its matrices in float32 unless --mamba-ssm-cache-dtype says otherwise; the convolution's
-    inputs keep the model's dtype."""
+    """Qwen3.5 keeps its states in float32 unless --mamba-ssm-cache-dtype is set.
+
+    The convolution's inputs keep the model's dtype.
+    """
     config = json.loads((CONFIGS / "Qwen__Qwen3.5-27B.json").read_text())
     text = config["text_config"]
     plan = plan_source(
@@ -200,7 +206,7 @@ def test_recurrent_states_use_requested_dtype(flags, size):
 
 @pytest.mark.parametrize(("kv_dtype", "row"), [("auto", 1152), ("fp8_e4m3", 656)])
 def test_sglang_sparse_mla_bytes_per_token(kv_dtype, row):
-    """FlashMLA's rows, and in every layer 128 fp8 values and a scale of an indexer's key."""
+    """Every layer has FlashMLA's row, and an indexer key of 128 fp8 values with a scale."""
     for model, layers in (("nvidia__DeepSeek-V3.2-NVFP4", 61), ("zai-org__GLM-5.2", 78)):
         flags = Deployment(engine="sglang", gpu="h200-141g", device_memory=1 << 42, kv_cache_dtype=kv_dtype)
         plan = plan_source(ModelSource("m", "m", config_of(model, layers), "folder"), flags)

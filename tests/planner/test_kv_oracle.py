@@ -1,4 +1,4 @@
-"""What a plan says one sequence keeps, against a second implementation over all real configs, and its laws."""
+"""Tests of KV bytes per sequence against a second implementation over all real configs, and of their laws."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _config(name: str):
 
 
 def plan(config, **changes) -> Plan:
-    """The config's plan, its weight quantization dropped."""
+    """Return the config's plan without its weight quantization."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return plan_source(ModelSource("m", "m", plain, "folder"), replace(FLAGS, **changes))
 
 
 @pytest.mark.parametrize("tokens", [1, 1000, 40_000])
 def test_sequence_kv_bytes_equal_second_implementation(tokens, config_of):
-    """The plan, and the layers it is made from: these also say the bytes of states, which blocks pad."""
+    """The cache layers are compared too, because they give the bytes of states without block padding."""
     planned = by_layers = 0
     for name in CONFIGS:
         if name.startswith("transformers-default") or name in REFUSED:
@@ -75,7 +75,10 @@ def test_unsupported_config_is_rejected_with_field_name(name, config_of):
 
 @pytest.mark.parametrize("name", [c for c in CONFIGS if c not in REFUSED | NOT_PLANNED])
 def test_kv_bytes_are_monotone_in_length_ranks_and_dtype(name, config_of):
-    """Longer never costs less; a rank never more than the whole, all ranks never less; fp8 never more."""
+    """A longer sequence never takes fewer bytes, and fp8 never takes more than bf16.
+
+    One rank never holds more than the whole model; all ranks together never hold less.
+    """
     config = config_of(name)
     longest = build_architecture(config).max_model_len
     before = 0
@@ -95,7 +98,10 @@ def test_kv_bytes_are_monotone_in_length_ranks_and_dtype(name, config_of):
 
 
 def test_kv_bytes_per_sequence_of_known_models(config_of):
-    """DeepSeek-V3 8,192 tokens: 549 MiB; Gemma-3-27B: 1,056; gpt-oss-20b: 195; Llama-2-7B: 4,096."""
+    """8,192 tokens take 549 MiB in DeepSeek-V3, 1,056 in Gemma-3-27B and 4,096 in Llama-2-7B.
+
+    gpt-oss-20b takes 195 MiB.
+    """
     for name, mib in (
         ("deepseek-ai/DeepSeek-V3", 549), ("google/gemma-3-27b-it", 1056), ("openai/gpt-oss-20b", 195),
         ("meta-llama/Llama-2-7b-hf", 4096), ("Qwen/Qwen2.5-72B", 2560),
@@ -104,7 +110,7 @@ def test_kv_bytes_per_sequence_of_known_models(config_of):
 
 
 def test_kv_growth_per_token_excludes_full_windows_and_states(config_of):
-    """Of long sequences, behind every window."""
+    """The sequences are longer than every window."""
     for name, per_token in (
         ("Qwen/Qwen3.5-27B", 65_536), ("google/gemma-3-27b-it", 10 * 16 * 128 * 4),
         ("transformers-default/mamba2", 0),
@@ -114,7 +120,7 @@ def test_kv_growth_per_token_excludes_full_windows_and_states(config_of):
 
 
 def test_int8_and_fp8_kv_cache_includes_scales(config_of):
-    """A byte an element and 4 of scale for a token's K and its V of one head; 2 KV heads of 64, 24 layers."""
+    """K and V of a token and head take a byte per element and a 4-byte scale (2 heads of 64, 24 layers)."""
     config = config_of("Qwen/Qwen2.5-0.5B")
     for dtype, per_head in (("int8_per_token_head", 64 + 4), ("fp8_per_token_head", 64 + 4), ("bfloat16", 128)):
         assert dtype in HF_KV_DTYPE_BYTES
@@ -132,7 +138,7 @@ def test_int8_and_fp8_kv_cache_includes_scales(config_of):
     st.integers(1 << 28, 1 << 36), st.sampled_from(["bfloat16", "fp8"]),
 )  # fmt: skip
 def test_longest_sequence_is_exact_boundary_of_pool(name, pool, dtype):
-    """It fits alone into the usable blocks, and one token more does not."""
+    """The longest sequence fits the usable blocks alone, and a sequence one token longer does not."""
     config = _config(name)
     flags = {"kv_cache_memory_bytes": pool, "kv_cache_dtype": dtype}
     cache = plan(config, **flags).kv_cache
@@ -151,7 +157,7 @@ def test_longest_sequence_is_exact_boundary_of_pool(name, pool, dtype):
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 32_768), st.sampled_from([32, 64, 128]), st.sampled_from(["vllm", "hf"]))
 def test_sequence_takes_whole_blocks_and_concurrency_follows(tokens, block, engine):
-    """A sequence takes whole blocks, and the concurrency is what they leave room for."""
+    """A sequence takes whole blocks, and the concurrency is the number of sequences that fit."""
     found = plan(_config("Qwen/Qwen2.5-0.5B"), max_model_len=tokens, block_size=block, engine=engine).kv_cache
     assert found.layout.bytes_per_block == block * found.layout.bytes_per_token
     assert found.bytes_per_sequence == -(-tokens // block) * found.layout.bytes_per_block

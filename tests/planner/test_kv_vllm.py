@@ -15,7 +15,7 @@ BLOCK, HEADS, SIZE, POOL = 32, 2, 64, 1 << 30
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory):
-    """A real VllmConfig for a small Llama on the CPU platform; tests set its lengths."""
+    """Return a real VllmConfig for a small Llama on the CPU platform; tests set its lengths."""
     import transformers
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -35,7 +35,7 @@ def vllm_config(tmp_path_factory):
 
 
 def config_of(pattern: str, window: int) -> dict[str, object]:
-    """A model whose layers are full (f) or slide (s) as the pattern says."""
+    """Return the config of a model whose layers are full (f) or sliding (s) as in ``pattern``."""
     return {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 128, "hidden_size": 128,
         "intermediate_size": 64, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,

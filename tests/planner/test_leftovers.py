@@ -1,7 +1,7 @@
-"""Fields that change nothing are no reason to refuse, and a switch that nobody knows widens the interval.
+"""Tests that unused config fields are accepted and unknown switches widen the weight interval.
 
-The released files are reconstructions: what transformers 5.19 writes for the class with the published sizes,
-and the fields that its authors' files have beside them.
+The files are reconstructions: what transformers 5.19 writes for the class with the published sizes, plus the
+extra fields of the published files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ NEEDED = {
 
 
 def written(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """config.json with every field of the class."""
+    """Return the config with every field of its class."""
     config = transformers.AutoConfig.for_model(model_type, **sizes)
     return json.loads(config.to_json_string(use_diff=False))
 
@@ -122,8 +122,10 @@ def test_smollm3_layers_without_rotary_embedding_use_sliding_window():
 
 
 def sources(model_type: str) -> str:
-    """The code that reads a config of this type: transformers' module, and vLLM's model (its transformers
-    backend where there is none)."""
+    """Return the code that reads a config of this type: transformers' module and vLLM's model.
+
+    vLLM's transformers backend stands in for a model without a class of its own.
+    """
     found = (Path(transformers.__file__).parent / "models" / model_type).glob("*.py")
     models = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor" / "models"
     own = {"cohere2": ("commandr",), "gemma2": ("gemma2",), "phi3": ("phi3", "llama")}.get(model_type)
@@ -165,7 +167,7 @@ def test_unused_field_with_other_value_or_family_is_rejected(model_type, field, 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("hf", 1), ("vllm", 1), ("vllm", 2)])
 def test_unknown_config_switch_widens_weight_interval(engine, ranks, tiny_llama, folder_with):
-    """The interval holds the models that have the biases and the norms."""
+    """The interval covers the models that have the biases and norms."""
     flags = Deployment(
         engine=engine, dtype="bfloat16", gpu="h100-80g", max_model_len=128, tensor_parallel_size=ranks
     )
