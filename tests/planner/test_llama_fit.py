@@ -1,9 +1,9 @@
-"""Plans of llama.cpp against llama-fit-params --fit-print, which says host memory of model, context and
-compute buffer without loading, and against contexts of its library.
+"""Tests of llama.cpp plans against ``llama-fit-params --fit-print`` and against contexts of its library.
 
-The former's answers are those of the sources in llama-cpp-python 0.3.36, built for the CPU alone; the compute
-buffer from its log (``-lv 5``), to a hundredth of a MiB. The latter's are llama.cpp 0.5.0's (the library in
-npm @node-llama-cpp/linux-x64 3.22.1), of files made for it with F16 weights of zeros.
+The tool prints the host memory of model, context and compute buffer without loading. Its stored answers are
+from the sources in llama-cpp-python 0.3.36, built for CPU only; the compute buffer is from its log (``-lv 5``),
+to 0.01 MiB. The contexts are llama.cpp 0.5.0's (npm @node-llama-cpp/linux-x64 3.22.1), of generated files with
+zero F16 weights.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_unified_kv_cache_is_shared_by_sequences() -> None:
 
 
 def test_gpu_holds_cuda_context_and_no_embedding(folder_with, tiny_llama) -> None:
-    """meta-llama's 8B in a log: 281.81 MiB of its 4,437.80 are CPU_Mapped, the embedding."""
+    """A log of Llama 8B has 281.81 of its 4,437.80 MiB CPU_Mapped, which is the embedding."""
     folder = folder_with({**tiny_llama, "tie_word_embeddings": False})
     flags = {"engine": "llama.cpp", "max_model_len": 128}
     here, there = (make_plan(folder, Deployment(**flags, **on)) for on in
@@ -233,7 +233,10 @@ def test_gpu_holds_cuda_context_and_no_embedding(folder_with, tiny_llama) -> Non
 
 
 def test_several_gpus_keep_copies_of_transferred_activations() -> None:
-    """Two T4 with Qwen3-30B-A3B and 32,768 cells in turns of 512 tokens: 444.77 MiB printed on the last."""
+    """Qwen3-30B-A3B on two T4 prints 444.77 MiB on the last GPU.
+
+    The context has 32,768 cells and steps have 512 tokens.
+    """
     config = json.loads((DATA / "configs" / "Qwen__Qwen3-30B-A3B.json").read_text())
     flags = Deployment(engine="llama.cpp", gpu="t4-16g", max_model_len=32768, pipeline_parallel_size=2)
     plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
@@ -251,7 +254,7 @@ def test_several_gpus_keep_copies_of_transferred_activations() -> None:
     ],
 )
 def test_step_inputs_are_in_host_memory(name, cells, gpus, said) -> None:
-    """The compute buffers that logs name CUDA_Host."""
+    """The values are the compute buffers that logs name CUDA_Host."""
     config = json.loads((DATA / "configs" / f"{name}.json").read_text())
     flags = Deployment(engine="llama.cpp", gpu="h200-141g", max_model_len=cells, pipeline_parallel_size=gpus)
     plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
@@ -277,7 +280,7 @@ def test_kv_cache_type_needs_at_most_k_and_v(types) -> None:
 
 
 def test_cpu_process_memory_grows_with_prompt_cache() -> None:
-    """Its prompt cache of 8 GiB is only filled by and by."""
+    """The prompt cache of 8 GiB fills gradually."""
     flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=512)
     plan = make_plan(str(demo_gguf()), flags)
     low, high = plan.intervals["framework_bytes"]
@@ -301,7 +304,7 @@ def test_null_block_term_only_for_engines_with_null_block() -> None:
     ("device", "of_file", "held"), [("cpu", 3, (0, 1, 2)), ("cuda", 3, (1, 2)), ("cuda", 2, (0, 1))]
 )
 def test_embedding_stays_in_host_memory_with_gpu(device, of_file, held) -> None:
-    """But for one that is the head too."""
+    """An embedding that is also the head is on the GPU."""
     names = ("token_embd.weight", "blk.0.attn_q.weight", "output.weight")[:of_file]
     file = tuple(HeaderTensor(name, "F16", (4, 4), 32) for name in names)
     found = engine_of("llama.cpp").stored_tensors(file, Deployment(engine="llama.cpp", device=device))

@@ -1,7 +1,8 @@
-"""Small models saved and loaded by transformers: the bytes in the file and those held equal the plan's.
+"""Tests of small models that transformers saves and loads: file bytes and loaded bytes equal the plan's.
 
-Not every tensor is in the model's dtype: routers and their biases stay in float32 in some families, by their
-constructor or by ``_keep_in_fp32_modules_strict``, and some buffers are stored."""
+Not every tensor has the model's dtype. Some families keep routers and their biases in float32, by their
+constructor or by ``_keep_in_fp32_modules_strict``, and some buffers are stored.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ FAMILIES = {
 
 @pytest.fixture(params=FAMILIES)
 def saved(request, tmp_path) -> Path:
-    """A folder as save_pretrained leaves it when the model was loaded in bfloat16."""
+    """Return the folder that save_pretrained writes for a model loaded in bfloat16."""
     config = transformers.AutoConfig.for_model(request.param, **FAMILIES[request.param])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "first")
@@ -84,7 +85,7 @@ def test_weight_bytes_in_file_after_load_and_quantized_equal_plan(saved, held_by
 
 
 def test_minimax_m2_router_dtype_in_file_and_after_load():
-    """MiniMax-M2's files hold routers and biases in float32; transformers 5.19 loads them in bfloat16."""
+    """The files hold routers and biases in float32; transformers 5.19 loads them in bfloat16."""
     config = {**SMALL, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "minimax_m2"}
     architecture = architecture_of(json.loads(json.dumps(config)))
     none = Quantization()

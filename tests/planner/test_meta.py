@@ -1,5 +1,7 @@
-"""Families without an adapter, planned from transformers' own modules; the same modules are the oracle of
-Gemma's shared KV layers."""
+"""Tests of families without an adapter, which are planned from transformers' modules.
+
+The same modules check Gemma's shared KV layers.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def auto_class(model_type: str) -> Any:
 
 
 def config_of(model_type: str, given: dict[str, Any]) -> dict[str, Any]:
-    """config.json as transformers writes it for its class that generates text."""
+    """Return config.json as transformers writes it for its text-generation class."""
     config = transformers.AutoConfig.for_model(model_type, **given)
     with torch.device("meta"):
         name = type(auto_class(model_type).from_config(config)).__name__
@@ -97,7 +99,7 @@ def folder(config: dict[str, Any], tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("model_type", UNKNOWN | TOWERS)
 def test_meta_planned_weights_and_cache_equal_loaded_model(model_type, tmp_path, held_bytes):
-    """Bytes of all storages, and of the cache after 40 tokens (more than the window)."""
+    """All storages are compared, and the KV cache after 40 tokens, which is more than the window."""
     config = config_of(model_type, (UNKNOWN | TOWERS)[model_type])
     architecture = architecture_of(config)
     assert architecture.via == "meta"
@@ -122,7 +124,7 @@ def test_meta_planned_weights_and_cache_equal_loaded_model(model_type, tmp_path,
 
 @pytest.mark.parametrize("model_type", SHARED)
 def test_shared_kv_layers_match_transformers_modules(model_type):
-    """The adapter against transformers' own modules: the same parameters, the same layers that store."""
+    """The adapter and transformers' modules have equal parameters and cache layers."""
     config = config_of(model_type, SHARED[model_type])
     ours, oracle = build_architecture(config), meta_architecture(config, REFUSAL)
 
@@ -163,7 +165,7 @@ def test_model_that_transformers_cannot_build_is_rejected(tmp_path):
 
 
 def test_unknown_family_without_transformers_names_package_to_install(tmp_path):
-    """As in an installation without extras: one line that says what to install, and exit code 2."""
+    """An installation without extras prints one line that names the package, and exits with 2."""
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *a: None if name == 'transformers' else found(name, *a)\n"

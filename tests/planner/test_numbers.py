@@ -1,4 +1,4 @@
-"""Number formats bit by bit, against torch's own casts."""
+"""Tests of number formats bit by bit, against torch's own casts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, float_fo
 
 
 def test_bf16_fields_decode_to_known_value():
-    """sign 1, exponent 17, mantissa 3; a well-known article prints the value of mantissa 5 for it."""
+    """The fields are sign 1, exponent 17, mantissa 3; a well-known article prints mantissa 5's value for them."""
     bf16 = float_format("bf16")
     assert bf16.decode(1, 17, 3) == -7.884275709835247e-34
     assert bf16.decode(1, 17, 5) == -8.004646331359449e-34
@@ -53,7 +53,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_rounding_equals_torch_cast(name):
-    """Random values of every size, all ties, both ends: fields and value as torch's cast gives them."""
+    """Random values of every size, all ties and both limits have the fields and value of torch's cast."""
     torch = pytest.importorskip("torch", reason="its casts are the oracle")
     found, dtype = float_format(name), getattr(torch, DTYPES[name])
     rng = random.Random(5)
@@ -151,7 +151,7 @@ def test_numbers_command_bad_input_is_one_line(capsys, arguments, words):
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "1e999999999", f"1e{10**24}"])
 def test_value_above_double_range_overflows(text, capsys):
-    """Python's float of 1e400 is inf, which would be "exact"."""
+    """Python's float of 1e400 is inf, which would appear to be exact."""
     assert run([text, "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     sign = "-" if text.startswith("-") else ""
@@ -173,7 +173,7 @@ def test_value_below_double_range_underflows(capsys):
 
 
 def test_a_decimal_is_not_rounded_twice(capsys):
-    """2^24 and a little more: a double holds it as 2^24 itself."""
+    """A double rounds a decimal slightly above 2^24 to 2^24."""
     assert run(["16777216.000000000000001", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["fp32"]["what"] == "rounded down"

@@ -1,4 +1,4 @@
-"""``tonnage page --build``: what it writes, leaves alone and refuses; checkpoints that only begin here."""
+"""Tests of ``tonnage page --build``: files written, kept and rejected, and partial checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tonnage.planner.page.pyodide import PageError
 
 @pytest.fixture
 def runtime(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder that passes for Pyodide."""
+    """Return a folder with stand-in Pyodide files."""
     folder = tmp_path / "runtime"
     folder.mkdir()
     monkeypatch.setattr(pyodide, "FILES", dict.fromkeys(pyodide.FILES, hashlib.sha256(b"as if").hexdigest()))

@@ -1,4 +1,4 @@
-"""What a rank holds: worked numbers, laws over all real configs, named refusals."""
+"""Tests of the tensors that a rank holds: worked numbers, laws over all real configs, and named errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ WHOLE_TOWERS = ("gemma3n",)
 
 
 def test_two_tensor_parallel_ranks_halve_every_model():
-    """Norms, routers and latents are held twice, all else is divided: nobody's rank holds more than 54 %."""
+    """Only norms, routers and latents are replicated, so that no rank holds more than 54 %."""
     divided = 0
     for path in sorted(CONFIGS.glob("*__*.json")):
         config = json.loads(path.read_text())
@@ -87,7 +87,7 @@ def test_two_tensor_parallel_ranks_halve_every_model():
 
 
 def test_mla_latents_are_replicated_on_every_rank(config_of):
-    """Published for Kimi-K2.5 on 8 ranks: 68.626 KiB per token and rank, 61 layers of 576 x 2 bytes."""
+    """Kimi-K2.5 on 8 ranks has 68.626 KiB per token and rank, as published: 61 layers of 576 x 2 bytes."""
     architecture = build_architecture(config_of("nvidia/Kimi-K2.5-NVFP4"))
     part = rank_architecture(architecture, Parallel(tensor=8), 0)
     assert sum(layer.elements_per_entry * 2 for layer in part.cache_layers) == 70_272
@@ -109,7 +109,7 @@ def test_experts_are_divided_by_count_or_by_width(config_of):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_more_ranks_never_raise_bytes_per_rank(model, config_of):
-    """More ranks never raise the bytes of one; all ranks together hold at least the model."""
+    """All ranks together hold at least the whole model."""
     architecture = build_architecture(config_of(model))
     whole = architecture.parameters
     before = None

@@ -1,5 +1,7 @@
-"""Pictures under vLLM: how many of the largest its profile run encodes, by its own MultiModalBudget (stored
-answers); what its towers hold while they do."""
+"""Tests of images under vLLM: the number encoded in its profile run, and the memory of its vision towers.
+
+The budget is compared with vLLM's own MultiModalBudget (stored answers).
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ CASES = [
 
 
 def folder_of(place: Path, case: int, config_of) -> Path:
-    """As the model would be served: its config, its processor's files, a tokenizer that knows its words."""
+    """Write a servable model folder: config, processor files and a tokenizer with the special tokens."""
     from tokenizers import AddedToken, Tokenizer
 
     model, flags = CASES[case]
@@ -174,7 +176,7 @@ AS_IT_CAME = ("llama4", "gemma4")  # whose patches are made of what came, and on
 
 @pytest.mark.oracle
 def test_vision_tower_activations_equal_vllm_modules():
-    """Within 0.5 %: what is left are lengths and indices."""
+    """The figures agree within 0.5 %; the rest are lengths and indices."""
 
     def ask():
         needs_torchvision()

@@ -1,5 +1,7 @@
-"""Pictures of further families under vLLM, by its own MultiModalBudget and the items that it profiles (stored
-answers). Files are those a repository of such a model has, with the sizes that published ones state."""
+"""Tests of images of further families against vLLM's MultiModalBudget and profiled items (stored answers).
+
+The folders have the files of a published repository, with the published sizes.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,7 @@ def test_encoder_budget_of_family_equals_vllm(answers, name):
 
 
 def test_minimax_m3_video_length_grows_with_context():
-    """Up to 500 frames, two of which have 768 embeddings; the encoder's cache holds them all."""
+    """A video has up to 500 frames, and two frames have 768 embeddings; the encoder cache holds them all."""
     architecture, chosen = planned(MINIMAX, {"max_model_len": 196_608, "max_num_batched_tokens": 8192})
     found = profiled(architecture, chosen)
     assert (found.modality, found.tokens, found.budget) == ("video", 250 * 768, 250 * 768)

@@ -1,4 +1,4 @@
-"""Models that read pictures have the parameters of transformers' modules (stored answers), on each rank too."""
+"""Tests that vision models have the parameters of transformers' modules (stored answers), also per rank."""
 
 from __future__ import annotations
 
@@ -66,8 +66,10 @@ def test_omni_model_plans_only_its_thinker(model):
 
 
 def test_kimi_vl_parameters_include_tower_and_patch_embedding():
-    """moonshotai/Kimi-VL-A3B: Moonlight's language model, of 16 B; the tower's sizes are its class's own
-    (transformers_utils/configs/moonvit.py in vLLM 0.32.0)."""
+    """moonshotai/Kimi-VL-A3B has Moonlight's 16 B language model.
+
+    The tower's sizes are the defaults of its class (transformers_utils/configs/moonvit.py in vLLM 0.32.0).
+    """
     text = {
         "model_type": "deepseek_v3", "vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 11264,
         "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
@@ -94,7 +96,7 @@ def test_kimi_vl_parameters_include_tower_and_patch_embedding():
 
 @pytest.mark.oracle
 def test_gemma_4_with_audio_has_transformers_tensors():
-    """The small models (E2B, E4B)."""
+    """The small models (E2B, E4B) have audio."""
 
     def ask():
         import torch
@@ -117,7 +119,7 @@ def test_gemma_4_with_audio_has_transformers_tensors():
 
 
 def test_tensor_parallelism_divides_tower_keys_and_values():
-    """They have as many heads as its queries (QKVParallelLinear in vLLM's towers)."""
+    """Keys and values have as many heads as queries (QKVParallelLinear in vLLM's towers)."""
     for model in MADE:
         whole = architecture_of(MADE[model])
         part = rank_architecture(whole, Parallel(tensor=4), 0)

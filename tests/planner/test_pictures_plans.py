@@ -1,4 +1,4 @@
-"""Plans of models that read pictures under vLLM: their terms, and the flags about pictures."""
+"""Tests of vision model plans under vLLM: their terms, and the multimodal flags."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_data_parallel_encoder_ranks_hold_whole_towers(plan_of):
 
 
 def test_pipeline_stages_holding_vision_towers_by_model_runner(plan_of):
-    """0.19.0 has the first model runner, whose profile run encodes on each; from 0.29 on the first stage."""
+    """0.19.0's first model runner encodes on each stage in its profile run, 0.29 and later on the first."""
     found = {}
     for version in ("0.19.0", "0.32.0"):
         flags = {"engine_version": version, "max_num_seqs": 8}
@@ -127,8 +127,10 @@ def profile_of(config: dict, version: str = "0.32.0", **flags):
 
 
 def test_gemma_4_frames_encoded_at_once_by_vllm_version():
-    """32 frames of 70 embeddings a video, each with eight more (models/gemma4_mm.py). Up to 0.21 one frame at a
-    time, with its one-hot positions; then all that fit."""
+    """A video has 32 frames of 70 embeddings, each with eight more (models/gemma4_mm.py).
+
+    Up to 0.21, vLLM encodes one frame at a time with its one-hot positions; later versions encode all that fit.
+    """
     widths = {}
     for version in ("0.20.1", "0.22.0", "0.32.0"):
         architecture, chosen = profile_of(
@@ -157,7 +159,7 @@ def test_gemma_4_frames_encoded_at_once_by_vllm_version():
     ],
 )
 def test_tower_of_disabled_modality_is_not_loaded(limit, left):
-    """vLLM marks each tower with its own modalities, and the projector behind it (_mark_tower_model)."""
+    """vLLM marks each tower and its projector with its own modalities (_mark_tower_model)."""
     held = tensors_of(architecture_of(GEMMA4_SOUND), Deployment(**ON_GPU, limit_mm_per_prompt=limit))
     names = {name for name in ("vision", "audio") for tensor in held if f"{name}_tower" in tensor.name}
     projected = {name for name in ("vision", "audio") for tensor in held if f"embed_{name}" in tensor.name}

@@ -1,4 +1,4 @@
-"""The Plan: JSON contract, what fits and what does not, the hash, terms that add up."""
+"""Tests of the Plan: JSON contract, whether it fits, plan id, and terms that add up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = Deployment(device_memory=16 * GIB, kv_cache_memory_bytes=512 * MIB)
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
-    """The demo config of the package, whatever this machine's cache holds."""
+    """Use the packaged demo config, whatever the machine's cache holds."""
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path / "cache"))
 
 
@@ -120,7 +120,7 @@ def test_weight_terms_add_up_to_weight_bytes():
 
 
 def test_gptq_tensor_layout_of_one_matrix():
-    """4 bits, group 128: qweight in x out / 2, qzeros and scales per group, g_idx; by hand for one matrix."""
+    """With 4 bits and group size 128, a matrix has qweight, qzeros, scales and g_idx."""
     from tonnage.planner.model.tensor import TensorSpec
     from tonnage.planner.quantization.formats.gptq import GPTQ
     from tonnage.planner.quantization.linear import LinearFormat
@@ -222,9 +222,11 @@ def test_explain_text_contains_every_term():
 
 
 def test_vllm_cpu_process_memory_matches_measurement(config_of, folder_with):
-    """RssAnon of its processes under load, weights and pool taken off, in MiB (benchmarks/memory_terms.py,
-    2026-11-22), beside the plan without what it keeps for large bodies and many grammars. It grows with the
-    vocabulary."""
+    """RssAnon under load, less weights and pool, in MiB (benchmarks/memory_terms.py, 2026-11-22).
+
+    The plan's allowance for large bodies and many grammars is excluded. The measured memory grows with the
+    vocabulary.
+    """
     shapes = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4}
     gemma = config_of("google/gemma-3-1b-it") | shapes  # 3-270M's
     asked = replace(FLAGS, engine="vllm", max_model_len=4096)

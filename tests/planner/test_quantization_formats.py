@@ -1,4 +1,4 @@
-"""Formats by their own layouts: worked numbers, published totals, exclusion rules, refusals."""
+"""Tests of quantization formats: worked numbers, published totals, exclusion rules and rejections."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_fp4_is_stored_like_nf4(folder_with, tiny_llama):
 
 
 def test_gpt_oss_20b_checkpoint_is_13_761_264_768_bytes(config_of):
-    """Published: experts at 4 + 8/32 bits, the rest bf16."""
+    """The published file has experts at 4 + 8/32 bits and the rest in bf16."""
     config = config_of("openai/gpt-oss-20b")
     size = checkpoint_size(build_architecture(config), read_quantization(config, None), config, "bfloat16")
     assert (size.low, size.high) == (13_761_264_768, 13_761_264_768)
 
 
 def test_awq_keeps_embedding_and_lm_head_in_16_bits(config_of):
-    """Llama-3.1-8B by AWQ: 5.73 GB, not 4.53 (4.25 bits for everything)."""
+    """Llama-3.1-8B takes 5.73 GB by AWQ; 4.25 bits for every tensor would be 4.53."""
     config = config_of("meta-llama/Meta-Llama-3.1-8B") | {
         "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
     }
@@ -143,7 +143,7 @@ def test_unsupported_quantization_config_is_named_in_error(change, error, tiny_l
 
 
 def test_every_published_quantization_config_is_read(config_of):
-    """All real files of the folder, by their own rules; the two that mix what is not planned are named."""
+    """All real configs are read; the two that mix unsupported formats are named."""
     from pathlib import Path
 
     folder = Path(__file__).parents[1] / "data" / "configs"

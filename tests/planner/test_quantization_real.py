@@ -1,6 +1,8 @@
-"""The demo model loaded for real: storages of parameters, buffers and quantization state equal the plan, after
-the load and after the first forward, and so do the files of a model saved quantized. One load a format; FP4 and
-other families are in test_loaded_bytes.py on small models."""
+"""Tests of the really loaded demo model: its storages after load and first forward equal the plan.
+
+So do the files of a model saved quantized. Each format is loaded once. FP4 and other families are in
+test_loaded_bytes.py, on small models.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tonnage.server.demo.model import ensure_demo
 
 @pytest.fixture(scope="module")
 def demo() -> str:
-    """The converted demo model: made once in the user's cache folder, as every command does."""
+    """Return the converted demo model's folder in the user's cache; it is made once, as every command does."""
     return str(ensure_demo())
 
 
@@ -49,7 +51,7 @@ def test_demo_weight_bytes_after_load_in_file_and_after_forward(scheme, demo, he
 
 
 def check_file(model, scheme, folder):
-    """What save_pretrained writes: tensors as planned, and the JSON texts in their interval."""
+    """Check that save_pretrained writes the planned tensors, and JSON texts within their interval."""
     model.save_pretrained(folder)
     source = resolve_model(folder)
     quantization = read_quantization(source.config, None)
@@ -64,8 +66,11 @@ def check_file(model, scheme, folder):
 
 
 def check_warm(model, scheme, held_bytes):
-    """The AVX-512 kernel of bitsandbytes repacks the scales on first use; other CPUs keep what was loaded.
-    (LLM.int8 keeps the outlier columns it met: kilobytes that depend on the prompt.)"""
+    """Check the bytes after the first forward pass.
+
+    The AVX-512 kernel of bitsandbytes repacks the scales on first use; other CPUs keep the loaded form.
+    LLM.int8 also keeps the outlier columns of its inputs: kilobytes that depend on the prompt.
+    """
     from bitsandbytes.backends.cpu import ops
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Headers by range request from a local HTTP server: what is fetched, what is refused; no weight moves."""
+"""Tests of headers read by range requests from a local HTTP server: requests, rejections, and no weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tonnage plan --request`: how many requests of given lengths run at once, in text, JSON, table and page."""
+"""Tests of ``tonnage plan --request``: concurrent requests of given lengths, in text, JSON, table and page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def model(config_of, folder_with):
-    """model("org/name", changes) -> its folder."""
+    """Return a function that writes a model's config with changes and returns its folder."""
 
     def write(name: str, **changes) -> str:
         config = config_of(name)

@@ -1,4 +1,4 @@
-"""The safetensors header reader: right on real files, and every lie refused."""
+"""Tests of the safetensors header reader, on real files and on invalid headers."""
 
 from __future__ import annotations
 

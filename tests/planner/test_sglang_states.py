@@ -1,4 +1,7 @@
-"""SGLang's pools of hybrids, against its own functions (0.5.23, unpacked in the folder TONNAGE_SGLANG)."""
+"""Tests of SGLang's pools of hybrid models, against its own functions.
+
+The functions are of 0.5.23, unpacked in the folder TONNAGE_SGLANG.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def asked_of(name, ranks, rest, asked, radix, ratio, drafts):
 
 @cache
 def answers():
-    """Of all cases: one process, which imports PyTorch."""
+    """Return SGLang's answers to all cases from one process, which imports PyTorch."""
     folder = os.environ["TONNAGE_SGLANG"]
     script = Path(__file__).with_name("sglang_states_child.py")
     cases = json.dumps([asked_of(*case) for case in CASES])
@@ -111,8 +114,10 @@ def test_state_slots_tokens_and_requests_equal_sglang(number, folder):
 
 
 def test_sglang_state_slots_by_version(folder):
-    """No slot is padding before 0.5.23; running requests have three of them before 0.5.15; 0.5.4 is the first
-    known."""
+    """Padding slots exist from 0.5.23 on; before 0.5.15 a running request has three slots.
+
+    0.5.4 is the first known version.
+    """
     found = {}
     for version in ("0.5.4", "0.5.9", "0.5.15", "0.5.23"):
         asked = Deployment(engine="sglang", engine_version=version, gpu="h100-80g", tensor_parallel_size=2)
@@ -126,7 +131,7 @@ def test_sglang_state_slots_by_version(folder):
 
 
 def test_sglang_hybrid_request_takes_tokens_and_state_slots(folder):
-    """Tokens by the law of the pool, states by their slots, which let so many run."""
+    """Tokens follow the pool's law; the number of state slots limits the running requests."""
     plan = make_plan(folder(NEMOTRON), Deployment(engine="sglang", gpu="h100-80g", max_model_len=8192))
     law = plan.kv_cache.law
     assert (law.bytes_per_block, law.hit_tokens) == (TOKEN[NEMOTRON](1), None)
@@ -156,8 +161,10 @@ def test_unsupported_sglang_states_are_rejected(name, flags, said, folder):
 
 
 def test_sglang_draft_layers_and_weights_of_dense_models(folder):
-    """Their layers are budgeted as the model's, their weights come off the pool, and 48 requests run; before
-    0.5.15 they did not, and are refused."""
+    """Draft layers are budgeted like the model's, draft weights reduce the pool, and 48 requests run.
+
+    Versions before 0.5.15 do not, and are rejected.
+    """
     name = "deepseek-ai__DeepSeek-V3"
     asked = {"engine": "sglang", "gpu": "b200", "tensor_parallel_size": 8, "max_model_len": 8192}
     plain = make_plan(folder(name), Deployment(**asked))
@@ -175,7 +182,7 @@ def test_sglang_draft_layers_and_weights_of_dense_models(folder):
 
 
 def test_sglang_running_request_limit_of_dense_models(folder):
-    """resolve_max_num_reqs: 512 for each context that fits, 2,048 to 4,096; no more than asked."""
+    """resolve_max_num_reqs allows 512 per context that fits, from 2,048 to 4,096, and at most the flag."""
     name = "meta-llama__Meta-Llama-3.1-8B"
     for flags, running in (
         ({"max_model_len": 131072}, 2048), ({"max_model_len": 8192}, 4096), ({"max_num_seqs": 48}, 48),
@@ -211,7 +218,7 @@ _OWN = {
     ],
 )  # fmt: skip
 def test_sglang_serve_line_reproduces_plan(name, flags, folder):
-    """SGLang's own line, read back as our flags, is the same plan."""
+    """SGLang's serve line, read back as our flags, gives the same plan."""
     base = {"engine": "sglang", "gpu": "h100-80g", "engine_version": "0.5.23"}
     plan = make_plan(folder(name), Deployment(**base, max_model_len=8192, **flags))
     words = shlex.split(ENGINE.serve_lines(plan)[0])[5:]

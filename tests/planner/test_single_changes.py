@@ -1,5 +1,8 @@
-"""Every field of a small config left out, emptied or changed, one at a time: the planner refuses by name or
-says what transformers builds. ``python tests/planner/single_changes.py`` does it for every family (minutes)."""
+"""Tests of a small config with one field removed, emptied or changed, against transformers.
+
+The planner raises a named error or plans what transformers builds. ``python tests/planner/single_changes.py``
+checks every family (minutes).
+"""
 
 from __future__ import annotations
 

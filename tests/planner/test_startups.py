@@ -1,4 +1,4 @@
-"""vLLM's budget beside weights and KV pool against starts with every term logged (tests/data/startups)."""
+"""Tests of vLLM's memory terms and KV pool against starts with every term logged (tests/data/startups)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ LLAMA = "meta-llama__Llama-3.1-8B-Instruct"
 
 
 def test_fused_all_reduce_multicast_memory_by_ranks_version_and_gpu():
-    """Starts of 0.19.0 with two and four ranks hold 2.06 to 2.13 GiB outside PyTorch, pipelines 0.07."""
+    """0.19.0 with two and four ranks holds 2.06 to 2.13 GiB outside PyTorch; pipeline stages hold 0.07."""
     assert held(LLAMA, tensor_parallel_size=2).fused == held(LLAMA, tensor_parallel_size=4).fused == 1536 * MiB
     assert held(LLAMA, tensor_parallel_size=2, enforce_eager=True).fused == 0
     assert held(LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2).fused == 0
@@ -109,7 +109,7 @@ def test_fused_all_reduce_multicast_memory_by_ranks_version_and_gpu():
 
 
 def test_trial_cuda_graph_capture_adds_non_torch_memory():
-    """Qwen3-14B on one machine: 0.13 GiB of non-torch memory with 0.17.0, 0.25 with 0.18.0."""
+    """Qwen3-14B has 0.13 GiB of non-torch memory with 0.17.0 and 0.25 with 0.18.0 on one machine."""
     before, since = held(LLAMA, engine_version="0.17.0"), held(LLAMA, engine_version="0.18.0")
     assert since.rest - before.rest == pytest.approx(0.12 * GiB, rel=0.01)
     assert held(LLAMA, engine_version="0.18.0", enforce_eager=True).rest == before.rest
@@ -120,7 +120,7 @@ def test_trial_cuda_graph_capture_adds_non_torch_memory():
     ("version", "gib"), [("0.15.0", 5.64), ("0.16.0", 5.64), ("0.17.0", 2.23), ("0.18.0", 2.23)]
 )
 def test_activation_peak_with_sampler_by_vllm_version(version, gib):
-    """Printed for Qwen3-14B; the sort went in 0.17.0."""
+    """The values are printed for Qwen3-14B; 0.17.0 removed the sort."""
     assert peak("Qwen__Qwen3-14B", engine_version=version, max_model_len=8192).total == pytest.approx(
         gib * GiB, rel=0.005
     )
@@ -142,15 +142,18 @@ def test_second_model_runner_profile_has_no_sampler_memory():
 
 
 def test_token_count_buffers_reduce_pool_from_vllm_0_27():
-    """4 bytes and a bit a sequence and token, allocated before the profile run."""
+    """The buffers take 4 bytes and a bit per sequence and token, allocated before the profile run."""
     assert held(LLAMA, engine_version="0.26.0").counts == 0
     assert held(LLAMA, engine_version="0.27.0").counts == 1024 * (128256 * 4 + 4008 * 4)
     assert held("Qwen__Qwen3-30B-A3B", engine_version="0.28.0").counts == 0  # still on the first runner
 
 
 def test_experts_share_one_persistent_buffer():
-    """8,192 tokens x 8 experts x (2,048 + 2,048) values in bf16. Report 31 (0.15.0 on an H200) has 0.5 GiB more
-    than the sampler takes, those of 0.10.2 on an H100 have not."""
+    """The buffer holds 8,192 tokens x 8 experts x (2,048 + 2,048) values in bf16.
+
+    Report 31 (0.15.0 on an H200) has 0.5 GiB more than the sampler takes; the reports of 0.10.2 on an H100 have
+    not.
+    """
     assert peak("Qwen__Qwen3-30B-A3B", max_num_batched_tokens=8192).experts == 512 * MiB
     assert peak("Qwen__Qwen3-30B-A3B", engine_version="0.12.0").experts == 0
     halved = peak("Qwen__Qwen3-30B-A3B", tensor_parallel_size=2)
@@ -159,7 +162,10 @@ def test_experts_share_one_persistent_buffer():
 
 
 def test_mxfp4_expert_padding_per_rank():
-    """gpt-oss-20b: 2,880 wide; a rank's share is rounded to 64, its values to 256 (13.47 GiB on one)."""
+    """gpt-oss-20b is 2,880 wide; a rank's share is rounded to 64 and its values to 256.
+
+    One rank has 13.47 GiB.
+    """
     from tonnage.planner.engines.vllm.repack import mxfp4_padding
 
     def padding(ranks: int) -> int:
@@ -176,7 +182,7 @@ def test_mxfp4_expert_padding_per_rank():
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_quantized_mla_projections_are_also_kept_in_16_bits(quantized):
-    """61 layers x 512 x 128 heads x (128 + 128) values of DeepSeek-V3's FP8; of bf16 they are only views."""
+    """DeepSeek-V3's FP8 adds 61 layers x 512 x 128 heads x (128 + 128) values; bf16 has only views."""
     source = config("deepseek-ai__DeepSeek-V3")
     if not quantized:
         del source.config["quantization_config"]
@@ -186,13 +192,13 @@ def test_quantized_mla_projections_are_also_kept_in_16_bits(quantized):
 
 
 def test_profile_run_expands_mla_latents_for_context():
-    """65,536 tokens of context x heads x (128 + 128) values."""
+    """A context of 65,536 tokens expands to tokens x heads x (128 + 128) values."""
     wide = peak("deepseek-ai__DeepSeek-V3", tensor_parallel_size=8, max_model_len=131072)
     assert wide.forward > 65536 * 128 // 8 * 256 * 2
 
 
 def test_later_pipeline_stage_has_received_hidden_states():
-    """Printed for Llama-3.1-8B in two stages: 1.10 and 2.01 GiB; 1.89 in one."""
+    """Llama-3.1-8B prints 1.10 and 2.01 GiB in two stages, and 1.89 GiB in one."""
     found = sized(LLAMA, pipeline_parallel_size=2, max_model_len=8192)
     peaks = [activation.peak(part, found.chosen, coefficients()) for part in found.parts]
     assert [round(each.total / GiB, 2) for each in peaks] == pytest.approx([1.10, 2.01], abs=0.011)

@@ -1,5 +1,7 @@
-"""What an engine runs on which GPU: the table against vLLM 0.32's own checks (their answers are stored in
-tests/data/oracles; `make test-oracles` asks again), and what plans and sweeps make of it.
+"""Tests of the table of engine and GPU support, and of its effect on plans and sweeps.
+
+The table is compared with vLLM 0.32's own checks. Their answers are stored in tests/data/oracles; `make
+test-oracles` computes them again.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def rows(part: str, engine: str = "vllm") -> list[dict]:
 
 @pytest.mark.oracle
 def test_weight_support_table_equals_vllm_checks():
-    """Least compute capability and dtypes of each config class; what has none is not among its methods."""
+    """Minimum compute capability and dtypes equal each config class's; unsupported methods are absent."""
     found = vllm_answers()
     checked = 0
     for row in rows("weights"):
@@ -85,7 +87,7 @@ def test_weight_support_table_equals_vllm_checks():
 
 @pytest.mark.oracle
 def test_kv_cache_support_equals_vllm_backend_selection():
-    """For each capability, head size and format: whether vLLM finds a backend that takes it, and starts it."""
+    """For each capability, head size and format, vLLM finds and starts a backend or does not."""
     found = vllm_answers()["caches"]
     assert set(found) == set(GPUS)
     formats = sorted({kv for row in rows("cache") for kv in row["kv"] if not kv.startswith(NOT_ASKED)})
@@ -143,7 +145,7 @@ def test_quantized_weight_support_by_compute_capability(folder, gpu, quantizatio
 
 
 def test_checkpoint_quantization_method_decides_gpu_support(tmp_path):
-    """gpt-oss is stored in MXFP4, which vLLM computes with in bfloat16 alone; a T4 has none."""
+    """gpt-oss is stored in MXFP4, which vLLM computes in bfloat16 only; a T4 has no bfloat16."""
     shutil.copy(CONFIGS / "openai__gpt-oss-20b.json", tmp_path / "config.json")
     assert "mxfp4" in plan(str(tmp_path), gpu="t4", **LENGTH).unsupported[0]
     assert not plan(str(tmp_path), gpu="a100-80g", **LENGTH).unsupported

@@ -1,4 +1,4 @@
-"""What ``from tonnage.planner import ...`` offers, and a Plan in a Python prompt and in a notebook."""
+"""Tests of the public names of ``tonnage.planner``, and of a Plan's display in prompt and notebook."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_plan_repr_is_short(config_of, folder_with, name) -> None:
 
 
 class Page(HTMLParser):
-    """Tags, texts and attributes of a page; every tag but those HTML lets open is closed."""
+    """The tags, texts and attributes of an HTML page; every tag is closed unless HTML lets it stay open."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sweep, target concurrency, advice, serve lines, tables and pages."""
+"""Tests of sweeps, target concurrency, advice, serve lines, tables and HTML pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def llama(tmp_path_factory):
 
 
 def test_sweep_row_equals_plan_of_its_flags(llama):
-    """The sweep's short cuts change nothing: each row equals a whole plan."""
+    """The sweep's optimizations change nothing: each row equals a complete plan."""
     grid = Grid((find_gpu("h100"), find_gpu("a40")), ("as is",), ("auto", "fp8"), (1, 2))
     source = resolve_model(llama)
     rows = sweep(source, FLAGS, grid)
@@ -79,7 +79,10 @@ def test_sweep_row_with_lora_and_draft_equals_plan(added, llama, tmp_path):
     "name", ["openai__gpt-oss-20b", "google__gemma-2-2b", "deepseek-ai__DeepSeek-V4-Flash"]
 )
 def test_sweep_row_with_gpu_specific_formats_equals_plan(name, tmp_path):
-    """MXFP4 padded by kernel, GPUs without bfloat16, configs without a dtype, a cache of its own format."""
+    """The cases are MXFP4 padded by kernel, GPUs without bfloat16, and configs without a dtype.
+
+    One config has a cache format of its own.
+    """
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     source = resolve_model(str(tmp_path))
     gpus = (find_gpu("t4"), find_gpu("a100-80g"), find_gpu("h100"))
@@ -106,7 +109,7 @@ def test_sweep_row_with_gpu_specific_formats_equals_plan(name, tmp_path):
     ids=["SGLang's states", "SGLang's limit", "SGLang without slots", "vLLM without blocks for states"],
 )  # fmt: skip
 def test_sweep_row_with_values_set_after_pool_size_equals_plan(name, flags, tmp_path):
-    """Slots of states, the most that run, and starts that fail, all known once the pool has its size."""
+    """State slots, max_num_seqs and start failures are known only after the pool's size."""
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     source, asked = resolve_model(str(tmp_path)), (1000, 200)
     gpus = (find_gpu("h100-80g"), find_gpu("b200"))
@@ -128,7 +131,7 @@ def test_sweep_row_with_values_set_after_pool_size_equals_plan(name, flags, tmp_
 
 
 def test_sweep_row_of_gguf_file_equals_plan(tmp_path):
-    """Under llama.cpp in the file's own types, elsewhere unpacked."""
+    """llama.cpp keeps the file's types; other engines unpack them."""
     path = tmp_path / "m.gguf"
     path.symlink_to(demo_gguf())
     source = resolve_model(str(path))
@@ -152,7 +155,7 @@ def test_sweep_rejects_broken_checkpoint_like_plan(llama, tmp_path, capsys):
 
 
 def test_sweep_row_limited_by_draft_length_equals_plan(llama, tmp_path, capsys):
-    """vLLM 0.33 runs no further than the draft's own context."""
+    """vLLM 0.33 limits the length to the draft's own context."""
     draft = json.loads((CONFIGS / "meta-llama__Llama-3.2-1B.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(draft | {"max_position_embeddings": 2048}))
     flags = replace(FLAGS, engine_version="0.33.0", speculative_model=str(tmp_path), num_speculative_tokens=4)
@@ -231,7 +234,7 @@ def test_advice_raises_memory_share_that_is_too_small(llama):
 
 
 def test_vllm_serve_line_reproduces_plan(llama):
-    """vLLM's line, read back as our flags, is the same plan."""
+    """vLLM's serve line, read back as our flags, gives the same plan."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", tensor_parallel_size=2, kv_cache_dtype="fp8"))
     ours, theirs = serve_lines(plan)
     assert ours.startswith("tonnage serve ")
@@ -298,9 +301,10 @@ def test_invalid_plan_flag_is_named_in_error(llama, capsys, flags, field):
 
 
 def test_lora_slot_bytes_equal_peft_shapes(llama):
-    """2 slots of rank 8: A [8, in] and B [out, 8] of all seven projections, the embedding and the head, bf16.
+    """The case is 2 slots of rank 8: A [8, in] and B [out, 8] in bf16.
 
-    That vLLM allocates just these is shown in tests/server/vllm/served/test_adapters.py.
+    They exist for all seven projections, the embedding and the head. tests/server/vllm/served/test_adapters.py
+    checks that vLLM allocates exactly these.
     """
     hidden, inner, kv, layers, vocabulary = 4096, 14336, 1024, 32, 128256
     projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
@@ -326,7 +330,7 @@ def test_vllm_environment_variable_adds_note(llama, monkeypatch):
 
 
 def test_draft_model_weights_and_kv_layers_are_counted(llama, tmp_path):
-    """Its weights, and its layers of the pool: 16 more layers of half the head size."""
+    """The draft adds its weights and 16 cache layers of half the head size."""
     folder = tmp_path / "draft"
     folder.mkdir()
     shutil.copy(CONFIGS / "meta-llama__Llama-3.2-1B.json", folder / "config.json")
@@ -342,7 +346,7 @@ def test_draft_model_weights_and_kv_layers_are_counted(llama, tmp_path):
 
 
 def test_pipeline_stages_have_same_number_of_blocks(llama):
-    """Two stages: 16 layers and the embedding, 16 layers and the head; both get the same blocks."""
+    """Two stages hold 16 layers with the embedding, and 16 layers with the head."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", pipeline_parallel_size=2))
     first, last = plan.ranks
     assert first.kv_pool_bytes == last.kv_pool_bytes == plan.kv_cache.num_blocks * 16 * 2 * 16 * 8 * 128 * 2
@@ -353,7 +357,7 @@ def test_pipeline_stages_have_same_number_of_blocks(llama):
 
 @pytest.fixture(scope="module")
 def models(llama, tmp_path_factory):
-    """Llama 3.1 8B and Qwen 3 0.6B."""
+    """Return the folders of Llama 3.1 8B and Qwen 3 0.6B."""
     folder = tmp_path_factory.mktemp("qwen")
     shutil.copy(CONFIGS / "Qwen__Qwen3-0.6B.json", folder / "config.json")
     return [llama, str(folder)]
@@ -366,7 +370,7 @@ BESIDE = [
 
 
 def test_sweep_of_models_and_gpus_keeps_requested_order(models, capsys):
-    """Each row is the plan of its flags, in the order they were asked for."""
+    """Each row is the plan of its flags."""
     assert run([*models, *BESIDE, "--json", "--request", "2000+300", "--request", "8000+100"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 2 * 3 * 3 * 2
@@ -400,7 +404,7 @@ def test_price_per_sequence_needs_one_certain_sequence(least, each) -> None:
 
 
 def test_sweep_table_states_sequence_length(models, capsys):
-    """Otherwise the model that allows the fewest looks the cheapest."""
+    """Without the length, the model with the shortest sequences would look cheapest."""
     llama, other = models
     two = [llama, other, "--gpu", "h100-80g"]
     run(two)
@@ -509,7 +513,7 @@ def test_sweep_rejects_invalid_or_incompatible_flags(llama, capsys, flags, field
 
 
 def test_plan_prints_pool_concurrency_and_max_num_seqs_limit(tmp_path, capsys):
-    """LFM2's state is small: its pool holds ten times what --max-num-seqs lets run, and both are said."""
+    """LFM2's state is small: its pool holds ten times --max-num-seqs, and the plan prints both."""
     shutil.copy(CONFIGS / "LiquidAI__LFM2-1.2B.json", tmp_path / "config.json")
     flags = replace(FLAGS, gpu="h100-80g", max_model_len=512, max_num_seqs=None)
     plan = plan_source(resolve_model(str(tmp_path)), flags)

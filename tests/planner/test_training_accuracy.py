@@ -1,4 +1,4 @@
-"""benchmarks/training_accuracy.py: public A6000 runs, each row within 3 %; its list of model types."""
+"""Tests of benchmarks/training_accuracy.py: public A6000 runs within 3 %, and its list of model types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_training_plan_within_3_percent_of_public_runs():
 
 
 def test_accuracy_score_counts_wrong_measurement_as_miss(tmp_path):
-    """The score can fail: a run said to need 4 % more, and one of a model nobody has a config of."""
+    """One run has a total 4 % higher, and one has a model without a config."""
     lines = RECEIPTS.read_text().splitlines()
     row = next(line for line in lines if "17.51" in line)
     other = row.replace("17.51", "18.21"), row.replace("Llama-3.2-1B", "Nobody-1B")
@@ -45,7 +45,7 @@ def test_accuracy_score_counts_wrong_measurement_as_miss(tmp_path):
 
 
 def test_activation_accuracy_by_model_type_is_measured(monkeypatch, capsys):
-    """In this process, which has torch loaded."""
+    """The benchmark runs in this process, which has torch loaded."""
     pytest.importorskip("torch", reason="the real thing is torch")
     monkeypatch.setattr(sys, "argv", ["training_accuracy.py", "--activations", "--types", "falcon", "doge"])
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,7 +1,8 @@
-"""The activation model against ``saved_tensors_hooks`` on real models: a type whose layer is written down
-to the byte, almost (``near``), any other inside the interval its plan states.
+"""Tests of the activation model against ``saved_tensors_hooks`` on real models.
 
-What autograd keeps of them is stored (tests/data/oracles); `make test-oracles` trains them again.
+Types with an operation-by-operation layer are exact to a few bytes (``near``); other types lie within the
+plan's interval. The bytes that autograd keeps are stored in tests/data/oracles; `make test-oracles` trains the
+models again.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ pytestmark = pytest.mark.oracle
 
 @pytest.fixture
 def saved(request) -> Callable[..., int]:
-    """saved(real, family, batch=, length=, autocast=, **overrides) -> the bytes autograd keeps of what
-    ``real()`` makes of the family; the test's name says what else it is."""
+    """Return a function that gives the bytes autograd keeps of ``real()``, a model of ``family``.
+
+    The stored answer's key is the name of the test.
+    """
 
     def ask(real, family, *, batch=BATCH, length=LENGTH, autocast=False, **overrides) -> int:
         inputs = [models.config_of(family, **overrides), batch, length, autocast]
@@ -49,12 +52,15 @@ def saved(request) -> Callable[..., int]:
 
 
 def near(measured: int, family: str = "") -> object:
-    """Exact but for 56 bytes; two types, with adapters under autocast, keep 3 and 6 KiB that the tape lacks."""
+    """Return ``measured`` with a tolerance of 56 bytes.
+
+    Two types, with adapters under autocast, keep 3 and 6 KiB that the tape lacks.
+    """
     return pytest.approx(measured, rel=0, abs={"opt-projected": 3_072, "hunyuan_v1_moe": 6_144}.get(family, 56))
 
 
 def exact(row: str) -> bool:
-    """The planner has the layer of this model operation by operation."""
+    """Return whether the planner has this model's layer operation by operation."""
     return not models.training_model(row).estimated
 
 
@@ -89,7 +95,7 @@ def test_training_parameter_count_equals_real_model(row):
 
 
 def test_at_least_60_model_types_have_exact_activations():
-    """Types whose rows are all exact, as benchmarks/training_accuracy.py --activations lists them."""
+    """A type counts if all its rows are exact, as in benchmarks/training_accuracy.py --activations."""
     types = {True: set(), False: set()}
     for row in models.ROWS:
         types[exact(row)].add(row.partition("-")[0])
@@ -158,7 +164,7 @@ def test_lora_on_attention_of_moe_layers_activations_equal_autograd(family, prec
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 24), (3, 160)])
 def test_activations_equal_autograd_for_other_batch_and_length(family, batch, length, saved):
-    """The tape is symbolic: sizes it was not written against, windows both used and not."""
+    """The tape is symbolic; these sizes are new to it, with windows both used and unused."""
     measured = saved(lambda: models.real_model(family), family, batch=batch, length=length)
     setup = TrainingSetup(precision="fp32", attention="sdpa")
     assert planned(family, setup, frozenset(), batch, length) == near(measured)
@@ -166,7 +172,10 @@ def test_activations_equal_autograd_for_other_batch_and_length(family, batch, le
 
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
 def test_eager_attention_activations_of_one_sequence_equal_autograd(family, saved):
-    """With one sequence batch and heads merge without a copy: views of fused projections are kept instead."""
+    """With one sequence, batch and heads merge without a copy.
+
+    Autograd then keeps views of fused projections.
+    """
 
     def real():
         return models.real_model(family, "eager", "bfloat16")
@@ -194,7 +203,7 @@ def test_frozen_lower_layers_keep_no_activations(family, saved):
 
 
 def test_attention_dropout_keeps_mask(saved):
-    """Attention dropout, eager: the CPU keeps a full-width mask beside the dropped weights."""
+    """With eager attention, the CPU keeps a full-width mask beside the dropped weights."""
     measured = saved(
         lambda: models.real_model("gpt_bigcode", "eager", attn_pdrop=0.1), "gpt_bigcode", attn_pdrop=0.1
     )
@@ -206,7 +215,7 @@ def test_attention_dropout_keeps_mask(saved):
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
 def test_attention_dropout_under_autocast_is_before_cast(precision, saved):
-    """Under autocast the scores are still fp32 when they are dropped: q has the rotary tables' type."""
+    """Under autocast, dropout applies to fp32 scores, because q has the rotary tables' dtype."""
 
     def real():
         dtype = "bfloat16" if precision == "bf16" else "float32"
@@ -219,7 +228,7 @@ def test_attention_dropout_under_autocast_is_before_cast(precision, saved):
 
 
 def test_gradient_checkpointing_keeps_layer_inputs(saved):
-    """Non-reentrant checkpointing, as Trainer's: of each layer one residual stream is left."""
+    """Non-reentrant checkpointing, as Trainer's, keeps one residual stream per layer."""
 
     def real():
         model = models.real_model("llama")
@@ -235,8 +244,11 @@ def test_gradient_checkpointing_keeps_layer_inputs(saved):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 def test_activation_estimate_interval_contains_exact_bytes(precision):
-    """Families without a program are estimated from shapes. Where there is a program, on real configs, its
-    figure lies within the interval the estimate states; every other decoder gets an estimate."""
+    """Families without a tape are estimated from shapes.
+
+    For families with a tape, on real configs, the exact bytes lie within the estimate's interval. Every other
+    decoder gets an estimate.
+    """
     configs = sorted((Path(__file__).parent.parent / "data" / "configs").glob("*.json"))
     setup = TrainingSetup(precision=precision)
     kept = ActivationSetup("flash", "full", 16, frozenset(), 2, False, convention_of(setup), 2)
@@ -271,7 +283,7 @@ def test_training_plan_marks_estimated_activations(row, estimated):
 
 @pytest.mark.parametrize("row", ["llama", "phi3", "falcon", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_tensor_parallelism_divides_mlp_activations(row):
-    """What the up projections give, their activation and their product: of experts, of each that is chosen."""
+    """Up projections, their activation and their product are divided, for each chosen expert too."""
     layers = models.planner(row).activations(TrainingSetup(precision="bf16")).layers
     architecture = models.training_model(row).architecture
     config = models.config_of(row)

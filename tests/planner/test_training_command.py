@@ -1,4 +1,4 @@
-"""``tonnage train``: output in all forms, search, tricks, sweep and ready configuration."""
+"""Tests of ``tonnage train``: output formats, search, tricks, sweep and emitted configuration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_train_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words
 
 
 def test_train_prints_deepspeed_estimates(folder, capsys):
-    """The tables of 0.19.8 for 8,030,261,248 parameters (tests/data/training/deepspeed_estimates.json)."""
+    """The tables are 0.19.8's for 8,030,261,248 parameters (tests/data/training/deepspeed_estimates.json)."""
     assert run([folder, "--gpus", "8", "--nodes", "2", "--emit", "deepspeed-estimate"]) == 0
     out = capsys.readouterr().out
     assert "SW: Model with 8030M total params, 525M largest layer params." in out
@@ -203,7 +203,7 @@ def test_emitted_deepspeed_json_has_plan_settings(planner):
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "fsdp-grad-op", "fsdp-hybrid"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_accelerate_loads_emitted_yaml(planner, tmp_path, strategy, version):
-    """By accelerate's own loader."""
+    """The loader is accelerate's own."""
     accelerate = pytest.importorskip(
         "accelerate.commands.config.config_args", reason="accelerate reads the file"
     )
@@ -254,7 +254,7 @@ def test_train_notes_upper_bound_above_device_memory(folder, capsys):
     ],
 )
 def test_transformers_accepts_emitted_training_arguments(planner, tmp_path, extra):
-    """By transformers' own class; the flags a CPU cannot run are checked by value and left out."""
+    """The class is transformers' own; flags that a CPU cannot run are checked by value and left out."""
     transformers = pytest.importorskip("transformers", reason="TrainingArguments is its")
     found = json.loads(
         emit.emit("trainer", planner.plan(TrainingSetup(micro_batch=3, **extra)), planner.model.architecture)
@@ -288,7 +288,7 @@ def test_parse_speed_reads_names_and_units(text, speed):
 
 
 def test_trick_combinations_are_ranked_and_smallest_is_printed(planner, folder, capsys):
-    """Neither of two tricks is enough alone: all pairs were tried, and those that fit are plans that fit."""
+    """No single trick is enough: all pairs are tried, and each listed pair is a plan that fits."""
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
     rows = tricks(planner, setup)
     found = combinations(planner, setup, rows)

@@ -1,9 +1,9 @@
-"""What ``--compile`` keeps, against torch's own partitioner on real models.
+"""Tests of the activations that ``--compile`` keeps, against torch's partitioner on real models.
 
-Each decoder layer is compiled with ``aot_eager_decomp_partition``: inductor's decompositions and the
-partition (functorch/partitioners.py, min_cut_rematerialization_partition) of its forward and backward
-graph, without its code generator. What autograd then keeps is stored (tests/data/oracles); `make
-test-oracles` compiles them again.
+Each decoder layer is compiled with ``aot_eager_decomp_partition``: inductor's decompositions and the partition
+(functorch/partitioners.py, min_cut_rematerialization_partition) of its forward and backward graph, without its
+code generator. The bytes that autograd then keeps are stored in tests/data/oracles; `make test-oracles`
+compiles the layers again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OTHERS = ("gemma2", "olmo2", "mixtral")
 
 
 def kept(row: str, setup: TrainingSetup, kernels: Kernels) -> int:
-    """Planned bytes of a forward pass on the CPU with a loss."""
+    """Return the planned bytes of a forward pass on the CPU with a loss."""
     layers_only = kernels._replace(layers_only=True)
     return models.planned_bytes(row, setup, frozenset(), BATCH, LENGTH, layers_only)
 
@@ -58,7 +58,7 @@ def test_compiled_layer_activations_match_torch_partitioner(row, precision, requ
 
 @pytest.mark.parametrize("row", SAID["compiled"], ids=lambda row: row["method"])
 def test_torchtune_compiled_layer_activations_are_exact(row):
-    """The same of torchtune's layers, LoRA's too: to the byte."""
+    """Torchtune's layers, with and without LoRA, are exact to the byte."""
     asked = SAID["torchtune"]
     config = {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
     lora = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

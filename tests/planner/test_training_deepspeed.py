@@ -1,7 +1,7 @@
-"""DeepSpeed's own estimator functions and config classes.
+"""Tests against DeepSpeed's estimator functions and config classes.
 
-deepspeed is not in the dev extra: PyPI has its source only, and its build wants torch first. What its
-functions answer is stored in tests/data/training/deepspeed_estimates.json; if installed, they are called.
+deepspeed is not in the dev extra: PyPI has only its source, whose build requires torch. Its answers are stored
+in tests/data/training/deepspeed_estimates.json; an installed deepspeed is called as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REASON = "deepspeed is built from source (pip install --no-deps deepspeed hjson 
 
 
 def answer(row: dict) -> list[int]:
-    """[CPU bytes, GPU bytes], in the functions' own order."""
+    """Return [CPU bytes, GPU bytes], in the order of DeepSpeed's functions."""
     p, gpus, nodes = row["parameters"], row["gpus"], row["nodes"]
     if row["stage"] == 2:
         found = ours.zero2(p, gpus, nodes, offload=row["cpu_offload"])
@@ -44,7 +44,7 @@ def test_deepspeed_estimates_equal_stored_answers():
 
 @pytest.mark.parametrize("says", STORED["tables"], ids=lambda row: f"{row['row']}-{row['nodes']}x{row['gpus']}")
 def test_deepspeed_tables_equal_stored_output(says):
-    """What its ``_all_live`` functions print for real tiny models, and its ``_all_cold`` for large counts."""
+    """The tables are ``_all_live`` of real tiny models, and ``_all_cold`` of large counts."""
     theirs = says["says"].replace("OffloadDeviceEnum.cpu", "cpu ")  # an enum's name, from Python 3.11 on
     counted = says["parameters"], says["largest_layer"]
     if says["row"] is not None:
@@ -75,7 +75,7 @@ def test_deepspeed_estimates_equal_installed_functions():
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_deepspeed_accepts_emitted_configuration(config_of, strategy, offload):
-    """By DeepSpeed's own pydantic class, which forbids unknown keys."""
+    """The class is DeepSpeed's own pydantic class, which forbids unknown keys."""
     classes = pytest.importorskip("deepspeed.runtime.zero.config", reason=REASON)
     if offload == "nvme" and strategy != "zero3":
         offload = "cpu"

@@ -1,6 +1,6 @@
-"""torch.distributed.fsdp on gloo ranks: what the fullest rank holds equals the plan, 0 bytes apart.
+"""Tests of torch.distributed.fsdp on gloo ranks: the fullest rank's bytes equal the plan exactly.
 
-What the ranks hold is stored (tests/data/oracles); `make test-oracles` starts them again.
+The ranks' bytes are stored in tests/data/oracles; `make test-oracles` starts the ranks again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ def layers_of(model):
 
 
 def shard_sizes(family: str, version: int, group: int, world: int) -> tuple[int, int, int]:
-    """Two steps of AdamW under FSDP, one unit per layer: bytes of (weights, gradients, states) of this rank.
-    ``group``: ranks of one shard group, below ``world`` for hybrid sharding."""
+    """Return this rank's bytes of (weights, gradients, states) after two AdamW steps under FSDP.
+
+    Each layer is a unit. ``group`` is the number of ranks in a shard group, below ``world`` for hybrid
+    sharding.
+    """
     import torch
 
     model = models.real_model(family)
@@ -70,7 +73,7 @@ def shard_sizes(family: str, version: int, group: int, world: int) -> tuple[int,
 
 
 def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
-    """All cases of one world size in the same processes: starting them is what takes time."""
+    """Run all cases of one world size in the same processes, because starting them is slow."""
     import torch
     import torch.distributed as dist
 
@@ -86,7 +89,7 @@ def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
 
 
 def run(world: int, cases: tuple) -> list[list[tuple[int, ...]]]:
-    """Of each rank the sizes of each case."""
+    """Return each rank's sizes of each case."""
     import torch
 
     context = torch.multiprocessing.get_context("spawn")
@@ -116,8 +119,10 @@ def run(world: int, cases: tuple) -> list[list[tuple[int, ...]]]:
     ],
 )
 def test_fsdp_shard_bytes_equal_torch(world, cases):
-    """FSDP2 gives the first rank the rows that are left over; FSDP1 pads each unit to equal shards. Hybrid
-    sharding (the last case) divides by the group and replicates across groups."""
+    """FSDP2 gives the remaining rows to the first rank; FSDP1 pads each unit to equal shards.
+
+    Hybrid sharding (the last case) divides by the group and replicates across groups.
+    """
     inputs = [world, *((*case, models.config_of(case[0])) for case in cases)]
     found = ORACLE.says(f"{world} ranks", inputs, lambda: run(world, cases))
     for index, (family, version, group) in enumerate(cases):

@@ -1,4 +1,5 @@
-"""Two real training steps: parameters, gradients, optimizer states and adapters, by storages, 0 bytes apart."""
+"""Tests of two real training steps: parameters, gradients, states and adapters equal the plan exactly."""
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def train(model, optimizer, steps: int = 2) -> None:
 
 
 def measured(model, optimizer) -> tuple[int, int, int, int]:
-    """Bytes of (all parameters, gradients, optimizer states, step counters)."""
+    """Return the bytes of (all parameters, gradients, optimizer states, step counters)."""
     parameters = sum(models.storages(model.parameters()).values())
     gradients = sum(models.storages(p.grad for p in model.parameters() if p.grad is not None).values())
     states, counters = {}, {}
@@ -126,7 +127,7 @@ def test_frozen_layers_have_no_gradients_or_states():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_8bit_adamw_state_bytes_equal_bitsandbytes(family):
-    """bitsandbytes on the CPU: block-wise states from 4,096 values on, two shared 1 KiB maps."""
+    """On the CPU, states of 4,096 values and more are block-wise, with two shared maps of 1 KiB."""
     bnb = pytest.importorskip("bitsandbytes", reason="8-bit AdamW is bitsandbytes'")
     real = models.real_model(family)
     optimizer = bnb.optim.AdamW8bit(real.parameters(), lr=1e-4)
@@ -140,7 +141,7 @@ def test_8bit_adamw_state_bytes_equal_bitsandbytes(family):
 
 @pytest.mark.parametrize("scheme", ["nf4", "nf4-double"])
 def test_qlora_base_and_adapter_bytes_equal_bitsandbytes(scheme, held_bytes):
-    """A 4-bit base by bitsandbytes with PEFT's adapters: weights held, 0 bytes apart."""
+    """The base has 4 bits by bitsandbytes, the adapters are PEFT's; the bytes are equal."""
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     bnb = pytest.importorskip("bitsandbytes", reason="NF4 is bitsandbytes'")
     real = models.real_model("llama", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused by name: flag, value, and what would be right."""
+"""Tests that impossible training setups raise an error naming flag, value and valid alternatives."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_qlora_plan_notes_its_limits(planner):
 
 
 def test_default_attention_is_sdpa_without_flash_attention(planner):
-    """Nobody asked for FlashAttention: float32 and a T4 get what runs there, and an A100 FlashAttention."""
+    """Without a flag, float32 and a T4 get SDPA, and an A100 gets FlashAttention."""
     for changes, attention in (
         ({"precision": "fp32"}, "sdpa"), ({"compute_capability": "7.5"}, "sdpa"),
         ({"compute_capability": "8.0"}, "flash"), ({}, "flash"),

@@ -1,4 +1,4 @@
-"""Questions people ask, each answered fits or does not fit, with the numbers."""
+"""Tests of common training questions, each answered by "fits" or "does not fit" with its figures."""
 
 from __future__ import annotations
 

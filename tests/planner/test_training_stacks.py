@@ -1,8 +1,9 @@
-"""Training stacks: against what the real torchtune, galore-torch and torchao do, and the totals they publish.
+"""Tests of training stacks against torchtune, galore-torch and torchao, and against published totals.
 
-None of the three is in the dev extra. What they say is stored in tests/data/training/stacks.json: bytes that
-autograd keeps of a forward pass of torchtune's llama3 and lora_llama3 (CPU, SDPA), bytes of GaLoreAdamW's and
-GaLoreAdamW8bit's states and projections after a step of tiny models, bytes of the parts of an NF4Tensor.
+None of the three is in the dev extra; their figures are stored in tests/data/training/stacks.json. These are
+the bytes that autograd keeps of a forward pass of torchtune's llama3 and lora_llama3 (CPU, SDPA), the bytes of
+GaLoreAdamW's and GaLoreAdamW8bit's states and projections after a step of tiny models, and the bytes of the
+parts of an NF4Tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def test_torchtune_activations_equal_plan(row):
 
 
 def test_galore_state_bytes_equal_galore_torch():
-    """AdamW's to the byte; bitsandbytes keeps a counter of 4 bytes a tensor more."""
+    """AdamW's states are exact; bitsandbytes keeps a counter of 4 more bytes per tensor."""
     assert len(SAID["galore"]) == 16
     for row in SAID["galore"]:
         model = training_model(row["row"], hidden_size=128, intermediate_size=320)
@@ -79,8 +80,7 @@ def ask(monkeypatch, capsys, path: Path) -> tuple[int, dict]:
 
 
 def test_published_training_totals_lie_within_intervals(monkeypatch, capsys, tmp_path):
-    """All inside their plan's intervals; torchtune's on one GPU within 2 % on average. A total that is
-    wrong is above."""
+    """Torchtune's totals on one GPU are within 2 % on average; a wrong total is above its interval."""
     published = DATA / "published_stacks.tsv"
     code, found = ask(monkeypatch, capsys, published)
     assert (code, found["scored"], found["covered"], found["above_the_interval"]) == (0, 31, 31, 0)
@@ -145,7 +145,7 @@ def test_stack_defaults_apply_to_unset_flags(folder, capsys):
 
 
 def test_stack_defaults_give_plan_for_every_method(planner):
-    """What a stack sets can be given by hand, and the defaults of each of them plan."""
+    """The defaults of each stack give a plan, and each can be set by flags as well."""
     for name in STACKS:
         for method in ("full", "lora", "qlora"):
             setup = TrainingSetup(**with_defaults({"stack": name, "method": method}))
@@ -166,7 +166,7 @@ def test_sweep_over_stacks_uses_their_defaults(folder, capsys):
 
 
 def test_transformers_stack_frees_gradients_between_steps(planner):
-    """transformers' Trainer drops them between steps; a second micro-batch finds those of the first."""
+    """Trainer frees gradients between steps; a second micro-batch still has the first one's."""
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     once, twice = planner.plan(setup), planner.plan(replace(setup, gradient_accumulation=2))
     assert once.moment == twice.moment == "loss backward"
@@ -178,7 +178,7 @@ def test_transformers_stack_frees_gradients_between_steps(planner):
 
 
 def test_stacks_use_fused_adamw_without_copies(planner):
-    """torch's foreach kernels make a copy of the second states, the stacks ask for the fused one."""
+    """Torch's foreach kernels copy the second states; the stacks request the fused kernel."""
     setup = TrainingSetup(precision="bf16", checkpointing="full")
     assert planner.plan(setup).moment == "optimizer step"
     for stack in STACKS:
@@ -188,7 +188,7 @@ def test_stacks_use_fused_adamw_without_copies(planner):
 
 
 def test_paged_optimizer_states_fit_full_gpu(folder, capsys):
-    """torchtune's README: an 8B in full on a 4090. Without pages it does not fit."""
+    """Torchtune's README trains an 8B model in full on a 4090, which does not fit without paging."""
     arguments = [folder, "--stack", "torchtune", "--compile", "--gpu", "rtx-4090", "--json"]
     assert run(arguments) == 0
     found = json.loads(capsys.readouterr().out)
@@ -222,7 +222,7 @@ def test_compile_lowers_activations_with_interval(planner):
 
 
 def test_fp8_activations_have_interval(planner):
-    """Read from the libraries' sources, not measured: 16 bits are the bound."""
+    """The figures come from the libraries' sources, not from measurements; 16 bits are the upper bound."""
     setup = TrainingSetup(precision="fp8", micro_batch=4)
     line = next(line for line in planner.plan(setup).lines if line.name == "activations")
     assert line.low < line.high

@@ -1,4 +1,4 @@
-"""The worked numbers of the training literature, each with the convention it was computed in."""
+"""Tests of the worked numbers of the training literature, each with the convention of its source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def planner(config_of):
 
 
 def one_tensor(elements: int, architecture):
-    """States of a model that is one flat tensor, as the papers count it."""
+    """Return a function that gives the states of a model of one flat tensor, as the papers count it."""
     held = TensorGroup("all.weight", (elements,), "mlp", "Linear", (None,), True)
 
     def states(setup: TrainingSetup):
@@ -63,8 +63,10 @@ def test_bytes_per_parameter_by_precision_convention(precision, convention, tota
 
 
 def test_fp8_activations_keep_one_byte_inputs_and_two_weight_copies(planner):
-    """Transformer Engine: a matrix and its transpose in fp8 wait for the backward pass, whatever the master
-    weights are; torchao's float8, under FSDP, keeps what 16-bit training keeps."""
+    """Transformer Engine keeps each matrix and its transpose in fp8 for the backward pass.
+
+    This does not depend on the master weights. torchao's float8, under FSDP, keeps what 16-bit training keeps.
+    """
     model = planner(LLAMA_8B)
     linear = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # the head is one of them
     # Every module keeps its own input in one byte a value, where 16-bit training keeps two of a tensor that
@@ -122,7 +124,7 @@ def test_8bit_adamw_is_two_bytes_only_for_large_tensors():
 
 
 def test_zero_paper_bytes_of_7_5b_model_on_64_gpus(config_of):
-    """120 -> 31.4 -> 16.6 -> 1.9 GB (arXiv 1910.02054, figure 1)."""
+    """Each GPU holds 120, 31.4, 16.6 and 1.9 GB with DDP and stages 1 to 3 (arXiv 1910.02054, figure 1)."""
     states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
     found = [
         states(TrainingSetup(strategy=strategy, gpus=8, nodes=8, convention="zero")).total / 1e9
@@ -246,7 +248,10 @@ def test_lora_and_qlora_weight_bytes_of_llama_2_7b(planner):
     ],
 )
 def test_training_states_meet_llama_factory_rules(planner, method, precision, extra, rule):
-    """18x, 8x and 2x GB per billion parameters; its QLoRA rules leave scales, embedding, head out."""
+    """The rules are 18, 8 and 2 GB per billion parameters.
+
+    Its QLoRA rules exclude scales, embedding and head.
+    """
     setup = TrainingSetup(method=method, precision=precision, rank=8, **extra)
     plan = planner(LLAMA_8B).plan(setup)
     states = sum(plan.line(name) for name in (*STATES, "frozen weights"))
@@ -254,7 +259,7 @@ def test_training_states_meet_llama_factory_rules(planner, method, precision, ex
 
 
 def gpt_layer(config_of, attention):
-    """A GPT layer with dropout, biases and multi-head attention, in 16 bits."""
+    """Return the activations of a 16-bit GPT layer with dropout, biases and multi-head attention."""
     config = {
         **config_of("transformers-default/gpt_bigcode"),
         "multi_query": False,
@@ -269,18 +274,24 @@ def gpt_layer(config_of, attention):
 
 
 def test_transformer_layer_activations_are_34_bytes_per_value(config_of):
-    """s b h (34 + 5 a s / h) (arXiv 2205.05198, equation 1). FlashAttention drops the second term; the first
-    is exact, beside 4 bytes of log-sum-exp a head and of mean and 1/std a norm."""
+    """The formula is s b h (34 + 5 a s / h) (arXiv 2205.05198, equation 1).
+
+    FlashAttention drops the second term. The first is exact, beside 4 bytes of log-sum-exp per head and of mean
+    and 1/std per norm.
+    """
     assert gpt_layer(config_of, "flash").token == 34 * 1024 + 4 * 16 + 2 * 8
 
 
 def test_attention_score_activations_are_7_bytes_per_head_and_pair(config_of):
-    """5 a s^2 b: softmax 2, its dropout mask 1, the dropped weights 2; transformers' fp32 softmax: 7."""
+    """The paper counts 5 a s^2 b: softmax 2, dropout mask 1 and dropped weights 2.
+
+    With transformers' fp32 softmax it is 7.
+    """
     assert gpt_layer(config_of, "eager").score == (5 + 2) * 16
 
 
 def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
-    """2 s b h per layer and one layer's peak (arXiv 2205.05198, section 5)."""
+    """Each layer keeps 2 s b h, and one layer its peak (arXiv 2205.05198, section 5)."""
     model = planner(LLAMA_8B)
     base = {"precision": "bf16", "checkpointing": "full", "sequence_length": 1024, "optimizer_kernel": "fused"}
     some, more = (model.plan(TrainingSetup(micro_batch=b, **base)) for b in (8, 9))
@@ -317,7 +328,7 @@ def test_checkpoint_segments_keep_about_sqrt_of_layers(planner):
     ],
 )
 def test_optimizer_step_copy_bytes_by_framework(planner, extra, per_parameter):
-    """An fp32 master steps with its framework's fused AdamW on an fp32 copy of the gradients (step.py)."""
+    """A framework's fused AdamW with an fp32 master steps on an fp32 copy of the gradients (step.py)."""
     model = planner(LLAMA_8B)
     setup = TrainingSetup(**extra)
     step = step_of(setup, convention_of(setup), model.states(setup, 0))
@@ -331,7 +342,7 @@ def test_zero_3_step_copies_one_sub_group(planner):
 
 
 def test_zero_2_step_bytes_equal_deepspeed_estimate(planner):
-    """Its 18 bytes of a partitioned parameter are our 14 and the fp32 copy of the gradients."""
+    """DeepSpeed's 18 bytes per partitioned parameter are our 14 and the fp32 gradient copy."""
     setup = TrainingSetup(strategy="zero2", gpus=8)
     states = planner(LLAMA_8B).states(setup, 0)
     copy = step_of(setup, convention_of(setup), states).bytes - states.gradients  # the flat one is freed

@@ -1,8 +1,8 @@
-"""The plan against vLLM 0.32.0 itself: its own KV-config functions on small models of every attention kind.
+"""Tests of plans against vLLM 0.32.0's KV-config functions, on small models of every attention kind.
 
-Configs are the public ones cut to a few layers (patterns kept, head geometry as published); vLLM builds each on
-the meta device in one child process and says num_blocks, tokens and concurrency. Its answers are stored
-(tests/data/oracles); `make test-oracles` asks again.
+The configs are public ones reduced to a few layers, with their patterns and head sizes. vLLM builds each on the
+meta device in one child process and prints num_blocks, tokens and concurrency. The answers are stored in
+tests/data/oracles; `make test-oracles` computes them again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ IDS = [f"{name}-{layers}-{i}" for i, (name, layers, _, _) in enumerate(CASES)]
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """(folders, vLLM's answer per case)."""
+    """Return (folders, vLLM's answer per case)."""
     root = tmp_path_factory.mktemp("models")
     folders, inputs = [], []
     for i, (name, layers, changes, flags) in enumerate(CASES):

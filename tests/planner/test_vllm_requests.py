@@ -1,6 +1,7 @@
-"""How many requests of given lengths a pool holds, against vLLM 0.32.0's own KVCacheManager: it is given equal
-requests until it has no blocks for one more, and its scheduler as many together (vllm_requests_child.py). Its
-answers are stored (tests/data/oracles); `make test-oracles` asks again.
+"""Tests of the number of requests that a pool holds, against vLLM 0.32.0's own KVCacheManager.
+
+vllm_requests_child.py adds equal requests until the manager has no blocks left, and gives the scheduler as many
+at once. The answers are stored in tests/data/oracles; `make test-oracles` computes them again.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ REQUESTS = (
 
 
 def asked(root: Path) -> tuple[list[str], list[object]]:
-    """Folders of the cases, and all that vLLM's answers follow from."""
+    """Return the folders of the cases, and all inputs of vLLM's answers."""
     folders, inputs = [], []
     for i, (name, layers, changes, flags) in enumerate(CASES):
         folder = root / f"{i:02d}"
@@ -106,7 +107,7 @@ def asked(root: Path) -> tuple[list[str], list[object]]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """(folders, vLLM's answer per case)."""
+    """Return (folders, vLLM's answer per case)."""
     folders, inputs = asked(tmp_path_factory.mktemp("models"))
     return folders, ORACLE.says("all", inputs, lambda: vllm_says(CHILD, folders))
 

@@ -1,7 +1,7 @@
-"""Five real starts of vLLM on this CPU, dummy weights: blocks, tokens and concurrency equal to the plan's.
+"""Tests of five real vLLM starts on this CPU with dummy weights, whose pools equal the plan's.
 
-The pool is set by kv_cache_memory_bytes alone; each model answers two tokens from the pool it was given.
-Its answers are stored (tests/data/oracles); `make test-oracles` starts it again.
+Only kv_cache_memory_bytes sets the pool, and each model generates two tokens from it. The answers are stored in
+tests/data/oracles; `make test-oracles` starts vLLM again.
 """
 
 from __future__ import annotations
