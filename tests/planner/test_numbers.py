@@ -13,7 +13,7 @@ from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, float_fo
 
 
 def test_bf16_fields_decode_to_known_value():
-    """The fields are sign 1, exponent 17, mantissa 3; a well-known article prints mantissa 5's value for them."""
+    """The fields are sign 1, exponent 17, mantissa 3; an article prints mantissa 5's value for them."""
     bf16 = float_format("bf16")
     assert bf16.decode(1, 17, 3) == -7.884275709835247e-34
     assert bf16.decode(1, 17, 5) == -8.004646331359449e-34

@@ -1,5 +1,4 @@
 """Tests of two real training steps: parameters, gradients, states and adapters equal the plan exactly."""
-"""
 
 from __future__ import annotations
 
