@@ -1,4 +1,7 @@
-"""The page in a real browser. Needs chromium, npm and openssl from the system, playwright from pagetest."""
+"""Fixtures of the page in a real browser.
+
+They need chromium, npm and openssl from the system, and playwright from the extra pagetest.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's models, under the names that they have in it."""
+    """Return a folder with the page's models, under the names that they have on the page."""
     root = tmp_path_factory.mktemp("models")
     for name, content in model_files().items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Callable[..., Any]]:
-    """Starts a Chromium with the arguments given."""
+    """Yield a function that starts a Chromium with the given arguments."""
     from playwright.sync_api import sync_playwright
 
     found = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -66,7 +69,7 @@ def sight(browser: Any, site: str) -> Iterator[Sight]:
 
 @pytest.fixture(scope="session")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core, from npm."""
+    """Return the source of axe-core, from npm."""
     folder = tmp_path_factory.mktemp("axe")
     subprocess.run(
         ["npm", "install", "--silent", "--no-audit", "--prefix", str(folder), "axe-core@4.11.0"], check=True

@@ -1,5 +1,7 @@
-"""The documentation as make docs writes it, opened from its folder: nothing of another host, read and searched
-on a phone, in the dark, by the keyboard."""
+"""Tests of the documentation as ``make docs`` writes it, opened from its folder.
+
+It requests no other host, and it is readable and searchable on a phone, in dark mode and by keyboard.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def phone(browser: Any) -> Iterator[Any]:
 
 
 def opened(context: Any, name: str) -> tuple[Any, list[str]]:
-    """(the page, what it asked others for or complained of)."""
+    """Return the page, and the list of its requests to other hosts and of its console messages."""
     page, strange = context.new_page(), []
     page.on("request", lambda ask: ask.url.startswith("file:") or strange.append(ask.url))
     page.on("pageerror", lambda error: strange.append(str(error)))

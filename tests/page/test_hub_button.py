@@ -1,6 +1,6 @@
-"""The page's hub button in headless Chromium, against servers that pass for huggingface.co and its storage.
+"""Tests of the page's hub button in headless Chromium, against local servers as huggingface.co and its storage.
 
-What ``tonnage plan org/name`` reads it reads, by CORS and ranges, and nothing but that.
+The button reads what ``tonnage plan org/name`` reads, by CORS and range requests, and nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def safetensors(tensors: dict[str, tuple[str, list[int]]]) -> bytes:
 
 
 def checkpoint(config: dict[str, Any], shards: int = 1, **beside: dict[str, Any]) -> dict[str, bytes]:
-    """The files of a model: what its config stores quantized is there packed."""
+    """Return the files of a model; parts that its config stores quantized are packed."""
     read = config
     if "hf_quant_config" in beside:
         read = config | {
@@ -171,7 +171,7 @@ def filled(hub: Hub) -> None:
 
 @pytest.fixture
 def stranger(hub: Hub, site: str, launch: Callable[..., Any]) -> Iterator[Sight]:
-    """The page in a browser that finds huggingface.co and its storage here."""
+    """Yield the page in a browser that resolves huggingface.co and its storage to local servers."""
     here, there = (url.rpartition(":")[2] for url in (hub.url, hub.storage))
     rules = f"MAP huggingface.co 127.0.0.1:{here}, MAP *.hf.co 127.0.0.1:{there}"
     running = launch(f"--host-resolver-rules={rules}", "--ignore-certificate-errors")
@@ -183,7 +183,7 @@ def stranger(hub: Hub, site: str, launch: Callable[..., Any]) -> Iterator[Sight]
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The command, which has a hub of its own without TLS."""
+    """Yield a function that runs the command against a hub of its own without TLS."""
     with hub_server() as plain:
         filled(plain)
         plain.storage = f"{plain.url}/api/resolve-cache/models"
@@ -205,7 +205,7 @@ def press(sight: Sight, name: str) -> None:
 
 
 def test_hub_button_plan_equals_command_plan(stranger: Sight, hub: Hub, told: Any) -> None:
-    """To the byte; the token of nobody goes anywhere, nor the address of the page, nor is a weight read."""
+    """The output is equal to the byte; no token, no page address is sent, and no weight is read."""
     stranger.open("?gpu=h100-80g&engine=vllm&engine-version=0.33.0&model=Qwen/Qwen3-8B").settle()
     assert hub.asked == []  # until the button is pressed
     named = [*(name for name in MODELS if name not in REFUSED), "in/shards@v2", "was/named"]
@@ -253,7 +253,7 @@ def test_hub_button_errors_equal_command_errors(stranger: Sight, hub: Hub, told:
 
 
 def test_hub_button_falls_back_to_index_without_range_requests(stranger: Sight, hub: Hub) -> None:
-    """The index then, and the page says so."""
+    """The page reads the index instead, and says so."""
     stranger.open()
     try:
         for hub.ranges, hub.readable, name, via in (

@@ -1,4 +1,4 @@
-"""The page and the files of --html on a phone, in the dark, on paper, and as axe-core reads them."""
+"""Tests of the page and of --html files on a phone, in dark mode, on paper, and with axe-core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAPER = {"format": "A4", "margin": dict.fromkeys(("top", "bottom", "left", "righ
 
 
 def printed(page: Any) -> tuple[int, str]:
-    """Sheets of A4, and the words on them."""
+    """Return the number of printed A4 sheets, and their text."""
     pages = PdfReader(BytesIO(page.pdf(**PAPER))).pages
     text = normalize("NFKC", " ".join(sheet.extract_text() for sheet in pages))  # ligatures apart
     return len(pages), " ".join(text.split())
@@ -31,7 +31,10 @@ def printed(page: Any) -> tuple[int, str]:
 def test_page_is_accessible_on_devices_and_colour_schemes(
     browser: Any, site: str, axe: str, device: str, width: int, height: int, scheme: str
 ) -> None:
-    """No axe-core finding that is serious, no scrolling sideways; pictures where they are asked for."""
+    """There is no serious axe-core finding and no horizontal scrolling.
+
+    Pictures are saved on request.
+    """
     context = browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme=scheme,
@@ -62,7 +65,7 @@ def test_page_is_accessible_on_devices_and_colour_schemes(
 
 
 def test_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
-    """From the address line to a term, its formula and another GPU, without a mouse."""
+    """The keyboard leads from the address line to a term, its formula and another GPU."""
     page = sight.open().settle().page
     press = page.keyboard.press
     focused = "(({ activeElement: at }) => at.id || at.className || at.textContent)(document)"
@@ -187,7 +190,10 @@ def test_html_report_is_accessible_and_printable(browser: Any, axe: str, models:
 
 
 def test_html_sweep_sorts_and_filters_thousands_of_rows(browser: Any, axe: str, models: Path) -> None:
-    """The first hundred; sorted and searched among all; all where they are asked for, or no script runs."""
+    """The page shows 100 rows, but sorts and searches all rows.
+
+    All rows are shown on request, or without scripts.
+    """
     code, _, said = commanded("plan", ["Qwen/Qwen3-8B", *VLLM, "--sweep", "--html", "all.html"], models)
     assert code == 0, said
     context = browser.new_context(viewport={"width": 390, "height": 844})

@@ -1,4 +1,4 @@
-"""Models of one's own on the page: pasted, dropped and linked."""
+"""Tests of a user's own models on the page: pasted, dropped and linked."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_dropped_index_is_planned_with_own_or_shown_config(sight: Sight) -> None
 
 
 def test_large_dropped_files_are_planned_from_headers(sight: Sight, tmp_path: Path, models: Path) -> None:
-    """The files are as long as they say and empty: their headers are all that can be read in time."""
+    """The files have their stated length but are empty, so that only their headers can be read in time."""
     spans, at = {}, 0
     for one in SPECS:
         spans[one.name] = {
@@ -134,7 +134,10 @@ def test_large_dropped_files_are_planned_from_headers(sight: Sight, tmp_path: Pa
 
 
 def gguf(path: Path) -> int:
-    """A Llama of 7 billion parameters without its values: ggml/docs/gguf.md, version 3. Returns its size."""
+    """Write a Llama of 7 billion parameters without its values, and return its size in bytes.
+
+    The format is ggml/docs/gguf.md, version 3.
+    """
     width, inner, layers, heads, kv, vocab = 4096, 14336, 32, 32, 8, 32000
 
     def text(value: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: its figures are the command's, a link is a plan, and how quick it is."""
+"""Tests of the page in headless Chromium: figures equal to the command's, links to plans, and speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPUS = ("h100-80g", "a100-40g", "l40s-48g", "t4-16g", "b200-180g", "mi300x-192g"
 
 
 def deployments() -> list[list[str]]:
-    """For each model one: GPUs, ranks, lengths, formats, engines and versions in turn."""
+    """Return one command line per model, with varying GPUs, ranks, lengths, formats, engines and versions."""
     found = []
     for at, name in enumerate(NAMES):
         engine, version = (("vllm", "0.33.0"), ("vllm", "0.19.0"), ("sglang", "0.5.23"))[at % 3]
@@ -168,7 +168,7 @@ def test_training_tab_shows_terms_kept_plans_and_gpus(sight: Sight) -> None:
 
 
 def test_page_requests_no_other_host_and_plans_offline(browser: Any, site: str) -> None:
-    """The page loads from its host alone, and plans without any host once it is there."""
+    """The page loads from its host alone, and plans without any host after that."""
     context = browser.new_context()
     page = context.new_page()
     asked: list[str] = []
@@ -226,7 +226,7 @@ def test_copied_text_is_one_quoted_command_without_token(browser: Any, site: str
 def test_page_load_and_plan_times_are_printed(
     browser: Any, site: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Printed, not judged: a machine may be busy. Each step of the slider is a plan of its own."""
+    """Times are printed, not checked, because a machine may be busy; each slider step is a plan."""
     loads, answers, planned = [], [], []
     for _ in range(3):
         page = browser.new_page()

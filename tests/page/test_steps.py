@@ -1,4 +1,4 @@
-"""Back and forward, links with flags of other times, refusals while one goes on."""
+"""Tests of back and forward, of links with unknown flags, and of errors during further input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_unknown_model_name_clears_previous_plan(sight: Sight) -> None:
 
 
 def test_pasted_config_with_infinity_is_accepted(sight: Sight, tmp_path: Path) -> None:
-    """JavaScript's JSON has no Infinity."""
+    """Python writes Infinity into JSON, which JavaScript's JSON does not accept."""
     text = json.dumps(
         json.loads(model_files()["Qwen/Qwen3-4B/config.json"]) | {"time_step_limit": [0.0, float("inf")]}
     )
@@ -115,7 +115,7 @@ def test_link_with_boolean_flag_is_read_and_file_output_is_dropped(sight: Sight)
 
 
 def test_phone_shows_verdict_at_lower_edge_of_screen(sight: Sight) -> None:
-    """On a phone the answer is far below the model's name and the hub's button."""
+    """On a phone the result is far below the model's name and the hub button."""
     page = sight.page
     page.set_viewport_size({"width": 390, "height": 844})
     sight.open().settle()

@@ -1,4 +1,4 @@
-"""Real configs and published figures (tests/data/configs; sources in SOURCES.tsv there)."""
+"""Fixtures of real configs and published figures (tests/data/configs; sources in SOURCES.tsv there)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cpu_without_amx() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def config_of():
-    """config_of("org/model") or config_of("org__model") -> a fresh dict of the real config.json."""
+    """Return a function that reads the config.json of "org/model" or "org__model" as a new dict."""
 
     def read(name: str) -> dict[str, Any]:
         return json.loads((CONFIGS / (name.replace("/", "__", 1) + ".json")).read_text())
@@ -53,7 +53,7 @@ def folder_with(tmp_path):
 
 @pytest.fixture
 def planner(config_of):
-    """Of the training of Llama-3.1-8B."""
+    """Return the training planner of Llama-3.1-8B."""
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.training.build import Planner
     from tonnage.planner.training.model import model_from
@@ -63,13 +63,13 @@ def planner(config_of):
 
 @pytest.fixture
 def folder(folder_with, config_of):
-    """Of Llama-3.1-8B's config."""
+    """Return a model folder with Llama-3.1-8B's config."""
     return folder_with(config_of("meta-llama/Meta-Llama-3.1-8B"))
 
 
 @pytest.fixture
 def tiny_llama() -> dict[str, Any]:
-    """A complete small Llama config."""
+    """Return a complete small Llama config."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -86,10 +86,10 @@ def tiny_llama() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def held_bytes():
-    """held_bytes(model) -> bytes of all distinct storages reachable from its modules.
+    """Return a function that sums the bytes of all distinct storages reachable from a model's modules.
 
-    Walks parameters, buffers, attributes of parameters (bitsandbytes' SCB and quant_state with its nested
-    state) and plain attributes of modules.
+    It walks parameters, attributes of parameters (bitsandbytes' SCB and quant_state with its nested state),
+    buffers and plain attributes of modules.
     """
     import torch
 
@@ -122,7 +122,7 @@ def held_bytes():
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per row of the tables, for tests that ask for ``truth_row``, ``size_row`` or ``kv_row``."""
+    """Parametrize tests that use ``truth_row``, ``size_row`` or ``kv_row`` by the rows of that table."""
     for argument, name, key in (
         ("truth_row", "param_truth.tsv", "model"),
         ("size_row", "checkpoint_sizes.tsv", "model"),

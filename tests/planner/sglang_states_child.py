@@ -1,7 +1,7 @@
-"""What SGLang's own functions make of states: run with its unpacked sources and cases on standard input.
+"""Print the results of SGLang's own state functions, with its unpacked sources and cases on standard input.
 
-SGLang imports what a machine without a GPU has not, so that the functions are taken out of their files and run
-with stand-ins for its global settings only.
+SGLang imports packages that a machine without a GPU lacks. The functions are therefore extracted from their
+files and run with stand-ins for SGLang's global settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SOURCES = Path(sys.argv[1]) / "sglang" / "srt"
 
 
 def taken(file: str, names: set[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """Functions and constants of a file, executed in ``scope``."""
+    """Return the named functions and constants of a file, executed in ``scope``."""
     tree = ast.parse((SOURCES / file).read_text())
     found = [
         node

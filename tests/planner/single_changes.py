@@ -1,9 +1,10 @@
-"""One field of a config left out, emptied or changed at a time: what transformers builds of it on the meta
-device, and what the planner says. Run as a program it goes through every family that transformers knows:
+"""Compare the planner with transformers for configs with one field removed, emptied or changed.
+
+Run as a program, it checks every family that transformers has:
 
     python tests/planner/single_changes.py [model_type ...]
 
-A refusal by name is an answer; another shape, another count or another kind of layer is not.
+A named error is a valid answer. Another shape, another count or another kind of layer is a difference.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ KNOWN = {
 
 
 def changes(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """(path of the field, what is done, its new value) for every field that may change a shape."""
+    """Yield (field path, kind of change, new value) for every field that may change a shape."""
     for key, value in config.items():
         if key in SAME or key.endswith(("token_id", "token_index")) or key.startswith("_"):
             continue
@@ -82,7 +83,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...], how: str, value: Any)
 
 
 def built(class_name: str, config: dict[str, Any]) -> tuple[Any, dict[str, tuple[int, ...]], int] | None:
-    """(config, shapes, parameters) of transformers' own, None where it builds nothing from this."""
+    """Return transformers' (config, shapes, parameters), or None if it builds nothing from this config."""
     given = {k: v for k, v in copy.deepcopy(config).items() if k not in ("model_type", "architectures")}
     try:
         real = CONFIG_MAPPING[config["model_type"]](**given)
@@ -95,7 +96,10 @@ def built(class_name: str, config: dict[str, Any]) -> tuple[Any, dict[str, tuple
 
 
 def difference(class_name: str, config: dict[str, Any]) -> str | None:
-    """What the planner says otherwise than transformers about one config; None: nothing, or one refuses."""
+    """Return how the planner differs from transformers for one config, or None.
+
+    None also means that one of the two rejects the config.
+    """
     real = built(class_name, config)
     try:
         ours = build_architecture(config)
@@ -130,7 +134,7 @@ def _other_kinds(real: Any, ours: Architecture) -> str | None:
 
 
 def differences(class_name: str, base: dict[str, Any]) -> list[str]:
-    """Of every single change of ``base``, which the planner must understand as it is."""
+    """Return the differences for every single change of ``base``, which the planner must accept unchanged."""
     config = json.loads(json.dumps(base, default=str))
     assert built(class_name, config) is not None
     build_architecture(config)
@@ -147,7 +151,7 @@ def differences(class_name: str, base: dict[str, Any]) -> list[str]:
 
 
 def base_of(model_type: str) -> tuple[str, dict[str, Any]]:
-    """(class, small config) of a family."""
+    """Return (class, small config) of a family."""
     path = Path(__file__).with_name("test_families_mutated.py")
     spec = importlib.util.spec_from_file_location("families_mutated", path)
     mutated = importlib.util.module_from_spec(spec)

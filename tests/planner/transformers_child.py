@@ -1,6 +1,8 @@
-"""What the transformers that this process finds first builds of configs, on the meta device: parameters,
-buffers and what a forward pass over 8 tokens leaves in a DynamicCache. Reads a list of configs from standard
-input, prints a line ``RESULT {...}`` for each. Asked by test_families_new.py."""
+"""Print what the first importable transformers builds of configs on the meta device.
+
+That is its parameters, its buffers, and the DynamicCache after a forward pass over 8 tokens. It reads a list of
+configs from standard input and prints a line ``RESULT {...}`` for each. test_families_new.py runs it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ TOKENS = 8
 
 
 def shape_of(tensor: torch.Tensor) -> list[Any]:
-    """[*sizes, dtype]"""
+    """Return [*sizes, dtype] of a tensor."""
     return [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
 
 
 def cached(model: Any, config: Any) -> list[Any]:
-    """Of each layer: its class, and every tensor that it holds, by attribute."""
+    """Return for each cache layer its class and its tensors by attribute."""
     cache = DynamicCache(config=config)
     with torch.no_grad():
         model(

@@ -1,7 +1,7 @@
-"""Asks vLLM's own KV-config functions what a folder's model gets; one JSON line a folder. Run as a program.
+"""Print the KV capacity that vLLM's own functions give a folder's model; one JSON line per folder.
 
-The order is the engine's own (v1/engine/core.py): config, process groups, the model on the meta device, block
-size, cache specs, layout, KV cache config, capacity. Nothing is loaded.
+Run as a program. The order is the engine's own (v1/engine/core.py): config, process groups, the model on the
+meta device, block size, cache specs, layout, KV cache config, capacity. Nothing is loaded.
 """
 
 import json
@@ -17,8 +17,11 @@ def main(folders: list[str]) -> None:
 
 
 def configs(folders: list[str], measured=None, prepare=None):
-    """(folder, VllmConfig, ``measured`` of it or what went wrong) of each; by default the scheduler's
-    KVCacheConfig. ``measured`` is called with the model built, ``prepare`` with torch once vLLM is imported."""
+    """Yield (folder, VllmConfig, result of ``measured`` or the error) of each folder.
+
+    ``measured`` is called with the built model, by default for the scheduler's KVCacheConfig. ``prepare`` is
+    called with torch after vLLM is imported.
+    """
     measured = measured or kv_cache_config
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
@@ -61,7 +64,7 @@ def configs(folders: list[str], measured=None, prepare=None):
 
 
 def make_expert_group() -> None:
-    """MoE layers ask for the expert-parallel group, which only an MoE model creates by itself."""
+    """Create the expert-parallel group, which MoE layers need and only a MoE model creates itself."""
     from vllm.distributed import parallel_state as state
 
     if state._EP is None:

@@ -1,5 +1,8 @@
-"""Asks vLLM what a model with a draft takes: its own draft modules on the meta device, and its KV-config
-functions with the layers of both; one JSON line a folder. Run as a program."""
+"""Print the memory of a model with a draft under vLLM; one JSON line per folder.
+
+Run as a program. It builds vLLM's own draft modules on the meta device, and calls its KV-config functions with
+the layers of both models.
+"""
 
 import json
 import os
@@ -53,8 +56,10 @@ def main(folders: list[str]) -> None:
 
 
 def held(draft) -> dict:
-    """Bytes of its parameters, embedding and heads apart: these are the model's own where they are shared
-    (v1/worker/gpu/spec_decode/eagle/utils.py)."""
+    """Return the bytes of the draft's parameters, with embedding and heads listed separately.
+
+    Shared embeddings and heads are the model's own (v1/worker/gpu/spec_decode/eagle/utils.py).
+    """
     sizes = {"embedding": 0, "heads": 0, "rest": 0}
     for name, parameter in draft.named_parameters():
         kind = "rest"

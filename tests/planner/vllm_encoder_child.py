@@ -1,5 +1,7 @@
-"""Builds vLLM's own model classes of encoders on the meta device and says how many bytes they hold before a CPU
-packs them; one JSON line a folder. No weights, no engine."""
+"""Print the bytes of vLLM's encoder classes on the meta device; one JSON line per folder.
+
+The bytes are counted before a CPU packs them. There are no weights and no engine.
+"""
 
 import json
 import sys

@@ -1,8 +1,9 @@
-"""Asks vLLM's own spec classes what each --kv-cache-dtype takes; one JSON line a case. Run as a program.
+"""Print the KV bytes of each --kv-cache-dtype from vLLM's own spec classes; one JSON line per case.
 
-The platform here is a CPU, which has none of these formats: the attention backends of GPUs are given by name,
-and block sizes are aligned as the platform does it for them. Libraries for GPUs that those backends import are
-left empty: what is called (customize_spec, get_kv_cache_spec, the grouping) needs none of them.
+Run as a program. The platform here is a CPU, which has none of these formats. The GPU attention backends are
+therefore given by name, and block sizes are aligned as their platform aligns them. GPU libraries that the
+backends import are replaced by empty modules. The called functions (customize_spec, get_kv_cache_spec, the
+grouping) need none of them.
 """
 
 import json
@@ -57,7 +58,10 @@ def answer(config, model: dict, asked: dict) -> dict:
 
 
 def heads(config, asked: dict) -> dict:
-    """Full attention: the layers at both ends stay in the model's dtype where the format says so."""
+    """Return vLLM's KV cache spec of each full attention layer.
+
+    The layers at both ends stay in the model's dtype where the format requires it.
+    """
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
     from vllm.platforms.interface import Platform
@@ -115,8 +119,11 @@ def packed(name: str):
 
 
 def latents(config, model: dict, asked: dict) -> dict:
-    """Sparse latent attention: a row for each layer, an indexer's key for those that have one, by
-    transformers' own config class. ``config`` is of another model: these classes are not on a CPU."""
+    """Return the KV cache specs of sparse MLA: a row per layer, and the keys of layers with an indexer.
+
+    The layers with an indexer follow transformers' config class. ``config`` is another model's, because these
+    classes do not run on a CPU.
+    """
     import torch
     from transformers import AutoConfig
     from vllm.model_executor.layers.attention.mla_attention import (

@@ -1,7 +1,8 @@
-"""Asks vLLM what its own objects take of the host's memory; one JSON line a case. Run as a program.
+"""Print the host memory of vLLM's own objects; one JSON line per case.
 
-``queues``: the message queues of an executor and its workers, made. ``states``: the pinned buffers of the
-second model runner, counted where it makes them. ``tier``: the CPU tier of --kv-offloading-size.
+Run as a program. ``queues`` are the real message queues of an executor and its workers. ``states`` are the
+pinned buffers of the second model runner, counted at their allocation. ``tier`` is the CPU tier of
+--kv-offloading-size.
 """
 
 import json
@@ -23,7 +24,7 @@ def main(folders: list[str]) -> None:
 
 
 def queues(tensor: int, pipeline: int) -> dict:
-    """Bytes of all rings, as MultiprocExecutor, WorkerProc and GroupCoordinator make them."""
+    """Return the bytes of all rings, as MultiprocExecutor, WorkerProc and GroupCoordinator create them."""
     from vllm import envs
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -42,7 +43,7 @@ def queues(tensor: int, pipeline: int) -> dict:
 
 
 def states(seqs: int, length: int, axes: int) -> dict:
-    """Bytes that RequestState and, for ``axes``, RopeState pin."""
+    """Return the bytes that RequestState and, with ``axes``, RopeState pin."""
     import torch
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.mm.rope import RopeState

@@ -1,5 +1,7 @@
-"""What vLLM's MultiModalBudget says of each folder under the flags in its flags.json, and the largest item's
-shapes; one JSON line a folder. No weights, no engine. Needs torchvision."""
+"""Print vLLM's MultiModalBudget and the largest item's shapes per folder, under its flags.json.
+
+One JSON line per folder. There are no weights and no engine. It needs torchvision.
+"""
 
 import json
 import sys

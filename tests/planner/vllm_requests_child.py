@@ -1,9 +1,9 @@
-"""Gives vLLM's own KVCacheManager equal requests until it says no; one JSON line a folder. Run as a program.
+"""Add equal requests to vLLM's own KVCacheManager until it rejects one; one JSON line per folder.
 
-Config, groups and block sizes as in vllm_capacity_child.py; the pool has as many blocks as asked. A request's
-steps are those of vLLM's scheduler: prompts in chunks of max_num_batched_tokens, cut where its own
-_mamba_block_aligned_split cuts them, then a token a step. ``batches``: steps in flight at once, whose tokens
-the manager counts as not yet processed (2 with asynchronous scheduling).
+Run as a program. Config, groups and block sizes are as in vllm_capacity_child.py, and the pool has the given
+number of blocks. The steps follow vLLM's scheduler: prompt chunks of max_num_batched_tokens, cut by its own
+_mamba_block_aligned_split, then one token per step. ``batches`` is the number of steps in flight (2 with
+asynchronous scheduling), whose tokens the manager counts as not yet processed.
 """
 
 import json
@@ -44,7 +44,7 @@ LONG = 30  # tokens of an answer from which on requests run side by side
 
 
 class Pool:
-    """The manager and the scheduler's own cut of a prompt."""
+    """vLLM's block manager, and its scheduler's function that cuts a prompt."""
 
     def __init__(self, config, found, batches: int) -> None:
         from vllm.utils.hashing import sha256
@@ -70,9 +70,12 @@ class Pool:
         )  # fmt: skip
 
     def counts(self, prompt: int, output: int) -> dict:
-        """How many are held at once: when their prompts are processed, at the fullest step of their decode
-        after that, at their last token; the tokens that a second request of the same prompt finds; and of
-        the second count as many as the scheduler runs without a preemption when they arrive together."""
+        """Return the number of requests held at several points of their lives.
+
+        The points are: after the prompt, at the fullest decode step after that, and at the last token. The
+        result also has the tokens that a second request of the same prompt finds, and the requests that the
+        scheduler runs without a preemption if they arrive together.
+        """
         self.manager = self.new_manager()
         usable = self.manager.block_pool.get_num_free_blocks()
         held: list[int] = []
@@ -155,7 +158,7 @@ class Pool:
         )  # fmt: skip
 
     def grow(self, request, prompt: int, decodes: int, after=lambda: None) -> bool:
-        """Compute the prompt and so many tokens behind it; whether the manager had blocks for all."""
+        """Compute the prompt and ``decodes`` further tokens; return whether the manager had blocks for all."""
         scheduler, budget = self.scheduler, self.config.scheduler_config.max_num_batched_tokens
         steps: deque[int] = deque(maxlen=self.batches - 1)
         done = 0

@@ -1,4 +1,4 @@
-"""Starts vLLM on each folder's model with dummy weights and says what it serves with; one JSON line a folder.
+"""Start vLLM on each folder's model with dummy weights and print its pool; one JSON line per folder.
 
 The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0): five starts in one interpreter.
 """

@@ -1,9 +1,9 @@
-"""Asks vLLM's own checks what it runs on which GPU; one JSON line. Run as a program.
+"""Print what vLLM's own checks allow on which GPU; one JSON line.
 
-The platform here is a CPU: it says that it is a CUDA device of each capability in turn, and what vLLM's
-platform for CUDA would ask its attention backends is asked of them, in its order. Libraries for GPUs that those
-import are left empty, and FlashInfer is taken to be installed: what is called needs none of them. Triton's
-implementations have a check of their own, and are made.
+Run as a program. The platform here is a CPU that poses as a CUDA device of each capability in turn. The
+attention backends are queried as vLLM's CUDA platform queries them, in its order. GPU libraries that they
+import are replaced by empty modules, and FlashInfer is assumed to be installed. Triton's implementations check
+their arguments when they are created, and are created.
 """
 
 import json
@@ -52,7 +52,7 @@ def schemes() -> dict:
 
 
 def caches() -> dict:
-    """{capability: {"plain-128": [formats that some backend takes]}}."""
+    """Return {capability: {"plain-128": [formats that some backend accepts]}}."""
     from typing import get_args
 
     import torch
@@ -93,7 +93,10 @@ def caches() -> dict:
 
 
 def taken(class_of, name, capability, asked):
-    """The backend, where it is there and takes this. CUTLASS_MLA allocates on the GPU when it is imported."""
+    """Return the backend if it exists and accepts the arguments, else None.
+
+    CUTLASS_MLA allocates on the GPU when it is imported.
+    """
     try:
         backend = class_of(name)
     except (ImportError, OSError, AssertionError):
@@ -103,7 +106,7 @@ def taken(class_of, name, capability, asked):
 
 
 def starts(backend, kv: str, head: int) -> bool:
-    """Whether Triton's implementations, which check when they are made, are made."""
+    """Return whether Triton's implementations, which check their arguments, can be created."""
     if backend.get_name() not in ("TRITON_ATTN", "TRITON_MLA"):
         return True
     made = backend.get_impl_cls()

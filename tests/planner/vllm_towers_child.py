@@ -1,6 +1,8 @@
-"""The most bytes that vLLM's own towers hold at once while they encode, on a CPU: storages are counted as they
-come and go. In the place of attention and rotary embeddings, whose kernels a CPU does not have, stand their
-outputs. One JSON line a tower. Needs torchvision."""
+"""Print the peak bytes of vLLM's own vision towers while they encode on a CPU; one JSON line per tower.
+
+Storages are counted at allocation and release. Attention and rotary embeddings, whose kernels a CPU lacks, are
+replaced by functions that return their outputs. It needs torchvision.
+"""
 
 import json
 import sys
@@ -17,7 +19,7 @@ SIDE = 64  # patches on a side of a picture
 
 
 class Live(TorchDispatchMode):
-    """``peak`` bytes of the storages that operations made, ``live`` of them still there."""
+    """A dispatch mode that counts the storages operations allocate: ``peak`` and ``live`` bytes."""
 
     def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Live(TorchDispatchMode):
 
 
 def towers(hidden: int, inner: int) -> dict[str, tuple[torch.nn.Module, Callable[[Any], Any], int]]:
-    """Tower -> (the module, how it is called, patches)."""
+    """Return for each tower (module, call, number of patches)."""
     from transformers import (
         AutoModel,
         CLIPVisionConfig,
@@ -121,21 +123,21 @@ def towers(hidden: int, inner: int) -> dict[str, tuple[torch.nn.Module, Callable
 
 
 class Config:
-    """A config of the engine's own."""
+    """A stand-in for a config of the engine."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
 
 def _gemma4(model: Any, pixels: torch.Tensor, places: torch.Tensor) -> Any:
-    """As models/gemma4_mm.py calls it."""
+    """Call the tower as models/gemma4_mm.py does."""
     padding = (places == -1).all(dim=-1)
     made = model.patch_embedder(pixels, places, padding)
     return model.encoder(inputs_embeds=made, attention_mask=~padding, pixel_position_ids=places)
 
 
 def _replace_kernels() -> None:
-    """Those that transformers and MiniMax-M3's tower call, by their outputs."""
+    """Replace the kernels that transformers and MiniMax-M3's tower call by their outputs."""
     from vllm.models.minimax_m3.common import vision_tower
 
     def tables(t: Any, h: Any, w: Any, grid: Any, merge: int) -> Any:
@@ -148,7 +150,7 @@ def _replace_kernels() -> None:
 
 
 def main(folder: str, sizes: list[list[int]]) -> None:
-    """``folder``: any model that vLLM knows, for a configuration."""
+    """Print the peak of each tower; ``folder`` is any model that vLLM has, for a configuration."""
     import vllm.model_executor.layers.linear as linear
     from vllm.config import MultiModalConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
