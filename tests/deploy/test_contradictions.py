@@ -1,10 +1,8 @@
-"""A contradiction to the plan, in Compose variables or the unit's environment, ends the start with the reason.
+"""Compose variables or unit settings that contradict the plan stop the server's start with a reason.
 
-Compose and systemd only fill in text and compare nothing. The server plans with the values that they pass, and
-exits
-with 2 before it loads anything. The unit does not restart after this status. (deploy/check.py tests the chart,
-which
-fails at render time.)
+Compose and systemd only insert text and compare nothing. The server plans with the values that they pass, and
+exits with 2 before it loads anything. The unit does not restart after this status. deploy/check.py tests the
+chart, which fails at render time.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ MODELS = {
         for name, content in checkpoint(TINY | {"num_hidden_layers": 10}, 70).items()
         if not name.endswith(".safetensors")
     },
-    # refused
+    # rejected models
     "a/gguf": {"model-Q4_K_M.gguf": b"GGUF"},
     "no/config": {"config.json": b"{"},
     "cut/off": {name: content[:-8] for name, content in checkpoint(TINY).items()}
@@ -233,7 +233,7 @@ def test_hub_button_plan_equals_command_plan(stranger: Sight, hub: Hub, told: An
     press(stranger, "https://huggingface.co/in/shards/tree/v2")  # an address of its page
     assert stranger.planned("in/shards@v2")
     before = len(hub.asked)
-    stranger.page.goto(stranger.url + "?model=in/fp8")  # a link asks for nothing unless one says so
+    stranger.page.goto(stranger.url + "?model=in/fp8")  # a link requests nothing without a confirmation
     stranger.refused("to read it from the hub")
     assert stranger.page.is_visible("#hub")
     assert len(hub.asked) == before
@@ -245,10 +245,10 @@ def test_hub_button_errors_equal_command_errors(stranger: Sight, hub: Hub, told:
         press(stranger, name)
         code, _, err = told(name)
         assert code == 2
-        # Retry-After is not among what the hub lets a page of another host read
+        # the hub's CORS headers do not expose Retry-After to other hosts
         stranger.refused(err.removeprefix("tonnage: ").strip().replace("again in 55 s", "again later"))
         assert "paste its config.json" in stranger.page.inner_text("#status")
-        assert stranger.page.inner_text("#result") == ""  # no plan of another model stays below its name
+        assert stranger.page.inner_text("#result") == ""  # another model's plan is removed
         assert f"model={name.split('@')[0].replace('/', '%2F')}" in stranger.page.url
 
 

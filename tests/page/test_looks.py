@@ -38,7 +38,7 @@ def test_page_is_accessible_on_devices_and_colour_schemes(
     context = browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme=scheme,
-        bypass_csp=True,  # axe is a script of ours here
+        bypass_csp=True,  # axe is injected by this test
     )
     page = context.new_page()
     sight = Sight(page, site).open().settle()
@@ -81,8 +81,8 @@ def test_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
     assert page.evaluate("() => document.activeElement.textContent") == "Skip to the answer"
     press("Enter")
     assert page.evaluate("() => document.activeElement.id") == "answer"
-    assert page.evaluate("() => window.tonnage.settled()")  # nothing was asked again,
-    assert page.evaluate("() => location.hash") == ""  # the address is the plan's still
+    assert page.evaluate("() => window.tonnage.settled()")  # no new plan was computed,
+    assert page.evaluate("() => location.hash") == ""  # the address still shows the same plan
     tab_to("weights")
     press("Enter")
     assert page.evaluate("() => document.activeElement.textContent") == "Weights: terms and formulas"
@@ -90,20 +90,20 @@ def test_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
     page.locator("#flag-gpu").focus()
     press("ArrowDown")
     sight.settle()
-    assert page.evaluate(focused) == "flag-gpu"  # drawing does not take it away
+    assert page.evaluate(focused) == "flag-gpu"  # drawing keeps the focus
     assert sight.plan()["deployment"]["gpu"] != "h100-80g"
     assert page.inner_text("#terms h2") == "Weights: terms and formulas"  # the opened component stays open
     page.locator("#gpus").get_by_role("button", name="a100-80g", exact=True).focus()
     press("Enter")
     sight.settle()
     assert sight.plan()["deployment"]["gpu"] == "a100-80g"
-    assert page.evaluate(focused) == "answer"  # what was pressed is gone: not to the top of the page
+    assert page.evaluate(focused) == "answer"  # the pressed element was removed; the focus stays near it
 
 
 def test_page_prints_on_one_sheet(browser: Any, site: str) -> None:
     page = browser.new_page()
     sight = Sight(page, site).open("?model=Qwen/Qwen3-32B&gpu=l40s-48g&engine=vllm&engine-version=0.33.0")
-    for gpu in ("h100-80g", "a100-80g", "h200-141g"):  # the most there can be
+    for gpu in ("h100-80g", "a100-80g", "h200-141g"):  # the maximum number of kept plans
         sight.settle()
         page.click("#keep")
         page.select_option("#flag-gpu", gpu)
@@ -145,7 +145,7 @@ HTML = {
 @pytest.mark.parametrize("name", HTML)
 def test_html_report_is_accessible_and_printable(browser: Any, axe: str, models: Path, name: str) -> None:
     command, argv, words, column = HTML[name]
-    path = models / f"{name}.html"  # as people give it: beside them
+    path = models / f"{name}.html"  # a relative path beside the models
     shutil.copy(TRACE, models)
     code, _, said = commanded(command, [*argv, "--html", path.name], models)
     assert code == 0, said
@@ -219,7 +219,7 @@ def test_html_sweep_sorts_and_filters_thousands_of_rows(browser: Any, axe: str, 
     assert len(least) == len(most) == 100
     assert least == sorted(least)
     assert most == sorted(most, reverse=True)
-    assert least[-1] < most[-1]  # of all rows, not of those shown before
+    assert least[-1] < most[-1]  # of all rows, not only of the rows shown before
     page.get_by_label("Rows with the words").fill("H100-80g fp8")
     fewer = rows.count()
     assert 0 < fewer < 100

@@ -49,7 +49,7 @@ def test_pasted_config_is_planned_and_shareable_by_link(sight: Sight, browser: A
     sight.page.click("#keep")
     paste(sight, json.dumps(json.loads(CONFIG) | {"num_hidden_layers": 12}))
     other = sight.planned("own/qwen3-")
-    assert other != own  # what was kept goes on meaning what it meant
+    assert other != own  # the kept plan still refers to the first config
     sight.settle()
     figures = sight.page.locator("#beside tbody tr >> nth=2").all_inner_texts()
     assert len(set(figures[0].split("\t")[1:])) == 2
@@ -92,7 +92,7 @@ def test_dropped_index_is_planned_with_own_or_shown_config(sight: Sight) -> None
     sight.picture("index")
     sight.page.select_option("#known", "Qwen/Qwen3-8B")
     sight.planned("Qwen/Qwen3-8B")
-    sight.page.set_input_files("#file", index())  # of a smaller model than that
+    sight.page.set_input_files("#file", index())  # the index of a smaller model
     sight.refused("do not belong together")
 
 

@@ -43,7 +43,7 @@ def test_page_output_equals_command_output(sight: Sight, models: Path) -> None:
         found = sight.ask("plan", asked)
         assert (found["code"], found["out"], found["err"]) == commanded("plan", asked, models), argv
         fits += found["code"] == 0
-    assert 0 < fits < len(NAMES)  # both answers were among them
+    assert 0 < fits < len(NAMES)  # some plans fit and some do not
     for argv in (
         ["Qwen/Qwen3-8B", "--gpu", "a100-80g", "--method", "lora"],
         ["Qwen/Qwen3-8B", "--method", "no"],
@@ -164,7 +164,7 @@ def test_training_tab_shows_terms_kept_plans_and_gpus(sight: Sight) -> None:
     assert sight.page.inner_text("#asked code").startswith("tonnage train Qwen/Qwen3-8B --gpu h100-80g")
     sight.page.click("#tab-plan")
     sight.settle()
-    assert sight.page.locator("#beside table").count() == 0  # what is kept of trainings is no plan to serve
+    assert sight.page.locator("#beside table").count() == 0  # kept training plans are no serving plans
 
 
 def test_page_requests_no_other_host_and_plans_offline(browser: Any, site: str) -> None:
@@ -191,7 +191,7 @@ def test_built_page_opens_offline_after_first_load(browser: Any, tmp_path: Path)
         sight = Sight(context.new_page(), f"http://127.0.0.1:{serving.server_address[1]}/")
         sight.open("?model=Qwen/Qwen3-8B&gpu=l4-24g").settle()
         before = sight.page.evaluate("() => window.tonnage.out")
-        sight.page.evaluate("() => navigator.serviceWorker.ready")  # all is kept by then
+        sight.page.evaluate("() => navigator.serviceWorker.ready")  # the service worker has cached every file
         serving.shutdown()
     sight.open("?model=Qwen/Qwen3-8B&gpu=l4-24g").settle()
     assert sight.page.evaluate("() => window.tonnage.out") == before
@@ -211,7 +211,7 @@ def test_copied_text_is_one_quoted_command_without_token(browser: Any, site: str
     assert "$(id)" not in sight.page.content()
     assert "hf-token" not in line
     button = "[aria-label='Copy vllm serve']"
-    sight.page.evaluate(  # it says so for two seconds
+    sight.page.evaluate(  # the button shows "Copied" for two seconds
         "(button) => new MutationObserver(([one]) => { window.told ??= one.target.textContent; })"
         ".observe(document.querySelector(button), { childList: true })", button
     )  # fmt: skip

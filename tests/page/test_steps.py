@@ -28,7 +28,7 @@ def test_browser_back_undoes_choice_but_not_slider_steps(sight: Sight) -> None:
     assert "parameters are trained" in page.inner_text("#result")
     page.go_back()
     sight.planned("Qwen/Qwen3-4B")
-    assert sight.plan()["deployment"]["max_model_len"] == 2048  # as it was left
+    assert sight.plan()["deployment"]["max_model_len"] == 2048  # the last position of the slider
     assert page.get_attribute("#tab-plan", "aria-pressed") == "true"
     page.go_back()
     sight.planned("Qwen/Qwen3-8B")

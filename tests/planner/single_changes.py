@@ -31,12 +31,12 @@ SAME = {
     "output_hidden_states", "output_attentions", "is_encoder_decoder", "add_cross_attention", "problem_type",
     "chunk_size_feed_forward", "id2label", "label2id", "initializer_range", "rope_parameters", "rope_scaling",
 }  # fmt: skip
-# layer_types of transformers -> kinds of the planner's cache
+# layer_types of transformers -> the planner's cache layer kinds
 KINDS = {
     "full_attention": ("full", "mla"), "sliding_attention": ("sliding",), "chunked_attention": ("chunked",),
     "linear_attention": ("state",), "attention": ("full",), "mamba": ("state",), "conv": ("state",),
 }  # fmt: skip
-# (model_type, field): why transformers 5.19 is not the truth there
+# (model_type, field) -> why transformers 5.19 is no reference for it
 KNOWN = {
     **{(name, "tie_word_embeddings"): "forced to true by the config class; checkpoints with false have a head"
        for name in ("t5", "mt5", "umt5")},
@@ -89,7 +89,7 @@ def built(class_name: str, config: dict[str, Any]) -> tuple[Any, dict[str, tuple
         real = CONFIG_MAPPING[config["model_type"]](**given)
         with torch.device("meta"):
             model = getattr(transformers, class_name)._from_config(real)
-    except Exception:  # whatever a family's code raises on sizes that contradict each other
+    except Exception:  # a family's code may raise anything on contradictory sizes
         return None
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
     return real, shapes, sum(p.numel() for p in model.parameters())

@@ -28,7 +28,7 @@ REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"
         ([1], 0),  # small requests have their own pool
         ([2 * MiB] * 10, 0),  # ten fill a segment of 20
         ([19 * MiB // 2] * 2, MiB),  # two of 9.5 leave 1 MiB of 20, which the second keeps
-        ([13 * MiB - 512 * 1024, MiB + 512 * 1024], 0),  # what the first left over serves the second
+        ([13 * MiB - 512 * 1024, MiB + 512 * 1024], 0),  # the second uses the remainder of the first
     ],
 )
 def test_unsplit_bytes_of_block_sizes(sizes: list[int], extra: int) -> None:

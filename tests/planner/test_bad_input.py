@@ -127,7 +127,7 @@ def test_garbage_in_any_config_field_gives_plan_or_named_error(config_of, folder
         for field in config:
             for value in garbage:
                 folder = folder_with({**config, field: value})
-                # an error of ours or a plan; anything else fails the test
+                # a planner error or a plan; anything else fails the test
                 with contextlib.suppress(TonnageError):
                     make_plan(folder, FLAGS)
 
@@ -183,7 +183,7 @@ def test_local_hub_cache_snapshot_is_found(monkeypatch, tmp_path, tiny_llama):
     (snapshot / "config.json").write_text(json.dumps(tiny_llama))
     plan = make_plan("org/name", FLAGS)
     assert plan.model.id == "org/name"
-    assert plan.model.path == "org/name"  # only the config is here: the engine fetches the rest
+    assert plan.model.path == "org/name"  # only the config is local; the engine fetches the rest
 
 
 def test_path_without_model_is_rejected_with_reason(tmp_path):
@@ -210,7 +210,7 @@ def test_checkpoint_contradicting_its_config_is_rejected(tmp_path, tiny_llama):
     real = json.loads(path.read_text())
     assert make_plan(str(tmp_path), FLAGS).model.dtype == "float16"
     path.write_text(json.dumps({k: v for k, v in real.items() if k != "dtype"}))
-    assert make_plan(str(tmp_path), FLAGS).model.dtype == "float16"  # what the headers say
+    assert make_plan(str(tmp_path), FLAGS).model.dtype == "float16"  # the dtype of the headers
     path.write_text(json.dumps(real | {"intermediate_size": 100}))
     with pytest.raises(
         CheckpointError, match=r"gate_proj.weight is \[96, 64\] in the checkpoint but \[100, 64\]"

@@ -150,7 +150,7 @@ def test_vllm_0_26_counts_flashinfer_workspace_as_cuda_graphs(folder, tmp_path, 
     assert out["terms"]["tokens"]["from"] == pytest.approx(1_489_281, rel=0.03)
     assert -0.237 <= ratio(out, "tokens") - 1 <= -0.179
     assert "FlashInfer's workspace" in reasons(out, "0.26.0")
-    # the second model runner makes it with the pool, where nothing counts it
+    # the second model runner allocates it with the pool, where nothing counts it
     out = compared(capsys, model, "0.28.0", "0.29.0", *flags)
     assert out["terms"]["cuda_graph_bytes"]["to"] < 1 << 29 < out["terms"]["cuda_graph_bytes"]["from"]
     full = ("--gpu-memory-utilization", "0.98", *flags)
@@ -185,7 +185,7 @@ def test_vllm_second_model_runner_estimates_no_graphs_before_0_29(folder, capsys
     """
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.24.0", "0.25.1", "--max-model-len", "8192", "--gpu", "l40s")
-    assert out["terms"]["cuda_graph_bytes"]["from"] == 0  # LlamaForCausalLM was on it already
+    assert out["terms"]["cuda_graph_bytes"]["from"] == 0  # LlamaForCausalLM already used the second runner
     out = compared(capsys, model, "0.23.0", "0.25.1", "--max-model-len", "8192")
     assert out["terms"]["cuda_graph_bytes"]["from"] > 0 == out["terms"]["cuda_graph_bytes"]["to"]
     assert ratio(out, "kv_pool_bytes") > 1
@@ -244,7 +244,7 @@ def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
     [
         ({"max_position_embeddings": 2048}, 2048),
         ({"max_position_embeddings": 131072}, 16384),
-        # EAGLE's rotary table is made longer, unless its kind of rotation depends on the length
+        # EAGLE's rotary table is extended, unless its RoPE type depends on the length
         ({**EAGLE, "max_position_embeddings": 2048}, 16384),
         ({**EAGLE, "max_position_embeddings": 2048, "rope_scaling": {
             "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024,

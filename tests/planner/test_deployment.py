@@ -46,9 +46,9 @@ def test_gpu_cpu_uses_cpu_features_of_this_machine(features, size, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "length", "flags", "tokens"),
     [
-        ("0.7.3", 8192, {}, 8192),  # V0 takes prompts whole
+        ("0.7.3", 8192, {}, 8192),  # V0 does not chunk prompts
         ("0.7.3", 1024, {}, 2048),
-        ("0.7.3", 65536, {}, 2048),  # but cuts those of a long context
+        ("0.7.3", 65536, {}, 2048),  # but chunks prompts of a long context
         ("0.7.3", 65536, {"enable_lora": True}, 65536),
         ("0.6.3", 8192, {"max_num_batched_tokens": 4096}, 4096),
         ("0.8.0", 8192, {}, 2048),  # V1
@@ -81,7 +81,7 @@ def test_model_unsupported_by_default_engine_is_planned_for_vllm(tmp_path, capsy
     assert "planned for vllm" in capsys.readouterr().out
     assert run([str(tmp_path), "--device-memory", "1TiB", "--engine", "hf"]) == 2  # asked for by name
     assert "hf engine's pool" in capsys.readouterr().err
-    with pytest.raises(UnsupportedArchitecture, match="'nothing' is not supported"):  # by neither
+    with pytest.raises(UnsupportedArchitecture, match="'nothing' is not supported"):  # by neither engine
         plan_or_advise(
             ModelSource("m", "m", {"model_type": "nothing"}, "folder"), deployment_of({}), engine_given=False
         )

@@ -34,7 +34,7 @@ EAGLE = {
     "num_key_value_heads": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "vocab_size": 128256,
 }  # fmt: skip
-# model, layers left, changes, tokens drafted, its draft (None: its own layers)
+# (model, layers kept, changes, draft tokens, draft model or None for its own MTP layers)
 CASES = [
     ("deepseek-ai__DeepSeek-V3", 4, {**FEW, "num_nextn_predict_layers": 1}, 1, None),
     ("deepseek-ai__DeepSeek-V3", 4, {**FEW, "num_nextn_predict_layers": 3}, 3, None),
@@ -325,7 +325,7 @@ def test_deepseek_v4_mtp_draft_has_only_sliding_window_attention(model):
     drafted = [layer for group in whole.kv_cache.layout.groups for layer in group.layers if layer >= layers]
     assert drafted == [layers]
     each = alone.rank.weights_bytes / layers
-    joined = 2 * config["hidden_size"] ** 2  # whole on every rank, in fp8
+    joined = 2 * config["hidden_size"] ** 2  # replicated on every rank, in fp8
     assert 0.9 * each < whole.rank.draft_bytes - joined < 1.03 * each
 
 

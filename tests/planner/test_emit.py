@@ -110,7 +110,7 @@ def test_compose_env_passes_tensor_parallel_size_to_engine() -> None:
     variables = dict(line.split("=", 1) for line in env.splitlines() if not line.startswith("#"))
     texts = "".join((ROOT / "deploy" / name).read_text() for name in FILES)
     assert all(f"${{{name}:-" in texts for name in variables), variables
-    # its /tmp and home are in memory
+    # the container's /tmp and home are in memory
     assert int(variables["MEMORY_LIMIT"]) == memory_limit_bytes(three) + SCRATCH_BYTES
     values = yaml.safe_load(emit(three, "helm-values"))
     jsonschema.validate(
@@ -149,7 +149,13 @@ def test_chart_example_values_match_emit_output() -> None:
     command += ["--kv-cache-memory-bytes", "512MiB", "--emit", "helm-values"]
     written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     example = (CHART / "ci" / "plan-cpu-values.yaml").read_text()
-    volatile = ("id:", "# ", "device_memory", "memoryBytes", "usedBytes")  # they follow the planner's constants
+    volatile = (
+        "id:",
+        "# ",
+        "device_memory",
+        "memoryBytes",
+        "usedBytes",
+    )  # follow planner constants
 
     def stable(text: str) -> list[str]:
         return [line for line in text.splitlines() if not line.strip().startswith(volatile)]

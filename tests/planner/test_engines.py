@@ -96,7 +96,7 @@ def test_kv_dtype_error_names_requested_engine(capsys):
 @pytest.mark.parametrize(
     ("flags", "share", "tokens"),
     [
-        ({"gpu": "h100-80g"}, 0.83, 8192),  # as a start of 0.5.23 prints it
+        ({"gpu": "h100-80g"}, 0.83, 8192),  # as the log of a 0.5.23 start prints it
         ({"gpu": "h100-80g", "engine_version": "0.5.4"}, 0.835, 8192),  # prefills were not captured
         ({"gpu": "h100-80g", "engine_version": "0.4.6"}, 0.88, 2048),
         ({"gpu": "h100-80g", "enforce_eager": True}, 0.841, 8192),

@@ -101,7 +101,7 @@ def test_rejected_flags_quote_vllm_error_message(model, flags, said, tmp_path):
         make_plan(folder(tmp_path, model), Deployment(**asked))
     assert caught.value.field in {"--" + name.replace("_", "-") for name in flags}
     assert f"vLLM 0.32.0 stops with: ValueError: {said}" in caught.value.message
-    assert caught.value.hint  # what would start
+    assert caught.value.hint  # flags that would start
     root = installed()
     if root is not None:
         assert is_worded(caught.value.message.partition("stops with: ")[2], root)
@@ -197,7 +197,7 @@ def test_vllm_0_33_rejects_16_bit_kv_cache_of_other_dtype(tmp_path):
         ("deepseek-ai__DeepSeek-V3", "0.27.1", "stops with: NotImplementedError: MLA is not supported on CPU."),
         ("deepseek-ai__DeepSeek-V3", "0.28.0", "stops with: ImportError: cannot import name 'compile_flash"),
         ("deepseek-ai__DeepSeek-V3", "0.29.0", None),
-        ("openbmb__MiniCPM3-4B", "0.20.1", None),  # runs it as full attention
+        ("openbmb__MiniCPM3-4B", "0.20.1", None),  # 0.20.1 runs it as full attention
         ("LiquidAI__LFM2-1.2B", "0.20.1", "does not align the pages of states and attention on a CPU"),
         ("LiquidAI__LFM2-1.2B", "0.21.0", None),
     ],

@@ -26,7 +26,7 @@ EXTRA = {
     "gemma3n_text": {"num_hidden_layers": 12, "num_kv_shared_layers": 2, "intermediate_size": 96},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16, "num_attention_heads": 4, "num_hidden_layers": 3},
 }
-# Their automatic class is the encoder itself, not the language model it could be made into.
+# Their auto class is the encoder itself, not a language model built on it.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert", "modernbert")
 LEFT_OUT = {
     "falcon": "test_families_real.py mutates it",
@@ -67,7 +67,7 @@ SIZES = {
     "decoder_ffn_dim": lambda r, h: 48, "d_ff": lambda r, h: 40, "d_kv": lambda r, h: 8,
 }  # fmt: skip
 
-# transformers would store these buffers, the published files do not have them
+# Transformers would store these buffers, but the published files lack them.
 STORES_OTHERS = {"minimax": "decay tables computed from sizes"}
 
 
@@ -93,7 +93,7 @@ def config_of_sizes(model_type: str, seed: int):
         sizes.pop("num_heads", None)
         sizes.pop("head_dim", None)
     if model_type in ("bailing_hybrid", "nemotron_h", "kimi_linear"):
-        sizes["tie_word_embeddings"] = False  # 5.19's classes do not tie whatever the config says
+        sizes["tie_word_embeddings"] = False  # 5.19's classes never tie, whatever the config says
     if known.get("pad_token_id"):
         sizes["pad_token_id"] = 0
     return CONFIG_MAPPING[model_type](**{**sizes, **EXTRA.get(model_type, {})})

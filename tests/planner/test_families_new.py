@@ -164,7 +164,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
          "vision_config": {**_TOWER, "image_size": 64, "model_type": "pixtral"}},
     ),
 }  # fmt: skip
-# Where the class's own parts do not fit each other
+# Configs whose class defaults contradict each other
 _FITTING = {"molmo2": {"adapter_config": {"text_hidden_size": 4096}}}
 # Reasons to refuse: what transformers refuses too, or builds only one form of
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -245,7 +245,7 @@ def kept(layer: CacheLayer) -> tuple[Any, ...]:
     if layer.shares is not None:
         return ("shared",)
     if layer.kind == "state":
-        # of a convolution transformers keeps the newest input too, engines the ones before it
+        # transformers' convolution state includes the newest input, the engines' does not
         conv = [[s.shape[1], s.shape[0] + 1] for s in layer.states if s.name == "conv"]
         return ("state", conv, [[*sorted(s.shape)] for s in layer.states if s.name == "recurrent"])
     if layer.kind == "mla":

@@ -92,7 +92,7 @@ def loaded(folder: str, dtype: torch.dtype, scheme: str | None):
 def test_planned_weight_bytes_equal_loaded_model(name, scheme, saved, held_bytes):
     model = loaded(saved(name), torch.bfloat16, scheme)
     if scheme is not None and name.startswith("falcon"):
-        # bitsandbytes replaces nothing in a Falcon: refused rather than planned as if it did
+        # bitsandbytes replaces no layer of Falcon, so that the plan is rejected
         unquantized = make_plan(saved(name), Deployment(device_memory=1 << 34)).rank.weights_bytes
         assert held_bytes(model) == unquantized
         with pytest.raises(DeploymentError, match="replaces no module of FalconForCausalLM"):

@@ -29,7 +29,7 @@ def test_checkpoint_bytes_equal_published_size(size_row, config_of):
     dtype = "bfloat16" if size_row["torch_dtype"] == "None" else size_row["torch_dtype"]
     planned = checkpoint_size(architecture, quantization, config, dtype)
     truth = int(size_row["total_size_bytes"])
-    if "nf4" in size_row["quantization"]:  # the digits of 280 offsets, which nobody can forecast
+    if "nf4" in size_row["quantization"]:  # the digits of 280 offsets, which are unpredictable
         assert planned.low <= truth <= planned.high <= planned.low + 5 * 280
     else:
         assert planned.low == planned.high == HEADER.get(size_row["model"], truth)

@@ -168,7 +168,7 @@ def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
     for rank in log["ranks"].values():
         assert rank["weights_bytes"]["verdict"] == "agrees"
         assert rank["weights_bytes"]["interval"] is None
-    assert log["terms"]["weights_bytes"]["logged"] == pytest.approx(4.26 * GIB)  # PP3 decides
+    assert log["terms"]["weights_bytes"]["logged"] == pytest.approx(4.26 * GIB)  # PP3 is the largest
     tokens = log["terms"]["tokens_of_logged_pool"]
     low, high = tokens["interval"]
     assert low <= tokens["logged"] == 2_257_264 <= high
@@ -288,7 +288,7 @@ def test_calibration_from_log_corrects_later_plan(llama, tmp_path, capsys):
     )  # fmt: skip
     assert {*measured.notes} <= {*after.notes}
     assert any("no start of vllm 0.19 on l40s-48g" in note for note in other.notes)
-    # of another version it says nothing
+    # the calibration does not apply to another version
     newer = replace(flags, engine_version="0.20.0")
     same = make_plan(llama, replace(newer, calibration=str(file)))
     assert same.ranks == make_plan(llama, newer).ranks

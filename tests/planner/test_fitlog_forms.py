@@ -14,7 +14,7 @@ from tonnage.planner.fitlog.read import parse_log, records
 
 LOGS = Path(__file__).parent.parent / "data" / "startup_logs"
 GIB = 1 << 30
-# GiB of each rank as the logs print them (weights, activations, non-torch, estimated graphs, pool)
+# GiB per rank as the logs print them: (weights, activations, non-torch, estimated graphs, pool)
 TOLD = {
     "meta-llama---h100-80gb--tp1pp1dp1--8192-dtbf16-kvfp8": {"": (14.99, 1.89, 0.25, 0.84, 58.11)},
     "meta-llama-llama-3---h100-80gb--tp1pp1dp1--8192-qfp8": {"": (8.49, 1.89, 0.25, 0.84, 64.61)},

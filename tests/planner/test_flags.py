@@ -29,7 +29,7 @@ def test_every_dataclass_field_has_a_flag(record):
     assert list(flags_of(record)) == list(record.__annotations__)
     for name, flag in flags_of(record).items():
         assert flag.name == name
-        flag.check(flag.default)  # a default nobody could give would be another rule
+        flag.check(flag.default)  # the default must be a valid value of the flag
         for other in filter(None, (flag.needs,)):
             assert other in flags_of(record)
         assert flag.engine in ("", *ENGINES)
@@ -56,7 +56,7 @@ def test_flag_reads_valid_text_and_rejects_invalid_text(flag):
         text, value = str(flag.most), flag.most
         wrong = [str(flag.least - 1), str(flag.most + 1), "1.5", "one", ""]
     if flag.unit in ("GiB", "MiB"):
-        wrong.remove("0")  # nothing is offloaded or kept
+        wrong.remove("0")  # 0 means that nothing is offloaded or kept
     assert flag.read(text) == value
     assert flag.read(flag.read(text) if flag.kind == "str" else text) == value
     for bad in wrong:

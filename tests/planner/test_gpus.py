@@ -82,7 +82,7 @@ def test_cost_uses_lowest_fixed_price_then_marketplace():
     assert one is not None
     assert one.usd == min(line.usd for line in fixed)
     assert re.search(r"\d{4}-\d\d-\d\d$", one.source)
-    two = cost_of("v100-16g", 2)  # Lambda's are in nodes of eight
+    two = cost_of("v100-16g", 2)  # Lambda rents nodes of eight
     assert two is not None
     assert two.usd == pytest.approx(8 * 0.79)
     assert "8 GPUs together" in two.source

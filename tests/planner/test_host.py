@@ -90,7 +90,7 @@ def test_host_memory_parts_equal_vllm_objects(case, told, plan_of) -> None:
     elif case["what"] == "states":
         flags = {"max_num_seqs": case["seqs"], "max_model_len": case["length"]}
         ids = part(plan_of(QWEN_VL if case["axes"] else LLAMA, **flags), "token ids")
-        # the rest are a few numbers of each sequence
+        # the rest are a few numbers per sequence
         assert 0 <= says["bytes"] - ids.low < case["seqs"] * 256
         assert ids.value == ids.high >= ids.low
     else:
@@ -174,7 +174,7 @@ def test_host_memory_added_by_each_flag(plan_of) -> None:
     assert (away.low, away.high) == (4 * GIB, 8 * GIB)
     pictures = part(plan_of(QWEN_VL, mm_processor_cache_bytes=2 * GIB), "processed pictures")
     assert (pictures.value, pictures.high) == (2 * GIB, 2 * GIB)
-    # before the sources that were read, engine core and API process may both have kept them
+    # in versions before the reviewed sources, engine core and API process may both hold them
     older = part(plan_of(QWEN_VL, engine_version="0.19.0"), "processed pictures")
     assert (older.value, older.high) == (4 * GIB, 8 * GIB)
     for name, flags in ((LLAMA, {}), (QWEN_VL, {"mm_processor_cache_bytes": 0})):
@@ -194,7 +194,7 @@ def test_pinned_token_ids_are_rounded_up_on_every_rank(plan_of) -> None:
     ids = part(plan, "token ids")
     assert (ids.low, ids.value) == (2 * 1000 * 100_000 * 4, 2 << 29)
     first_runner = part(plan_of(LLAMA, engine_version="0.19.0", max_model_len=100_000), "token ids")
-    assert first_runner.low < first_runner.value < first_runner.high  # its rows come with use
+    assert first_runner.low < first_runner.value < first_runner.high  # its rows are touched gradually
 
 
 def test_kv_offload_tier_counts_blocks_of_all_ranks(plan_of) -> None:
@@ -206,7 +206,7 @@ def test_kv_offload_tier_counts_blocks_of_all_ranks(plan_of) -> None:
     said, chunks = part(hybrid, "KV tier").formula, 10 * GIB // hybrid.kv_cache.layout.bytes_per_block
     assert f"{chunks:,} blocks" in said
     assert f"each for one of {len(groups)} groups" in said
-    # a request's chunks: all of its blocks in full layers, those of the window in sliding ones
+    # a request's chunks: all blocks in full layers, the window's blocks in sliding layers
     each = sum(8192 // 16 if group.window is None else 1024 // 16 for group in groups)
     assert f"{chunks * 8192 // each:,} tokens of requests of 8,192" in said
 
@@ -216,7 +216,7 @@ def test_llama_cpp_host_memory_has_prompt_cache_and_checkpoints(plan_of) -> None
     plan = plan_of(LLAMA, **flags)
     kept = part(plan, "prompt cache")
     assert (kept.value, kept.high) == (8 * GIB, 8 * GIB + 16384 * 32 * 2 * 8 * 128 * 2)
-    for whole in plan, plan_of(DEEPSEEK, **flags):  # the latent is rolled back as keys are
+    for whole in plan, plan_of(DEEPSEEK, **flags):  # the latent can be rolled back like keys
         assert "context checkpoints" not in {each.name for each in whole.host.parts}
     assert "prompt cache" not in {each.name for each in plan_of(LLAMA, **flags, cache_ram_bytes=0).host.parts}
     sliding = part(plan_of(GEMMA, **flags), "context checkpoints")
@@ -225,7 +225,7 @@ def test_llama_cpp_host_memory_has_prompt_cache_and_checkpoints(plan_of) -> None
     assert (sliding.value, sliding.high) == (3 * window, 32 * window)
 
 
-# -- against what people reported
+# -- against user reports
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_reported_host_memory_lies_within_bounds(plan_of) -> None:
         assert host.low <= taken <= host.high
 
 
-# -- what is not known, and settings of a deployment
+# -- unknown host memory, and deployment settings
 
 UNKNOWN = [
     (LLAMA, {"engine": "sglang"}, "SGLang"),

@@ -381,7 +381,7 @@ def test_modelscope_local_cache_is_found_offline(modelscope, monkeypatch, tmp_pa
     for name in ("org/one", "org/two.5", "org/three"):
         assert resolve_model(name).config["model_type"] == "llama"
     with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE"):
-        resolve_model("org/three@v2")  # an older one's folder may hold any
+        resolve_model("org/three@v2")  # a folder of an older version may hold any revision
 
 
 def test_modelscope_url_without_switch_names_variable_to_set(monkeypatch):

@@ -11,7 +11,7 @@ from tonnage.planner.errors import CheckpointError
 from tonnage.planner.planning.build import make_plan
 
 PHI = "YouriLalain/PRYMMAL-PHI3-3B-SLERP"
-# Of its published index (tests/data/configs/checkpoint_sizes.tsv): 195 tensors in two files
+# Total size of the published index (tests/data/configs/checkpoint_sizes.tsv): 195 tensors in two files
 TOTAL = 7_642_159_104
 LAYER = ("input_layernorm", "mlp.down_proj", "mlp.gate_up_proj", "post_attention_layernorm", "self_attn.o_proj",
          "self_attn.qkv_proj")  # fmt: skip

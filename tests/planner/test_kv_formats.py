@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 POOL, LENGTH = 1 << 30, 4096
 
 LLAMA = "meta-llama__Meta-Llama-3.1-8B"
-# model, layers left, --kv-cache-dtype, its backend there, whether layers at the ends stay native, GPU, block
+# (model, layers kept, --kv-cache-dtype, backend, whether the end layers stay native, GPU, block size)
 CASES = [
     *(
         (model, layers, f"turboquant_{kind}", "turboquant", True, "h100-80g", None)

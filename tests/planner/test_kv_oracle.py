@@ -25,7 +25,7 @@ CONFIGS = sorted(
 )
 REFUSED = {"deepseek-ai__Janus-1.3B", "deepseek-ai__deepseek-vl2-tiny", "moonshotai__Kimi-K3"}
 NOT_PLANNED = {"transformers-default__dots1"}
-# Room for any model: what is compared is what a sequence takes.
+# The memory is enough for any model; the tests compare bytes per sequence.
 FLAGS = Deployment(
     engine="vllm", dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=1 << 33, device_memory=1 << 44
 )
@@ -90,7 +90,7 @@ def test_kv_bytes_are_monotone_in_length_ranks_and_dtype(name, config_of):
     for ranks in (2, 8):
         try:
             share = plan(config, max_model_len=longest, tensor_parallel_size=ranks)
-        except DeploymentError as error:  # it does not divide the heads
+        except DeploymentError as error:  # the rank count does not divide the heads
             if error.field != "--tensor-parallel-size":
                 raise
             continue

@@ -26,7 +26,7 @@ single_changes = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(single_changes)
 
 FLAGS = Deployment(device_memory=1 << 36, dtype="bfloat16")
-# model -> (model_type, class, sizes, fields that the class does not have)
+# model -> (model_type, class, sizes, fields that the class lacks)
 RELEASED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "HuggingFaceTB/SmolLM3-3B": (
         "smollm3", "SmolLM3ForCausalLM", {"max_position_embeddings": 65_536}, {"max_window_layers": 28},
@@ -183,7 +183,7 @@ def test_unknown_config_switch_widens_weight_interval(engine, ranks, tiny_llama,
         real = make_plan(folder_with({**tiny_llama, **other}), flags).rank.weights_bytes
         assert real <= high
     assert low < make_plan(folder_with({**tiny_llama, "attention_bias": True}), flags).rank.weights_bytes
-    # training and drafts carry no such interval
+    # training and drafts have no such interval
     with pytest.raises(UnsupportedArchitecture) as caught:
         build_architecture({**tiny_llama, "use_qk_norm": True})
     assert caught.value.field == "use_qk_norm"

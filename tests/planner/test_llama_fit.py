@@ -59,7 +59,7 @@ def test_llama_cpp_plan_equals_llama_fit_params(case: tuple[int, int, int, str])
     assert low - ROUNDED <= compute * MiB <= high + ROUNDED
 
 
-# Of files made for it, of three layers: (hidden, inner, vocabulary, heads, KV heads), context -> MiB
+# Generated files of three layers: (hidden, inner, vocabulary, heads, KV heads), context -> MiB
 MADE = {
     ((256, 4096, 512, 4, 4), 512): 26.51,
     ((256, 4096, 512, 4, 4), 8192): 34.01,
@@ -79,12 +79,12 @@ def test_compute_buffer_with_mlp_larger_than_logits(case, folder_with, tiny_llam
     plan = make_plan(folder_with({**tiny_llama, **sizes}), flags)
     low, high = plan.intervals["activation_bytes"]
     assert low - ROUNDED <= MADE[case] * MiB <= high + ROUNDED
-    if inner > hidden:  # else attention is the widest, which the interval covers alone
+    if inner > hidden:  # else attention is the widest, which only the interval covers
         planned = next(term for term in plan.terms if term.name == "activation_bytes").value
         assert abs(planned / MiB - MADE[case]) < 0.01
 
 
-# Of files made for it: (family, hidden, inner, heads, KV heads, head size, experts, of a token), cells, flash
+# Generated files: (family, hidden, inner, heads, KV heads, head size, experts, of a token), cells, flash
 # attention -> MiB with logits of one token, as llama-server reserves them
 SERVED = {
     (("llama", 1024, 256, 16, 4, 64, 0, 0), 8192, "on"): 18.01,
@@ -126,7 +126,7 @@ def test_compute_buffer_follows_widest_tensor_of_layer(case) -> None:
     assert abs(low - said) <= 0.1 * said + ROUNDED  # below it only without flash attention
 
 
-# Of two dense layers of DeepSeek-V3: (hidden, inner, heads, latent, rotated, plain, value), flash attention
+# Two dense layers of DeepSeek-V3: (hidden, inner, heads, latent, rotated, plain, value), flash attention
 LATENT = {
     ((2048, 1024, 32, 512, 64, 128, 128), "on"): 105.01,
     ((2048, 1024, 32, 512, 64, 128, 128), "off"): 625.01,
@@ -153,7 +153,7 @@ def test_compute_buffer_of_mla_queries(case) -> None:
     assert abs(planned / (LATENT[case] * MiB) - 1) < 0.02  # without the query's own latent
 
 
-# Of four layers of Qwen3-Next, one of them with attention: (key heads, value heads), sequences
+# Four layers of Qwen3-Next, one of them with attention: (key heads, value heads), sequences
 STATES = {
     ((8, 16), 1): 40.54, ((8, 32), 1): 60.15, ((16, 16), 1): 50.15, ((8, 16), 4): 46.39, ((8, 32), 4): 74.57,
 }  # fmt: skip

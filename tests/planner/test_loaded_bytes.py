@@ -26,7 +26,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "n
 HEAD = {"head_dim": 16}
 MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
-    "apertus": SMALL,  # two stored constants a layer
+    "apertus": SMALL,  # two stored constants per layer
     "gpt2": {
         "n_embd": 64,
         "n_layer": 2,

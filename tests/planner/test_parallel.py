@@ -65,7 +65,7 @@ def test_tied_lm_head_is_copied_to_last_pipeline_stage():
 NEVER_DIVIDED = ("recurrent_gemma", "rwkv", "xlstm")
 
 
-# vLLM builds these towers by transformers, whole on every rank (0.32.0, models/gemma3n_mm.py)
+# vLLM builds these towers by transformers and replicates them on every rank (0.32.0, models/gemma3n_mm.py)
 WHOLE_TOWERS = ("gemma3n",)
 
 

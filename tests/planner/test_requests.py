@@ -92,7 +92,7 @@ def test_plan_of_dense_model_prints_request_figures_on_request(model, capsys):
         law
         == "A request takes 32,768 bytes per token, in blocks of 128 tokens; at least 4,194,304 bytes (1 block)"
     )
-    # 1,152 tokens have room in 9 blocks; the last one of 1,153 is never computed
+    # 1,152 tokens fit 9 blocks; the last one of 1,153 is never computed
     assert (
         "Requests of 1,024+129 tokens: 28 at once (9 blocks each, 36.0 MiB); --max-num-seqs lets 3 run" in lines
     )

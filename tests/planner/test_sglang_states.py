@@ -55,7 +55,7 @@ def linear_layers(config):
 def asked_of(name, ranks, rest, asked, radix, ratio, drafts):
     config = json.loads((DATA / f"{name}.json").read_text())
     config = config.get("text_config", config)
-    if name == KIMI:  # as its own repository spells it
+    if name == KIMI:  # the spelling of its repository
         heads, size, kernel = (config[f"linear_{key}"] for key in ("num_heads", "head_dim", "conv_kernel_dim"))
         delta = {"num_heads": heads, "head_dim": size, "short_conv_kernel_size": kernel}
         config |= {"linear_attn_config": delta}
@@ -192,7 +192,7 @@ def test_sglang_running_request_limit_of_dense_models(folder):
         assert plan.deployment.max_num_seqs == running
 
 
-# names of arg_groups/fields of 0.5.23, and what they are here
+# names in arg_groups/fields of 0.5.23 -> fields of Deployment
 _OWN = {
     "--context-length": "max_model_len", "--dtype": "dtype", "--tp-size": "tensor_parallel_size",
     "--pp-size": "pipeline_parallel_size", "--dp-size": "data_parallel_size",

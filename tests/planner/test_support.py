@@ -39,7 +39,7 @@ GPUS = {
     "7.0": "v100-16g", "7.5": "t4-16g", "8.0": "a100-80g", "8.6": "a40-48g", "8.9": "l4-24g", "9.0": "h100-80g",
     "10.0": "b200-180g", "10.3": "b300-288g", "12.0": "rtx5090-32g", "12.1": "gb10-128g",
 }  # fmt: skip
-NOT_ASKED = ("turboquant", "octave")  # made of Triton, which a CPU has not; of 0.33
+NOT_ASKED = ("turboquant", "octave")  # need Triton, which a CPU lacks; since 0.33
 ASKED = (0, 32, 0)
 LENGTH = {"max_model_len": 4096}
 
@@ -123,7 +123,7 @@ def test_gpu_without_fp8_rejects_fp8_kv_cache(folder):
     found = plan(folder, gpu="t4", quantization="nvfp4", kv_cache_dtype="fp8", **LENGTH)
     assert not found.fits
     (why,) = found.unsupported
-    assert found.reasons == (why,)  # its memory would do
+    assert found.reasons == (why,)  # its memory is sufficient
     assert "compute capability 7.5" in why
     assert "TRITON_ATTN from 8.9 on: v1/attention/backends/triton_attn.py" in why
     assert found.advice[0].startswith("--kv-cache-dtype auto")
@@ -157,7 +157,7 @@ def test_vllm_has_no_metal_build(folder):
     assert (caught.value.field, caught.value.hint) == ("--gpu", "--engine llama.cpp")
     assert plan(folder, engine="llama.cpp", gpu="m4-max", max_num_seqs=1, **LENGTH).fits
     assert on_device("llama.cpp", "m4-max").runs
-    assert not on_device("vllm", "gaudi3").runs  # a plugin of its own
+    assert not on_device("vllm", "gaudi3").runs  # vLLM has a separate plugin for Gaudi
 
 
 @pytest.mark.parametrize("engine", ["hf", "llama.cpp"])

@@ -26,7 +26,7 @@ from tonnage.planner.markup import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The interface: a name that leaves this list breaks somebody's program.
+# The public interface: removing a name breaks user programs.
 SURFACE = {
     "plan", "make_plan", "plan_to_dict",
     "Deployment", "Plan", "KVCachePlan", "ModelInfo", "RankPlan", "Term",
@@ -52,7 +52,7 @@ def test_type_checking_imports_match_public_names() -> None:
     for node in told:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
-            assert alias.asname == alias.name  # else --strict does not see it
+            assert alias.asname == alias.name  # otherwise mypy --strict does not see the name
             assert getattr(import_module(node.module), alias.name) is getattr(tonnage.planner, alias.name)
             names.add(alias.name)
     assert names == SURFACE

@@ -529,4 +529,4 @@ def test_plan_prints_pool_concurrency_and_max_num_seqs_limit(tmp_path, capsys):
     assert run([str(tmp_path), "--gpu", "h100,l40s", "--request", "100+100"]) == 0
     assert re.search(r" 1,024 of \d+,\d{3} ", capsys.readouterr().out)
     few = cheapest([row], 2000)
-    assert few == []  # the pool would hold them, --max-num-seqs does not let them run
+    assert few == []  # the pool would hold them, but --max-num-seqs limits the running sequences

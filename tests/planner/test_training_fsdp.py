@@ -84,7 +84,7 @@ def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    # All has been said. torch 2.13 sometimes aborts when an interpreter ends beside a thread of gloo's.
+    # All results are sent. torch 2.13 sometimes aborts when an interpreter ends beside a thread of gloo's.
     os._exit(0)
 
 

@@ -80,7 +80,7 @@ OTHERS = [
 ]  # fmt: skip
 CASES = HYBRIDS + OTHERS
 IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(CASES)]
-# shorter than a block, at the borders of blocks and windows, in several steps, and with long answers
+# shorter than a block, at block and window boundaries, in several steps, and with long outputs
 REQUESTS = (
     (1, 1), (20, 3), (127, 1), (127, 3), (128, 1), (256, 2), (500, 30), (511, 130), (1024, 1), (1024, 3),
     (1300, 300), (2047, 1), (2049, 300), (3500, 150),
@@ -112,8 +112,8 @@ def answers(tmp_path_factory):
     return folders, ORACLE.says("all", inputs, lambda: vllm_says(CHILD, folders))
 
 
-# These files name no class: vLLM takes their models for ones to pool, and caches prefixes. Of one that names
-# its class it caches none, since it has no attention (tests/data/oracles/vllm_versions.json).
+# These files name no class: vLLM treats their models as pooling models and caches prefixes. For a file with
+# a class it caches none, since the model has no attention (tests/data/oracles/vllm_versions.json).
 UNNAMED = ("transformers-default__mamba", "transformers-default__mamba2", "transformers-default__falcon_mamba")
 
 
@@ -153,6 +153,6 @@ def test_requests_held_equal_vllm_block_manager(case, answers):
             if real["unpreempted"] is not None:
                 sure = hold(law, prompt, output, (BLOCKS - 1,) * 3, BLOCKS).at_once
                 assert 0 < sure <= real["unpreempted"], (prompt, output, sure, real)
-            if real["hit"] is not None:  # a second request of the same prompt; its last token is computed again
+            if real["hit"] is not None:  # a second request recomputes its last token
                 size = law.hit_tokens or prompt
                 assert real["hit"] == (prompt - 1) // size * size, (prompt, output)

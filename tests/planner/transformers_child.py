@@ -52,7 +52,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         model = getattr(transformers, asked["class"])._from_config(config, dtype=torch.bfloat16)
     model.eval()
     says: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    if not asked["whole"]:  # the class's own sizes, as it writes them
+    if not asked["whole"]:  # the class's default sizes
         written = json.loads(config.to_json_string(use_diff=False))
         says["config"] = {**written, "architectures": [asked["class"]]}
     if asked["whole"]:

@@ -40,7 +40,7 @@ def ask(folder: str, config, found) -> dict:
     return {"groups": groups, "caching": config.cache_config.enable_prefix_caching, "counts": asked}
 
 
-LONG = 30  # tokens of an answer from which on requests run side by side
+LONG = 30  # output tokens from which on requests run concurrently
 
 
 class Pool:
@@ -86,7 +86,7 @@ class Pool:
             self.manager.free(first)
             again = self.request(prompt, output, tokens=first.prompt_token_ids)
             hit = self.manager.get_computed_blocks(again)[1]
-        # held[-output] is the last step of the prompt; so many steps later it is processed
+        # held[-output] is the last step of the prompt, which is processed `settled` steps later
         settled = min(self.batches, output - 1)
         decode = held[-output:][settled:]
         fullest = settled + decode.index(max(decode)) if grown else settled
@@ -116,7 +116,7 @@ class Pool:
         while scheduler.get_num_unfinished_requests():
             step = scheduler.schedule()
             ids = list(step.num_scheduled_tokens)
-            assert ids, "nobody can go on"
+            assert ids, "no request can continue"
             whole = (
                 scheduler.requests[id].num_computed_tokens >= scheduler.requests[id].num_tokens for id in ids
             )

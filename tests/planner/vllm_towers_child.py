@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-SIDE = 64  # patches on a side of a picture
+SIDE = 64  # patches per side of an image
 
 
 class Live(TorchDispatchMode):
@@ -89,7 +89,7 @@ def towers(hidden: int, inner: int) -> dict[str, tuple[torch.nn.Module, Callable
         num_position_embeddings=2304, **qwen,
     )  # fmt: skip
     llama4 = Llama4VisionModel(Llama4VisionConfig(**square, projector_input_dim=16, projector_output_dim=16))
-    llama4.vision_adapter = torch.nn.Identity()  # its widths follow from one of the tower's
+    llama4.vision_adapter = torch.nn.Identity()  # its widths follow from a width of the tower
     three = Config(
         **plain, num_channels=3, patch_size=14, layer_norm_eps=1e-5, img_token_compression_config={}
     )  # fmt: skip
@@ -174,7 +174,7 @@ def main(folder: str, sizes: list[list[int]]) -> None:
         for hidden, inner in sizes:
             for name, (tower, run, patches) in towers(hidden, inner).items():
                 model = tower.to(torch.bfloat16)
-                run(model)  # what is made once and kept
+                run(model)  # warm up the buffers that are allocated once and kept
                 own = (*model.parameters(), *model.buffers())
                 with Live(own) as count:
                     run(model)

@@ -2,11 +2,11 @@
 
     python tests/tools/compare_plans.py OTHER [--configs FOLDER]
 
-``OTHER`` is a second checkout of this repository, for example ``git worktree add ../before REVISION``. Each
-side runs
-in its own process through the command line, which changes less often than the modules: ``tonnage plan`` and
-``tonnage train`` with ``--json --explain``, refusals included. It prints the differences and ends with one JSON
-object; the exit code is 1 if there are differences.
+``OTHER`` is a second checkout of this repository, for example ``git worktree add ../before REVISION``.
+
+Each side runs in its own process through the command line, which changes less often than the modules. The
+commands are ``tonnage plan`` and ``tonnage train`` with ``--json --explain``; rejections are compared too. The
+program prints the differences and one final JSON object. The exit code is 1 if there are differences.
 """
 
 from __future__ import annotations
