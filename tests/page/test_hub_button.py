@@ -170,7 +170,7 @@ def filled(hub: Hub) -> None:
 
 
 @pytest.fixture
-def stranger(hub: Hub, site: str, launch: Callable[..., Any]) -> Iterator[Sight]:
+def hub_page(hub: Hub, site: str, launch: Callable[..., Any]) -> Iterator[Sight]:
     """Yield the page in a browser that resolves huggingface.co and its storage to local servers."""
     here, there = (url.rpartition(":")[2] for url in (hub.url, hub.storage))
     rules = f"MAP huggingface.co 127.0.0.1:{here}, MAP *.hf.co 127.0.0.1:{there}"
@@ -182,7 +182,7 @@ def stranger(hub: Hub, site: str, launch: Callable[..., Any]) -> Iterator[Sight]
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield a function that runs the command against a hub of its own without TLS."""
     with hub_server() as plain:
         filled(plain)
@@ -204,20 +204,20 @@ def press(sight: Sight, name: str) -> None:
     sight.page.click("#hub")
 
 
-def test_hub_button_plan_equals_command_plan(stranger: Sight, hub: Hub, told: Any) -> None:
+def test_hub_button_plan_equals_command_plan(hub_page: Sight, hub: Hub, run_command: Any) -> None:
     """The output is equal to the byte; no token, no page address is sent, and no weight is read."""
-    stranger.open("?gpu=h100-80g&engine=vllm&engine-version=0.33.0&model=Qwen/Qwen3-8B").settle()
+    hub_page.open("?gpu=h100-80g&engine=vllm&engine-version=0.33.0&model=Qwen/Qwen3-8B").settle()
     assert hub.asked == []  # until the button is pressed
     named = [*(name for name in MODELS if name not in REFUSED), "in/shards@v2", "was/named"]
     found = {}
     for name in named:
-        press(stranger, name)
-        assert stranger.planned(name) == name
-        code, out, err = told(name)
+        press(hub_page, name)
+        assert hub_page.planned(name) == name
+        code, out, err = run_command(name)
         assert (code, err) == (0, ""), err
-        assert stranger.page.evaluate("() => window.tonnage.out") == out, name
+        assert hub_page.page.evaluate("() => window.tonnage.out") == out, name
         found[name] = json.loads(out)["model"]["via"]
-        assert stranger.page.is_hidden("#hub")
+        assert hub_page.page.is_hidden("#hub")
     assert found["in/shards"] == found["long/header"] == found["in/gptq"] == "headers"
     assert found["index/alone"] == "index"  # 70 shards are too many for the command too
     everything = [*hub.asked, *hub.asked_of_storage]
@@ -230,59 +230,59 @@ def test_hub_button_plan_equals_command_plan(stranger: Sight, hub: Hub, told: An
         "preprocessor_config.json",
         "video_preprocessor_config.json",
     }
-    press(stranger, "https://huggingface.co/in/shards/tree/v2")  # an address of its page
-    assert stranger.planned("in/shards@v2")
+    press(hub_page, "https://huggingface.co/in/shards/tree/v2")  # an address of its page
+    assert hub_page.planned("in/shards@v2")
     before = len(hub.asked)
-    stranger.page.goto(stranger.url + "?model=in/fp8")  # a link requests nothing without a confirmation
-    stranger.refused("to read it from the hub")
-    assert stranger.page.is_visible("#hub")
+    hub_page.page.goto(hub_page.url + "?model=in/fp8")  # a link alone requests nothing
+    hub_page.refused("to read it from the hub")
+    assert hub_page.page.is_visible("#hub")
     assert len(hub.asked) == before
 
 
-def test_hub_button_errors_equal_command_errors(stranger: Sight, hub: Hub, told: Any) -> None:
-    stranger.open()
+def test_hub_button_errors_equal_command_errors(hub_page: Sight, hub: Hub, run_command: Any) -> None:
+    hub_page.open()
     for name in REFUSED:
-        press(stranger, name)
-        code, _, err = told(name)
+        press(hub_page, name)
+        code, _, err = run_command(name)
         assert code == 2
         # the hub's CORS headers do not expose Retry-After to other hosts
-        stranger.refused(err.removeprefix("tonnage: ").strip().replace("again in 55 s", "again later"))
-        assert "paste its config.json" in stranger.page.inner_text("#status")
-        assert stranger.page.inner_text("#result") == ""  # another model's plan is removed
-        assert f"model={name.split('@')[0].replace('/', '%2F')}" in stranger.page.url
+        hub_page.refused(err.removeprefix("tonnage: ").strip().replace("again in 55 s", "again later"))
+        assert "paste its config.json" in hub_page.page.inner_text("#status")
+        assert hub_page.page.inner_text("#result") == ""  # another model's plan is removed
+        assert f"model={name.split('@')[0].replace('/', '%2F')}" in hub_page.page.url
 
 
-def test_hub_button_falls_back_to_index_without_range_requests(stranger: Sight, hub: Hub) -> None:
+def test_hub_button_falls_back_to_index_without_range_requests(hub_page: Sight, hub: Hub) -> None:
     """The page reads the index instead, and says so."""
-    stranger.open()
+    hub_page.open()
     try:
         for hub.ranges, hub.readable, name, via in (
             (False, True, "in/shards", "index"),
             (True, False, "in/fp8", "index"),
             (False, True, "one/file", "adapter"),
         ):
-            press(stranger, name)
-            stranger.planned(name)
-            assert stranger.plan()["model"]["via"] == via
-            words = stranger.page.inner_text("#result")
+            press(hub_page, name)
+            hub_page.planned(name)
+            assert hub_page.plan()["model"]["via"] == via
+            words = hub_page.page.inner_text("#result")
             assert "planned from the index" in words if via == "index" else "config.json alone" in words
     finally:
         hub.ranges = hub.readable = True
 
 
-def test_hub_button_reads_listed_model_from_hub(stranger: Sight, hub: Hub, told: Any) -> None:
+def test_hub_button_reads_listed_model_from_hub(hub_page: Sight, hub: Hub, run_command: Any) -> None:
     hub.files["Qwen/Qwen3-8B", "main"] = MODELS["in/shards"]
-    stranger.open().settle()
-    assert stranger.plan()["model"]["via"] == "adapter"
-    stranger.page.click("#hub")
-    stranger.wait("() => JSON.parse(window.tonnage.out).model.via === 'headers'")
-    assert stranger.plan()["model"]["parameters"] < 10_000_000
+    hub_page.open().settle()
+    assert hub_page.plan()["model"]["via"] == "adapter"
+    hub_page.page.click("#hub")
+    hub_page.wait("() => JSON.parse(window.tonnage.out).model.via === 'headers'")
+    assert hub_page.plan()["model"]["parameters"] < 10_000_000
 
 
-def test_hub_answer_does_not_replace_newer_choice(stranger: Sight, hub: Hub) -> None:
-    stranger.open()
-    press(stranger, "in/shards")
-    stranger.page.select_option("#known", "Qwen/Qwen3-4B")
-    stranger.planned("Qwen/Qwen3-4B")
-    stranger.settle()
-    assert stranger.plan()["model"]["id"] == "Qwen/Qwen3-4B"
+def test_hub_answer_does_not_replace_newer_choice(hub_page: Sight, hub: Hub) -> None:
+    hub_page.open()
+    press(hub_page, "in/shards")
+    hub_page.page.select_option("#known", "Qwen/Qwen3-4B")
+    hub_page.planned("Qwen/Qwen3-4B")
+    hub_page.settle()
+    assert hub_page.plan()["model"]["id"] == "Qwen/Qwen3-4B"

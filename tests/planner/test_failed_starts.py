@@ -29,7 +29,7 @@ FILES = (
 
 
 @cache
-def worded(root: Path) -> tuple[re.Pattern[str], ...]:
+def message_patterns(root: Path) -> tuple[re.Pattern[str], ...]:
     """Return a pattern for every message in vLLM's ``FILES``, with its inserted values left open.
 
     Adjacent string literals form one message, and so do a message and a message inserted into it.
@@ -51,9 +51,11 @@ def worded(root: Path) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(re.sub(r"(\\\n)+", r"\\s+", text), re.ASCII) for text in out)
 
 
-def is_worded(sentence: str, root: Path) -> bool:
+def is_vllm_message(sentence: str, root: Path) -> bool:
     text = sentence.partition(": ")[2].removesuffix(" ...")
-    return any(pattern.fullmatch(end) for pattern in worded(root) for end in (text, f"{text} ", f"{text} []"))
+    return any(
+        pattern.fullmatch(end) for pattern in message_patterns(root) for end in (text, f"{text} ", f"{text} []")
+    )
 
 
 def folder(tmp_path, name, **changed):
@@ -104,7 +106,7 @@ def test_rejected_flags_quote_vllm_error_message(model, flags, said, tmp_path):
     assert caught.value.hint  # flags that would start
     root = installed()
     if root is not None:
-        assert is_worded(caught.value.message.partition("stops with: ")[2], root)
+        assert is_vllm_message(caught.value.message.partition("stops with: ")[2], root)
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), STOPPED)
@@ -117,7 +119,7 @@ def test_forecast_start_failure_quotes_vllm_error_message(model, flags, said, tm
     assert any("stops with: " in line for line in plan.verdict_lines())
     root = installed()
     if root is not None and "OutOfMemoryError" not in plan.stops_with:
-        assert is_worded(plan.stops_with, root)
+        assert is_vllm_message(plan.stops_with, root)
 
 
 def test_altered_error_message_is_not_found_in_vllm_source():
@@ -126,9 +128,9 @@ def test_altered_error_message_is_not_found_in_vllm_source():
     if root is None:
         return
     said = "ValueError: Total number of attention heads (32) must be divisible by tensor parallel size (3)."
-    assert is_worded(said, root)
+    assert is_vllm_message(said, root)
     for other in (said.replace("divisible", "divided"), said[:-1], said + " Or not."):
-        assert not is_worded(other, root)
+        assert not is_vllm_message(other, root)
 
 
 def test_plan_that_fits_has_no_start_failure(tmp_path, capsys):

@@ -156,14 +156,14 @@ def llama(tmp_path):
     return str(folder)
 
 
-def told(capsys, *arguments):
+def fit_log_json(capsys, *arguments):
     assert run([*map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
     """One of four stages logs its pool: 2,257,264 tokens of the smallest pool, and each stage's weights."""
-    (log,) = told(capsys, PP4, "--model", llama, "--gpu", "h100-80g")["logs"]
+    (log,) = fit_log_json(capsys, PP4, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert [*log["ranks"]] == ["PP0", "PP1", "PP2", "PP3"]
     for rank in log["ranks"].values():
         assert rank["weights_bytes"]["verdict"] == "agrees"
@@ -184,7 +184,7 @@ def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
 
 
 def test_log_of_fp8_quantization_at_load_agrees_with_plan(llama, capsys):
-    (log,) = told(capsys, FP8_WEIGHTS, "--model", llama, "--gpu", "h100-80g")["logs"]
+    (log,) = fit_log_json(capsys, FP8_WEIGHTS, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["terms"]["weights_bytes"]["verdict"] == "agrees"
     assert "its weights were quantized to fp8 while loading" in json.dumps(log)
 
@@ -193,7 +193,7 @@ def test_log_disagreeing_with_plan_names_terms_and_direction(llama, tmp_path, ca
     """A log with weights and pool of another model names the terms and the direction of each miss."""
     other = tmp_path / "other.log"
     other.write_text(FP8_KV.read_text().replace("14.99 GiB", "19.99 GiB").replace("58.11 GiB", "40.11 GiB"))
-    (log,) = told(capsys, other, "--model", llama, "--gpu", "h100-80g")["logs"]
+    (log,) = fit_log_json(capsys, other, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["terms"]["weights_bytes"]["verdict"] == "planned too low"
     assert log["terms"]["kv_pool_bytes"]["verdict"] == "planned too high"
     assert log["terms"]["tokens_of_logged_pool"]["verdict"] == "planned too low"  # 952,032 do not fit into it
@@ -208,7 +208,7 @@ def test_log_without_settings_uses_flags_and_adds_notes(llama, tmp_path, capsys)
         "INFO 05-18 22:45:15 [gpu_worker.py:424] Available KV cache memory: 50.0 GiB\n"
     )
     arguments = [short, "--model", llama, "--gpu", "h100-80g", "--engine-version", "0.19.0"]
-    (log,) = told(capsys, *arguments, "--max-num-seqs", "64")["logs"]
+    (log,) = fit_log_json(capsys, *arguments, "--max-num-seqs", "64")["logs"]
     missing = " ".join(log["not_in_the_log"])
     assert "activation_bytes" in missing
     assert "DEBUG" in missing
@@ -222,10 +222,10 @@ def test_log_without_settings_uses_flags_and_adds_notes(llama, tmp_path, capsys)
 def test_flag_contradicting_log_adds_note(llama, capsys):
     """The log takes precedence, and a note names each flag that is not used."""
     base = [FP8_KV, "--model", llama, "--gpu", "h100-80g"]
-    (plain,) = told(capsys, *base)["logs"]
-    (agrees,) = told(capsys, *base, "--kv-cache-dtype", "fp8")["logs"]
+    (plain,) = fit_log_json(capsys, *base)["logs"]
+    (agrees,) = fit_log_json(capsys, *base, "--kv-cache-dtype", "fp8")["logs"]
     assert agrees["notes"] == plain["notes"]
-    (log,) = told(capsys, *base, "--kv-cache-dtype", "bfloat16", "--engine-version", "0.10.0")["logs"]
+    (log,) = fit_log_json(capsys, *base, "--kv-cache-dtype", "bfloat16", "--engine-version", "0.10.0")["logs"]
     said = "\n".join(log["notes"])
     assert "--kv-cache-dtype bfloat16 is not used: the log says fp8" in said
     assert "planned for version 0.10.0 (--engine-version); the log is of 0.19.0" in said
@@ -238,24 +238,24 @@ def test_log_of_different_checkpoint_adds_note(llama, tmp_path, capsys):
     short.write_text(
         "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 5.5976 GiB and 3.5 seconds\n"
     )
-    (log,) = told(capsys, short, "--model", llama, "--engine-version", "0.19.0")["logs"]
+    (log,) = fit_log_json(capsys, short, "--model", llama, "--engine-version", "0.19.0")["logs"]
     assert [*log["terms"]] == ["weights_bytes"]
     assert any("0.37 times" in note for note in log["notes"])
     assert any("the log prints no pool" in note for note in log["notes"])
     short.write_text(
         "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 14.9889 GiB and 3.5 seconds\n"
     )
-    (log,) = told(capsys, short, "--model", llama, "--engine-version", "0.19.0")["logs"]
+    (log,) = fit_log_json(capsys, short, "--model", llama, "--engine-version", "0.19.0")["logs"]
     assert log["terms"]["weights_bytes"]["verdict"] == "agrees"  # to a few KiB in 15 GiB
 
 
 def test_log_of_failed_start_reports_failure_reason(llama, capsys):
     failed = next(LOGS.glob("*FAILED*"))
-    (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g")["logs"]
+    (log,) = fit_log_json(capsys, failed, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["failure"] == "AssertionError: DP adjusted local rank 1 is out of bounds."
     assert log["verdict"].startswith("the start failed")
     assert "the plan expects these flags to start; the failure has another reason" in log["notes"]
-    (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g", "--num-gpus", "1")["logs"]
+    (log,) = fit_log_json(capsys, failed, "--model", llama, "--gpu", "h100-80g", "--num-gpus", "1")["logs"]
     assert f"the plan expects this error: {log['failure']}" in log["notes"]
 
 
@@ -263,7 +263,7 @@ def test_calibration_from_log_corrects_later_plan(llama, tmp_path, capsys):
     """A start with an fp8 cache corrects the plan of a start with fp8 weights on the same GPU."""
     file = tmp_path / "h100.json"
     for _ in range(2):  # the same log twice is one start
-        out = told(capsys, FP8_KV, "--model", llama, "--gpu", "h100-80g", "--calibrate", file)
+        out = fit_log_json(capsys, FP8_KV, "--model", llama, "--gpu", "h100-80g", "--calibrate", file)
         assert out["calibration"]["starts"] == 1
     flags = Deployment(
         engine="vllm", engine_version="0.19.0", gpu="h100-80g", gpu_memory_utilization=0.95, max_model_len=8192,

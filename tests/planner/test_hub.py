@@ -35,7 +35,7 @@ _VARIABLES = (
 
 
 @pytest.fixture(autouse=True)
-def nobody_logged_in(monkeypatch, tmp_path):
+def no_hub_login(monkeypatch, tmp_path):
     for name in _VARIABLES:
         monkeypatch.setenv(name, "")  # restored afterwards, even where --hf-token has set it
         monkeypatch.delenv(name)

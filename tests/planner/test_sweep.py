@@ -408,26 +408,26 @@ def test_sweep_table_states_sequence_length(models, capsys):
     llama, other = models
     two = [llama, other, "--gpu", "h100-80g"]
     run(two)
-    assert f"Sequences have each model's own length: {llama} 131,072, {other} 40,960 tokens" in told(capsys)
+    assert f"Sequences have each model's own length: {llama} 131,072, {other} 40,960 tokens" in stdout(capsys)
     run([*two, "--max-model-len", "8192"])
-    assert "Sequences have 8,192 tokens\n" in told(capsys)
+    assert "Sequences have 8,192 tokens\n" in stdout(capsys)
     run([*two, "--request", "2000+300"])
-    assert "equences are of" not in told(capsys)
+    assert "equences are of" not in stdout(capsys)
     run([*two, "--request", "2000+300", "--request", "500+100"])
-    assert '"at least" and "each" count requests of 2,000+300 tokens, the first length\n' in told(capsys)
+    assert '"at least" and "each" count requests of 2,000+300 tokens, the first length\n' in stdout(capsys)
 
 
 def test_gpu_given_by_two_names_is_one_row(llama, capsys):
     run([llama, "--gpu", "h100,h100-80g,2xh100,2xh100-80g", "--json"])
-    assert [row["gpus"] for row in json.loads(told(capsys))["rows"]] == [1, 2]
+    assert [row["gpus"] for row in json.loads(stdout(capsys))["rows"]] == [1, 2]
 
 
 def test_model_given_twice_is_one_row(llama, capsys):
     run([llama, llama, "--gpu", "h100,l40s", "--json"])
-    assert len(json.loads(told(capsys))["rows"]) == 2
+    assert len(json.loads(stdout(capsys))["rows"]) == 2
 
 
-def told(capsys):
+def stdout(capsys):
     return capsys.readouterr().out
 
 
