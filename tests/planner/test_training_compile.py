@@ -27,7 +27,7 @@ ORACLE = Oracle("training_compile", "torch", "transformers")
 SAID = json.loads((Path(__file__).parents[1] / "data" / "training" / "stacks.json").read_text())
 EXACT = ("llama", "qwen2", "qwen3", "gemma")
 OTHERS = ("gemma2", "olmo2", "mixtral")
-"""Where the partitioner's choice is not foretold to the byte: inside the interval."""
+"""Rows whose partition cannot be forecast to the byte; they lie inside the interval."""
 
 
 def kept(row: str, setup: TrainingSetup, kernels: Kernels) -> int:
