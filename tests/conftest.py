@@ -1,4 +1,4 @@
-"""What all tests share: one compute thread a process, and how two workers divide the files."""
+"""Setup for all tests: one compute thread per process, and the division of files between two workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# 5,000 tests and the libraries they import stay: 5 of 20 s of a collection went into looking whether they do.
+# 5,000 tests and their imported libraries stay alive: garbage collection took 5 of 20 s of a collection.
 # pytest_collection_finish ends it.
 gc.disable()
 
@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest.register_assert_rewrite("honoured", "called")  # helpers that check
 
-# A file is one worker's, with its servers. First the one that compiles what later ones load, beside it those
+# A file is one worker's, with its servers. First the one that compiles what later ones load, beside it files
 # that need nothing of it, then the longest.
 FIRST = "tests/server/test_cold_start.py"
 MEANWHILE = "tests/planner/"
@@ -65,7 +65,7 @@ TOGETHER = ("tests/server/vllm/served/",)  # folders whose files share their ser
 
 
 def _file(nodeid: str) -> str:
-    """The file of a test, or the folder that goes together."""
+    """Return the file of a test, or the folder whose tests must run on one worker."""
     file = nodeid.partition("::")[0]
     return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
@@ -86,12 +86,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind tells of what it finds at the end and nobody has collected
+    gc.unfreeze()  # nanobind reports objects that are uncollected at exit
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Before the workers start: the model that both would convert."""
+    """Create the demo model before the workers start, which would otherwise both convert it."""
     from tonnage.server.demo.model import ensure_demo
 
     ensure_demo()
@@ -99,7 +99,7 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadscope`` by files, in the order above."""
+    """Return the scheduler of ``--dist loadscope`` by files, in the order of the lists above."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):  # type: ignore[misc]

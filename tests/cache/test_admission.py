@@ -1,4 +1,4 @@
-"""Admission: the reservation is the exact bound, and what is reserved suffices under every schedule tried."""
+"""Admission tests: the reservation equals the exact bound, and it suffices under every schedule tried."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_full_group_reserves_blocks_for_prompt_and_output() -> None:
 
 
 def test_forks_share_the_full_prompt_blocks_and_nothing_else() -> None:
-    # 40 prompt tokens: 2 full blocks shared; the partial third and the output's are each fork's own: 4 of them.
+    # 40 prompt tokens: 2 full blocks shared; the partial third and the output's are private to each of the 4 forks.
     assert reserved_blocks(AdmissionRequest(40, 50, n=1), LIMITS) == 2 + 4
     assert reserved_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
 
@@ -71,7 +71,7 @@ def test_reservation_sums_all_groups_of_the_pool() -> None:
 def test_sliding_window_reservation_is_the_maximum_over_all_steps(
     window: int, budget: int, size: int, prompt: int, more: int
 ) -> None:
-    """Position by position: which blocks does a step [computed, end) touch or look back to?"""
+    """Compare with the blocks that each step [computed, end) writes or looks back to, position by position."""
     group = KVGroup("sliding", (0,), window=window)
     limits = Limits(layout_of(group, block_size=size), 10_000, 10_000, 8, budget)
     total = prompt + more
@@ -89,7 +89,7 @@ def test_sliding_window_reservation_is_the_maximum_over_all_steps(
 
 
 def beside(*running: AdmissionRequest) -> Admission:
-    """Admission by the sum of all reservations, in the pool of LIMITS where these run."""
+    """Return an admission in the pool of LIMITS with these requests running, by the sum of reservations."""
     manager = manager_of(805, 64, FULL, seqs=8)
     for request in running:
         manager.reservations.reserve(request, b"")
@@ -194,7 +194,7 @@ def manager_of(
 
 
 def advance(manager: KVCacheManager, sequence: int, lengths: dict[int, tuple[int, int]], chunk: int) -> None:
-    """Compute up to ``chunk`` more positions of one sequence, its output being arbitrary tokens."""
+    """Compute at most ``chunk`` more positions of one sequence, with arbitrary output tokens."""
     computed, total = lengths[sequence]
     end = min(computed + chunk, total)
     known = int(manager.rows.length[manager.row(sequence)])
@@ -207,9 +207,11 @@ def advance(manager: KVCacheManager, sequence: int, lengths: dict[int, tuple[int
 
 @pytest.mark.parametrize(("budget", "peak"), [(64, 808), (16, 834)])
 def test_chunked_prefill_case_that_overflows_the_lockstep_peak_rule(budget: int, peak: int) -> None:
-    """805 blocks, (1,600 + 3,200) then (8,000 + 1,600): a peak rule that assumes whole-prompt prefill admits
-    both, and with decodes first and the rest of the budget for prefill they need 808 or 834. Here the second
-    waits."""
+    """Admit requests of (1,600 + 3,200) and (8,000 + 1,600) tokens in a pool of 805 blocks; the second waits.
+
+    A peak rule that assumes whole-prompt prefill admits both. With decodes first and the rest of the budget for
+    prefill, they need 808 or 834 blocks.
+    """
     requests = [(1600, 3200), (8000, 1600)]
     tight = manager_of(805, budget, FULL)
     assert isinstance(tight.admit(0, [0] * 1600, 3200), Admitted)
@@ -248,9 +250,9 @@ HYBRID = (FULL, KVGroup("sliding", (1,), window=100), KVGroup("sliding", (2,), w
 def test_reservations_suffice_under_every_schedule(
     budget: int, groups: tuple[KVGroup, ...], order: str
 ) -> None:
-    """Requests are admitted whenever they may be, forked where asked, and run to max_tokens, in hostile orders.
+    """Admit requests as early as allowed, fork them and run them to max_tokens, in adversarial orders.
 
-    An allocation that failed would raise; at the end everybody must have been served.
+    An allocation that fails raises. At the end every request must have finished.
     """
     rng = random.Random(f"{budget} {order} {len(groups)}")
     manager = manager_of(150, budget, *groups, max_model_len=900, seqs=12)
@@ -266,7 +268,7 @@ def test_reservations_suffice_under_every_schedule(
             tokens = [rng.randrange(2)] * min(prompt, 40) + rng.choices(range(50), k=max(0, prompt - 40))
             result = manager.admit(arrivals, tokens, more, n=n)
             if isinstance(result, Wait):
-                assert lengths, "it waits for an empty pool"
+                assert lengths, "a request waits although the pool is empty"
                 break
             waiting.pop(0)
             if isinstance(result, Never):

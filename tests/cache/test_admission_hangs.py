@@ -1,4 +1,4 @@
-"""What makes other servers hang, on the real queue, admission and manager: each must end or be refused."""
+"""Load patterns that hang other servers, on the real queue, admission and manager: each must end or be refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SETUP = Setup(
 
 
 class Logged(Simulator):
-    """Keeps every answer of admission with its step, and when each request ended."""
+    """A replay that records each admission result with its step, and the step in which each request ended."""
 
     def __init__(self, trace: Trace, setup: Setup) -> None:
         super().__init__(trace, setup)
@@ -65,7 +65,7 @@ class Logged(Simulator):
 
 
 def trace_of(*requests: tuple[float, int, int, int]) -> Trace:
-    """(arrival, prompt, output, max_tokens)"""
+    """Return a trace of requests given as (arrival, prompt, output, max_tokens)."""
     return Trace("test", "log", tuple(TraceRequest(a, p, o, max_tokens=m) for a, p, o, m in requests))
 
 
@@ -88,7 +88,7 @@ def test_prompt_that_never_fits_is_rejected_and_the_next_is_served(mode: Admissi
 
 @pytest.mark.parametrize("mode", MODES)
 def test_request_whose_output_exceeds_the_pool_is_rejected_at_submit(mode: AdmissionMode) -> None:
-    """The prompt fits, prompt and max_tokens do not: 1,000 + 700 tokens are 107 blocks of 100."""
+    """Reject 1,000 + 700 tokens (107 blocks) in a pool of 100 blocks, although the prompt alone fits."""
     result = run(trace_of((0, 1000, 700, 700), (0, 50, 5, 10)), mode)
     assert (result.rejected, result.finished) == (1, 1)
     manager = KVCacheManager(
@@ -102,7 +102,7 @@ def test_request_whose_output_exceeds_the_pool_is_rejected_at_submit(mode: Admis
 
 @pytest.mark.parametrize("mode", MODES)
 def test_partially_prefilled_requests_do_not_deadlock(mode: AdmissionMode) -> None:
-    """Prompts of 60 and 55 blocks in a pool of 100, loaded in chunks; each alone fits, both never."""
+    """Prefill prompts of 60 and 55 blocks in chunks, in a pool of 100 blocks that holds one at a time."""
     result = run(trace_of((0, 960, 20, 40), (0, 880, 20, 40), (0, 900, 20, 40)), mode)
     assert result.finished == 3
     if mode is AdmissionMode.GUARANTEED:
@@ -111,7 +111,7 @@ def test_partially_prefilled_requests_do_not_deadlock(mode: AdmissionMode) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 def test_small_requests_do_not_starve_a_large_one(mode: AdmissionMode) -> None:
-    """A request for 94 of 100 blocks among a stream of small ones that alone would fill the pool for ever."""
+    """Admit a request for 94 of 100 blocks among a stream of small requests that could fill the pool."""
     small = [(float(at), 100, 60, 60) for at in range(300)]
     trace = trace_of(*small[:20], (20.0, 1400, 100, 100), *small[20:])
     simulator = Logged(trace, replace(SETUP, policy=Policy(mode), check=False))
@@ -124,7 +124,7 @@ def test_small_requests_do_not_starve_a_large_one(mode: AdmissionMode) -> None:
 
 
 def test_requests_that_pass_the_queue_head_do_not_delay_it() -> None:
-    """Everybody runs to max_tokens, so the forecast start is the true one: with passing it is the same step."""
+    """Start the head in the same step with and without passing; every request runs to max_tokens."""
     first = [(0.0, 400, 100, 100)] * 3
     head, short, long = (0.0, 800, 200, 200), (0.0, 60, 4, 4), (0.0, 60, 200, 200)
     starts = {}
@@ -196,7 +196,7 @@ def test_abort_after_preemption_releases_everything() -> None:
     manager.extend([0, 1], [700, 700])
     manager.commit([0, 1], [700, 700])
     at = 700
-    while True:  # both outlive what was learned, until nobody can go on
+    while True:  # both outlive the learned lengths, until neither can continue
         ends = manager.grant([0, 1], [at + 1, at + 1])
         if (ends == at).all():
             break
@@ -211,7 +211,7 @@ def test_abort_after_preemption_releases_everything() -> None:
     queue.push(Waiting(victim, AdmissionRequest(at, 400, produced=100), 0.0))
     manager.check_invariants()
     assert manager.grant([1 - victim], [at + 1]).tolist() == [at + 1]
-    queue.remove(victim)  # the client has gone
+    queue.remove(victim)  # the client disconnected
     manager.free([1 - victim])
     manager.check_invariants()
     stats = manager.stats()
@@ -228,7 +228,7 @@ def test_decisions_do_not_depend_on_future_outputs(mode: AdmissionMode) -> None:
     until = first.steps // 3
     ended = {id for id, step in first.ended_at.items() if step <= until}
     assert 5 < len(ended) < 35
-    # Whoever had not ended by then gets a longer output.
+    # Requests that are unfinished at that step get a longer output.
     others = tuple(
         request if id in ended else replace(request, output_tokens=rng.randint(request.output_tokens + 1, 80))
         for id, request in enumerate(trace.requests)

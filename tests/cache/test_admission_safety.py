@@ -1,4 +1,4 @@
-"""Safe states: the order, the grant and its bound, against a search over all orders; then the law in a pool."""
+"""Safe states: order, grant and bound compared with a search over all orders, then the safety law in a pool."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_committed_peak_is_that_of_the_finishing_order() -> None:
 
 
 def some_order_works(available: int, need: list[int], back: list[int]) -> bool:
-    """The definition, order by order."""
+    """Return whether some order lets every request finish, by trying each order (the definition of safety)."""
     for order in permutations(range(len(need))):
         room = available
         for at in order:
@@ -101,7 +101,7 @@ def test_grants_keep_the_state_safe_and_progress(
     left = available - sum(granted)
     assert left >= 0
     assert some_order_works(left, after_need, after_held)
-    if len(entries) == len(need):  # everybody asks: somebody is served
+    if len(entries) == len(need):  # every request asks, so at least one is served
         assert any(granted)
     # What was refused could not be granted on top: one more block would have been unsafe.
     for place, at in enumerate(entries):
@@ -121,8 +121,11 @@ def test_partial_grants_are_whole_multiples() -> None:
 
 
 def test_exact_block_count_is_below_the_bound_for_merged_blocks() -> None:
-    """Two requests hold the same four blocks, found equal after each had computed them: the bound counts them
-    as never returned, though they are when the second one leaves."""
+    """Compare the bound and the exact count for two requests that share four merged blocks.
+
+    Each request computed the blocks itself before they were found equal. The bound counts them as never
+    returned, although the second release returns them.
+    """
     tables = ints(1, 2, 3, 4, 5, 1, 2, 3, 4, 6)
     owners = ints(0, 0, 0, 0, 0, 1, 1, 1, 1, 1)
     third = 7  # a request of its own with blocks 7 .. 10 that needs 6
@@ -134,7 +137,7 @@ def test_exact_block_count_is_below_the_bound_for_merged_blocks() -> None:
     leaving = last_owners(snapshot, tables, owners, 20)
     assert leaving.returns.tolist() == [1, 5, 4]
     assert is_safe(snapshot, leaving)
-    # The first of the order may always go on; the bound lets nobody else.
+    # The first request of the order may always continue; the bound allows no other.
     assert grant(snapshot, ints(1, 2), ints(1, 1)).tolist() == [0, 0]
     assert grant(snapshot, ints(2, 1), ints(1, 1), leaving=leaving).tolist() == [0, 0]
     assert grant(snapshot, ints(0), ints(1), leaving=leaving).tolist() == [1]
@@ -175,8 +178,10 @@ def test_committed_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("budget", [16, 64, 9600])
 def test_sequences_stall_instead_of_overflowing_the_pool(budget: int) -> None:
-    """805 blocks, (1,600 + 3,200) and (8,000 + 1,600). Run together from the start they would need 808 blocks
-    at 64 tokens a step and 834 at 16. Whatever is admitted must end, without preemption."""
+    """Run (1,600 + 3,200) and (8,000 + 1,600) tokens in 805 blocks to their end without preemption.
+
+    Started together they would need 808 blocks at 64 tokens per step and 834 at 16.
+    """
     from tonnage.cache.admission import Policy
     from tonnage.cache.manager import Admitted, KVCacheManager
 
@@ -232,8 +237,10 @@ def test_sequences_stall_instead_of_overflowing_the_pool(budget: int) -> None:
 
 
 def test_safety_law_reserves_the_maximum_of_sliding_groups() -> None:
-    """A random life of a pool with a full and a sliding group, forks and shared prefixes: nothing admitted ever
-    finds itself without a block, and everybody ends."""
+    """Run random operations on a pool with a full and a sliding group, with forks and shared prefixes.
+
+    Every admitted request finds the blocks that it needs, and every request ends.
+    """
     from tonnage.cache.admission import Never, Policy, Wait
     from tonnage.cache.manager import KVCacheManager
 
@@ -272,7 +279,7 @@ def test_safety_law_reserves_the_maximum_of_sliding_groups() -> None:
             at, prompt, total, _ = live[sequence]
             ends.append(min(prompt if at < prompt else total, at + rng.randint(1, 32 if at < prompt else 1)))
         granted = manager.grant(order, ends).tolist()
-        assert any(end > live[s][0] for s, end in zip(order, granted, strict=True)), "everybody stalls"
+        assert any(end > live[s][0] for s, end in zip(order, granted, strict=True)), "every request stalls"
         for sequence, end in zip(order, granted, strict=True):
             at, prompt, total, forks = live[sequence]
             if end == at:

@@ -1,4 +1,4 @@
-"""Sliding windows only: all that can be held is set aside, so the sum of the reservations is the peak."""
+"""Models with sliding windows only: each reservation is the most a request holds, so their sum is the peak."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sliding_window_model_admits_while_all_reservations_fit(mode: AdmissionM
     assert answer.blocks_short == reservation - (40 - reserve) % reservation
     head = manager.start_of(AdmissionRequest(20, 100))
     assert isinstance(manager.admit(99, [1], 1, head=head), Wait)  # first come, first served
-    for end in range(8, 121, 8):  # everybody to the very end: nobody ever stalls
+    for end in range(8, 121, 8):  # every request runs to its end without a stall
         ids = list(running)
         if end > 20:
             for number in ids:

@@ -1,4 +1,4 @@
-"""Machine code compiled ahead is what a start reads, and only where it was made of the same."""
+"""Machine code compiled ahead of time: a start loads it only where sources, versions and CPU are the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCE = "def one(x):\n    return x + 1\n"
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module; archives and kept code in empty folders of the test."""
+    """Yield a folder with one module; archives and the cache of machine code go into empty folders."""
     if numba.config.DISABLE_JIT:
         pytest.skip("without numba's compiler there is no machine code")
     folder = tmp_path / "sources"
@@ -48,7 +48,7 @@ def function() -> Callable[[int], int]:
 
 
 def archived(folder: Path) -> Compiled:
-    """`SOURCE` compiled for an int64 and written."""
+    """Compile `SOURCE` for an int64 argument and write its archive."""
     compiler = Compiler(folder)
     one = compiler(function())
     compiler.archive.collect()
@@ -60,7 +60,7 @@ def archived(folder: Path) -> Compiled:
 
 
 def hits(compiler: Compiler) -> int:
-    """Functions that numba did not compile, when one is called."""
+    """Return the number of loads from numba's cache when one function is called."""
     one = compiler(function())
     assert one(41) == 42
     return sum(one.stats.cache_hits.values())  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ ahead.write(level.path, {compiler.archive.name: compiler.archive.collected})
 def test_code_compiled_for_another_instruction_level_runs(
     level: ahead.Level, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Vector instructions, compiled by a process that is told of the level, and read by this one."""
+    """Compile vector instructions in a process with a configured instruction level; load and run them here."""
     features = llvm.get_host_cpu_features()
     if not all(features.get(name) for name in level.needs):
         pytest.skip("not on this processor")
@@ -202,7 +202,7 @@ def test_compilation_by_signature_runs_no_code(sources: Path, monkeypatch: pytes
 def test_ahead_compilation_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that has nothing to compile, only to import; and one that fails."""
+    """Compile ahead in a process that only has to import, and in one that fails."""
     nothing = tmp_path / "nothing"
     nothing.write_bytes(dumps(("", {}, [])))
     monkeypatch.setattr(hf_ahead, "SAY_SECONDS", 0.1)

@@ -25,7 +25,7 @@ ENGINE = Engine(blocks=200, block_size=16, max_num_batched_tokens=2048, max_num_
 
 
 def requests_of(seed: int, count: int) -> list[tuple[int, int, int]]:
-    """Return (prompt, output, max_tokens) of chat-like requests."""
+    """Return chat-like requests as (prompt, output, max_tokens) in tokens."""
     draw = random.Random(seed)
     return [
         (1 + int(draw.lognormvariate(4.1, 0.8)), 1 + min(599, int(draw.expovariate(1 / 120))), 600)
@@ -177,7 +177,7 @@ def test_target_itl_trades_throughput_for_time_between_tokens() -> None:
 
 
 def taught(cost: StepCost, in_system: int, target: float | None = None) -> Auto:
-    """Return `Auto` after 300 requests of which a tenth of the time went into tokens computed again."""
+    """Return an `Auto` that has seen 300 requests and spent a tenth of its time on recomputed tokens."""
     auto = Auto(ENGINE, target, background=False)
     draw = random.Random(0)
     for at, request in enumerate(requests_of(1, 300)):

@@ -53,7 +53,7 @@ def layout_of(groups: tuple[KVGroup, ...], block_size: int = 4) -> KVLayout:
 
 @dataclass
 class Model:
-    """What the oracle knows of a live sequence."""
+    """The oracle's view of a live sequence."""
 
     tokens: list[int]
     salt: str
@@ -66,7 +66,7 @@ class Model:
 
 @dataclass
 class Oracle:
-    """Drives a manager and holds the contents of the pool."""
+    """A driver of a block manager that knows the expected content of every slot of the pool."""
 
     manager: KVCacheManager
     live: dict[int, Model] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Oracle:
         self.outcomes[what] = self.outcomes.get(what, 0) + number
 
     def values(self, model: Model, group: int) -> list[object]:
-        """What each position's slot must hold; an allowed prefix is the same for every salt."""
+        """Return the expected value of each position's slot; an allowed prefix is equal for every salt."""
         at: object = model.salt if model.shared == 0 else ""
         out: list[object] = []
         for position, token in enumerate(model.tokens):
@@ -124,7 +124,7 @@ class Oracle:
         self.live[sequence].tokens += tokens
 
     def decode(self, sequences: list[int], tokens: list[int]) -> None:
-        """One call for a decode step of sequences that are computed up to their last token."""
+        """Extend sequences that are computed up to their last token, in one call for a decode step."""
         self.manager.extend(sequences, [self.live[s].computed for s in sequences])
         copies = self.manager.decode(sequences, tokens)
         self.copy(copies)
@@ -142,7 +142,7 @@ class Oracle:
             self.pool[copy.dst * size : (copy.dst + 1) * size] = source
 
     def step(self, ends: dict[int, int], ahead: int = 0) -> None:
-        """One engine step: compute positions [computed, end) of each; ``ahead`` slots more are made."""
+        """Run one engine step that computes positions [computed, end) of each sequence; add ``ahead`` slots."""
         budget = self.manager.limits.max_num_batched_tokens
         wanted = [
             min(end + ahead, self.live[s].limit, self.live[s].computed + budget) for s, end in ends.items()
@@ -160,7 +160,7 @@ class Oracle:
         self.copy(copies)
         for sequence, end in ends.items():
             model = self.live[sequence]
-            self.check_states(sequence)  # what the step goes on from
+            self.check_states(sequence)  # the state that the step starts from
             for at, block in self.states(sequence):
                 self.pool[block * size] = self.values(model, at)[end - 1]
             for group in range(len(self.manager.tables)):
@@ -179,7 +179,7 @@ class Oracle:
             self.check_states(sequence)
 
     def states(self, sequence: int) -> list[tuple[int, int]]:
-        """Number, after those of the tables, and block of each recurrent state."""
+        """Return the group index (after the block tables') and the block of each recurrent state."""
         row, tables = self.manager.row(sequence), len(self.manager.tables)
         return [(tables + i, int(blocks[row])) for i, blocks in enumerate(self.manager.states)]
 
@@ -213,7 +213,7 @@ class Oracle:
         del self.live[sequence]
 
     def check_reads(self, sequence: int, end: int) -> None:
-        """Every position below ``end`` that a query at >= computed may look at holds this sequence's value."""
+        """Check the value at every position below ``end`` that a query at or after ``computed`` can read."""
         model = self.live[sequence]
         paged = [spec for spec in self.manager.limits.layout.groups if spec.kind != "state"]
         for group, spec in enumerate(paged):
@@ -259,7 +259,7 @@ def make_oracle(
 
 
 def random_operation(oracle: Oracle, rng: random.Random, documents: list[list[int]]) -> None:
-    """One operation, chosen so that pools fill up, prefixes repeat and forks diverge."""
+    """Run one random operation, weighted so that pools fill up, prefixes repeat and forks diverge."""
     budget = oracle.manager.limits.max_num_batched_tokens
     live = list(oracle.live)
     choice = rng.random()
@@ -306,7 +306,7 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
     oracle.allow(documents[0][:8])
     for _ in range(operations):
         random_operation(oracle, rng, documents)
-        # Whatever the pool believes at the moment, and whenever that changes, the laws hold.
+        # The laws hold for every estimate that the pool uses, and when it changes.
         oracle.manager.model.rule[0] = rng.randrange(2)
         oracle.manager.model.density[0, rng.randrange(CLASSES)] = rng.random()
         oracle.check()
@@ -377,7 +377,7 @@ def test_colliding_hashes_never_serve_a_wrong_block(hash_block: HashBlock) -> No
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Hypothesis searches for the shortest sequence of public calls that breaks a law or the oracle."""
+    """A Hypothesis state machine that finds the shortest call sequence that breaks a law or the oracle."""
 
     @initialize(
         groups=st.sampled_from([*LAYOUTS.values(), *(groups for groups, _ in WITH_STATES.values())]),

@@ -1,4 +1,4 @@
-"""Recurrent states cached with prefixes, case by case: copies, junctions, what is kept, evicted and refused."""
+"""Recurrent states cached with prefixes, case by case: copies, junctions, retention, eviction and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def admit(
 
 
 def compute(manager: KVCacheManager, sequence: int, *ends: int) -> tuple[BlockCopy, ...]:
-    """One step to each of ``ends``; all the copies."""
+    """Compute the sequence in one step up to each of ``ends``; return all block copies."""
     copies: tuple[BlockCopy, ...] = ()
     for end in ends:
         copies += extend(manager, sequence, end)

@@ -1,5 +1,7 @@
-"""`EvictionOrder`, the rule for a pool that somebody else keeps. That it decides as our own pool does is tested
-with vLLM's manager as the somebody, in tests/server/vllm/test_eviction.py."""
+"""Tests of `EvictionOrder`, the eviction rule for a block pool that another program manages.
+
+tests/server/vllm/test_eviction.py compares its decisions with our own pool's, in vLLM's block manager.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ BLOCK = 4
 
 
 def chain(*names: object) -> np.ndarray:
-    """Hashes of blocks, each of all names so far."""
+    """Return the hash of each block, computed over all names up to it."""
     prefixes = [repr(names[: at + 1]).encode() for at in range(len(names))]
     return np.array([xxhash.xxh3_64_intdigest(prefix) for prefix in prefixes], np.uint64)
 
 
 def live(order: EvictionOrder, names: str, blocks: list[int], *, hit: int = 0) -> Callable[[], None]:
-    """A request over a block for each of ``names``, of which it finds ``hit``; what ends it."""
+    """Run a request over one block per name, with ``hit`` cached blocks; return the call that ends it."""
     hashes, tokens = chain(*names), len(names) * BLOCK + 1
     turn = order.start(hashes, blocks[:hit], tokens, 0)
     order.take(blocks[:hit])
@@ -100,7 +102,7 @@ def test_blocks_below_used_blocks_are_evicted_as_a_last_resort(order: EvictionOr
     ab, abc = live(order, "ab", [1, 2]), live(order, "abc", [3, 4, 5])
     ab()
     hashes = chain(*"abc")
-    order.end(hashes, [3, 4, 5], 8, 13, 1)  # somebody else who had hit them leaves: 5 is known, behind 2
+    order.end(hashes, [3, 4, 5], 8, 13, 1)  # another request with hits on them ends: 5 is known, behind 2
     check_order(order)
     assert order.pop(2) == [2, 1]
     check_order(order)
@@ -147,7 +149,7 @@ def test_window_group_blocks_are_evicted_by_their_position_class(order: Eviction
 
 @pytest.mark.parametrize("seed", range(6))
 def test_eviction_order_laws_hold_in_random_runs(seed: int) -> None:
-    """A pool of 40 blocks whose user may leave two blocks with one content, forget some and start anew."""
+    """Check the laws in a pool of 40 blocks whose user duplicates, forgets and resets blocks at random."""
     world = random.Random(seed)
     order = EvictionOrder(40, BLOCK, 12)
     unused, running = list(range(1, 40)), []

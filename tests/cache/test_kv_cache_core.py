@@ -1,4 +1,4 @@
-"""The compiled core: its twins, salts and allowed prefixes, what admission reads, laws, eviction."""
+"""The compiled core: compiled and interpreted twins, salts, allowed prefixes, admission input, laws, eviction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make(
 
 
 def compute(manager: KVCacheManager, sequence: int, tokens: list[int], **options: object) -> int:
-    """Admit and compute a prompt; its cached tokens."""
+    """Admit and compute a prompt; return the number of its cached tokens."""
     admitted = manager.admit(sequence, tokens, 4, **options)  # type: ignore[arg-type]
     assert isinstance(admitted, Admitted)
     extend(manager, sequence, len(tokens))
@@ -80,7 +80,7 @@ print(random_run(make(FULL, SLIDING, blocks=90, length=64), 400))
 
 
 def random_run(manager: KVCacheManager, calls: int) -> str:
-    """Random calls with a fixed seed; a digest of every array at the end."""
+    """Make random calls with a fixed seed; return a digest of every array at the end."""
     pick = random.Random(3)
     live: dict[int, list[int]] = {}
     for number in range(calls):
@@ -151,7 +151,7 @@ def test_cached_machine_code_depends_on_every_module(tmp_path: Path, monkeypatch
     module.write_text("ONE = 2")
     changed = compiled.Compiler(tmp_path / "sources").folder
     assert changed != before
-    # Another installation with the same sources: what was compiled for this one is nothing to it.
+    # Another installation with the same sources must not load this one's machine code.
     for other in ("copied", "linked"):
         twin = tmp_path / other
         shutil.copytree(module.parent.parent, twin) if other == "copied" else twin.symlink_to("sources")
@@ -187,7 +187,7 @@ def test_machine_code_unused_for_a_month_is_removed(tmp_path: Path, monkeypatch:
     sources.write_text("ONE = 3")
     compiled.Compiler(tmp_path)
     assert not runs.folder.exists()
-    assert runs(triple)(1) == 3  # who ran with it goes on, and keeps what it compiles
+    assert runs(triple)(1) == 3  # a running process continues and keeps the code that it compiles
     assert runs.kept
     assert [*runs.folder.rglob("*.nbi")]
 
@@ -270,11 +270,11 @@ def test_private_block_counts_follow_sharing() -> None:
     manager.free([1])
     running = manager.running()
     assert running.held.tolist() == [4]
-    assert running.private.tolist() == [1]  # a lower bound: nobody has counted the three anew
+    assert running.private.tolist() == [1]  # a lower bound: the three blocks were not counted again
     manager.check_invariants()
     manager.free([2])
     compute(manager, 3, [*range(12), 99])
-    assert manager.running().private.tolist() == [4]  # cached blocks that nobody held
+    assert manager.running().private.tolist() == [4]  # cached blocks without a reference
 
 
 def test_forked_sequences_count_shared_blocks_once() -> None:
@@ -300,7 +300,7 @@ def test_step_without_free_blocks_changes_nothing() -> None:
     manager = make(blocks=9)
     compute(manager, 1, list(range(8)))
     compute(manager, 2, list(range(20, 28)))
-    manager.reservations.reserved = 0  # as if admission had reserved what is not there
+    manager.reservations.reserved = 0  # as if admission had reserved blocks that the pool lacks
     compute(manager, 3, list(range(40, 52)))
     before = [array.copy() for array in manager.core]
     manager.append([1, 2, 3], [7, 8, 9])
@@ -355,7 +355,7 @@ def test_compiled_laws_detect_violations() -> None:
 
 
 class LruModel:
-    """LRU over prefix blocks: one request at a time, the last block of a prompt leaves first."""
+    """A reference LRU cache of prefix blocks, for one request at a time; the last prompt block is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.blocks = capacity, OrderedDict[tuple[int, ...], None]()
@@ -433,7 +433,7 @@ def test_only_the_tail_of_a_chain_is_evictable() -> None:
 
 
 def conversations(count: int) -> list[list[int]]:
-    """A fifth of the first turns are continued, three times, about 12 requests apart."""
+    """Return prompts of which a fifth of the first turns continue three times, about 12 requests apart."""
     out: list[list[int]] = []
     due: dict[int, tuple[list[int], int]] = {}
     for number in range(count):
@@ -458,7 +458,7 @@ def test_pool_learns_which_turns_are_continued_and_when() -> None:
     assert manager.model.rule[0] == LEARNED
     first, second, third, fourth = manager.model.factors[0, 0, :4].tolist()
     assert min(second, third) > 1 > max(first, fourth)
-    # Worth most while it is waited for, neither at once nor after.
+    # Its value is highest while its reuse is expected, not immediately and not later.
     density = manager.model.density[0, SCORES // 2]
     assert density.max() > 1.1 * max(density[0], density[-1])
 

@@ -30,7 +30,7 @@ from tonnage.planner.model.layout import KVGroup
 
 
 def _oldest(manager: KVCacheManager, block: int) -> None:
-    """Make a listed block the first to go under LRU."""
+    """Make a listed block the first to be evicted under LRU."""
     unlink(manager.core, block)
     enlist(manager.core, block, int(manager.core.node_of[block]), 0)
     manager.counts.cached[0] += 1
@@ -131,7 +131,7 @@ def test_a_fork_on_a_block_border_copies_nothing() -> None:
 
 
 def test_slots_extended_before_a_fork_are_extended_again_after_it() -> None:
-    """The parent had room for position 10; writing there without another extend would hit the child's block."""
+    """Extend again after a fork: a write at position 10 without it would hit the child's block."""
     manager = make()
     start(manager, 1, list(range(10)), n=2)
     extend(manager, 1, 11)

@@ -1,4 +1,4 @@
-"""The laws notice what is broken: each kind of damage is named."""
+"""Tests that the invariant checks detect each kind of damage and name it."""
 
 from __future__ import annotations
 

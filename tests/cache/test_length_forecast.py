@@ -1,4 +1,4 @@
-"""Learned lengths: quantiles of what is still to come, and more of it where few run."""
+"""Learned output lengths: quantiles of the remaining tokens, higher where few requests run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tonnage.cache.admission.forecast import LengthForecast
 
 
 def taught(quantile: float, cautious: bool = False) -> LengthForecast:
-    """It has seen 2,000 outputs, evenly from 1 to 200 tokens."""
+    """Return a forecast that has seen 2,000 outputs, spread evenly from 1 to 200 tokens."""
     forecast = LengthForecast(quantile, cautious)
     for number in range(2000):
         forecast.ended(1 + number % 200)

@@ -33,7 +33,7 @@ def test_priority_ages_in_seconds_without_starvation() -> None:
     queue.push(entry(0, 0.0, priority=1))
     for id in range(1, 40):
         queue.push(entry(id, float(id)))
-    # One step of priority is ten seconds: those of the first ten seconds go first, nobody later.
+    # One step of priority is ten seconds: requests of the first ten seconds go first, later ones do not.
     assert order_of(queue).index(0) == 9
 
 
@@ -52,7 +52,7 @@ def test_queue_errors_change_nothing() -> None:
 
 
 def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) -> tuple[int | None, list[int]]:
-    """Who is taken, and who was asked behind a head."""
+    """Return which request is admitted, and which requests were tried behind the head."""
     behind = []
 
     def ask(waiting: Waiting, head: Head | None) -> Wait | str:

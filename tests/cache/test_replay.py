@@ -1,4 +1,4 @@
-"""Traces and their replay: the real traces' first lines, bad lines by number, and laws at every step."""
+"""Traces and their replay: first lines of the real traces, bad lines reported by number, laws at every step."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_replay_serves_every_request_and_frees_every_block(mode: AdmissionMode) 
 
 @pytest.mark.parametrize(("chunk", "quantile"), [(16_384, 1.0), (64, 1.0), (64, 0.3)])
 def test_committed_peak_fits_at_every_replayed_step(chunk: int, quantile: float) -> None:
-    """``check`` raises where the law of guaranteed mode or any invariant does not hold."""
+    """Replay with ``check``, which raises where the law of guaranteed mode or any invariant is broken."""
     trace = read_trace(AZURE, limit=40)
     policy = Policy(length_quantile=quantile)
     setup = replace(SETUP, policy=policy, num_blocks=401, budget=chunk, scale=None, check=True, lookahead=2)
@@ -182,7 +182,7 @@ def test_trace_is_ordered_by_arrival(tmp_path: Path) -> None:
 
 
 def _sharing(tmp_path: Path) -> Trace:
-    """24 requests: a common start of 1,024 tokens, or of 512, then their own; every third is sent again."""
+    """Return a trace of 24 requests that share their first 1,024 or 512 tokens; every third is sent again."""
     lines = []
     for number in range(24):
         own = 100 + number - (number % 3 == 2)
@@ -209,7 +209,7 @@ HYBRID = replace(SETUP.layout, groups=(KVGroup("full", (0,)), KVGroup("state", (
 def test_hybrid_model_hits_prefixes_with_their_states(
     tmp_path: Path, mode: AdmissionMode, blocks: int, scale: float
 ) -> None:
-    """``check`` raises where a law is broken; in the small pool all come at once, and states are evicted."""
+    """Replay with ``check``; in the small pool all requests arrive at once, so that states are evicted."""
     checked = blocks < 200 and mode is AdmissionMode.GUARANTEED
     trace = share_of(_sharing(tmp_path), 2 if checked else 1)
     setup = replace(SETUP, layout=HYBRID, num_blocks=blocks, scale=scale, policy=Policy(mode), check=checked)

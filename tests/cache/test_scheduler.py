@@ -1,4 +1,4 @@
-"""The step where a mode's own law is broken: nobody is preempted silently."""
+"""A scheduler step in which the mode's own law is broken: it raises instead of a silent preemption."""
 
 from __future__ import annotations
 

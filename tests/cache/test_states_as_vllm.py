@@ -1,10 +1,11 @@
-"""Cached recurrent states against vLLM's own: its scheduler and KVCacheManager in "align" mode, with no model.
+"""Cached recurrent states compared with vLLM's scheduler and KVCacheManager in "align" mode, without a model.
 
-The same requests arrive in the same steps; what each step computes, what each request finds cached and how many
-blocks are free in every step must be the same. vLLM's answers are stored (tests/data/oracles); `make
-test-oracles` asks again. Two habits of vLLM's that have nothing to do with states are allowed for: it keeps a
-block that repeats a published one, where ours gives it back (`Duplicates`), and it publishes what a step is
-about to compute, so a request that goes on from a running one's answer comes here after that one's end.
+The same requests arrive in the same steps. Computed chunks, prefix hits and free blocks of every step must be
+equal. vLLM's results are stored in tests/data/oracles; `make test-oracles` computes them again.
+
+Two differences of vLLM are unrelated to states and are corrected for. vLLM keeps a block that repeats a
+published one, where our manager returns it (`Duplicates`). vLLM publishes blocks before they are computed, so a
+request that continues a running answer arrives here after that answer's end.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Sequence(Sequence):
 
 
 def arrivals(seed: int, budget: int) -> list[dict[str, Any]]:
-    """Conversations that share system prompts, go on with earlier answers, and resend what was sent."""
+    """Return conversations that share system prompts, continue earlier answers and repeat earlier prompts."""
     rng = random.Random(seed)
     systems = [[100 + i] * rng.choice([0, 5, 48, 100, 160, 333]) for i in range(3)]
     sent: list[dict[str, Any]] = []
@@ -79,14 +80,14 @@ def arrivals(seed: int, budget: int) -> list[dict[str, Any]]:
 
 
 class Duplicates:
-    """Blocks that a manager has given back because another one had published the same."""
+    """Blocks that a manager has returned because an equal block was already published."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager, self._merged = manager, set[tuple[int, int, int]]()
         self._before = manager.core.tables.copy()
 
     def extended(self) -> None:
-        """Before a step is committed."""
+        """Record the tables after an extend and before the step is committed."""
         np.copyto(self._before, self._manager.core.tables)
 
     def committed(self) -> None:
@@ -98,7 +99,7 @@ class Duplicates:
         self._merged = {at for at in self._merged if at[1] != row}
 
     def count(self) -> int:
-        """How many blocks more would be in use had nobody given any back."""
+        """Return how many more blocks would be in use if no duplicate had been returned."""
         tables = self._manager.core.tables
         of: dict[int, int] = {}
         for at in [at for at in self._merged if tables[at] > 0]:
@@ -107,7 +108,7 @@ class Duplicates:
 
 
 def replay(case: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """What our scheduler and manager do: hits by name, chunks and free blocks by step."""
+    """Run our scheduler and manager; return hits by name, and chunks and free blocks by step."""
     groups = (*(KVGroup("state", (at,)) for at in range(case["states"])), KVGroup("full", (9,)))
     layout = KVLayout(groups, BLOCK, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
     manager = KVCacheManager(
@@ -146,12 +147,12 @@ def replay(case: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, An
             scheduler.end(each, each.generated)
         assert manager.sample_invariants() is None
     manager.check_invariants()
-    assert manager.stats().evictions == 0  # in which order vLLM's go is another matter
+    assert manager.stats().evictions == 0  # vLLM's order of evictions is not compared
     return {"hits": hits, "chunks": chunks, "free": free}
 
 
 def asked_of_vllm(case: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same of vLLM's Scheduler over its KVCacheManager."""
+    """Run vLLM's Scheduler over its KVCacheManager; return hits, chunks and free blocks as `replay` does."""
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler as Theirs
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec

@@ -1,4 +1,4 @@
-"""What ``--target-itl`` says in the log once a rehearsal has chosen."""
+"""The log lines of ``--target-itl`` after a rehearsal has chosen a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces with names and times of their own."""
+"""Traces whose columns have names and time units of their own."""
 
 from __future__ import annotations
 

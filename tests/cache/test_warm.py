@@ -1,4 +1,4 @@
-"""After compile_manager nothing is left to compile: no request pays for a compiler."""
+"""After compile_manager nothing is left to compile, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# In a process of its own, or another test would have compiled it all.
+# Run in a new process, because another test may have compiled the functions already.
 SCRIPT = """
 import gc, sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""llm-comply, in an environment of its own (``make test-compliance``), and the server it is pointed at."""
+"""Fixtures for llm-comply, which runs in its own environment (``make test-compliance``), and for its server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEMPLATE = toolcalls.TEMPLATE.replace(MESSAGES, SHOWN + MESSAGES)
 
 @pytest.fixture(scope="session")
 def llm_comply() -> Path:
-    """The command; make has it in the environment's bin."""
+    """Return the path of the llm-comply command, which make installs into its environment."""
     if "LLM_COMPLY" not in os.environ:
         pytest.skip("llm-comply has its own environment: make test-compliance")
     return Path(os.environ["LLM_COMPLY"]).absolute()
@@ -42,7 +42,7 @@ def llm_comply() -> Path:
 
 @pytest.fixture(scope="session")
 def model(llm_comply: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, sharper."""
+    """Create the demo model with logits scaled by a power of two."""
     demo, folder = ensure_demo(), tmp_path_factory.mktemp("model")
     for file in demo.iterdir():
         if file.suffix != ".safetensors":
@@ -55,7 +55,7 @@ def model(llm_comply: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def url(model: Path) -> Iterator[str]:
-    """``tonnage serve`` on the hf engine."""
+    """Start ``tonnage serve`` on the hf engine; yield its URL."""
     (model / "tools.jinja").write_text(TEMPLATE)
     flags = [
         *("--backend", "hf", "--served-model-name", "demo", "--chat-template", str(model / "tools.jinja")),

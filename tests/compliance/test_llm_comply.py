@@ -1,10 +1,8 @@
-"""llm-comply 0.5.0 (PyPI, MIT) against the demo model on the hf engine: its suites for OpenAI's chat
-completions and for Open Responses.
+"""llm-comply 0.5.0 (PyPI, MIT) on the demo model and hf engine: its Chat Completions and Open Responses suites.
 
-It holds bodies and events against the two OpenAPI documents, which it carries (OpenAI's 2.3.0, Open Responses
+It checks bodies and events against two OpenAPI documents that it carries (OpenAI's 2.3.0, Open Responses
 2026-04-24). Open Responses' own tests (openresponses/openresponses, bin/compliance-test.ts) are in no package
-index; all of them that speak HTTP are in llm-comply under the same names, and test_open_responses has what they
-and the specification ask for beyond it.
+index. llm-comply has all of their HTTP tests under the same names; test_open_responses covers the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import pytest
 from serving import PATIENCE
 
 PASSED = ("passed", "", 0)
-# What this server does not do, by intention; test_open_responses has how it says so.
+# Features that this server omits on purpose; test_open_responses checks how it rejects them.
 NO_IMAGES = ("failed", "HTTP 400 (expected [200])", 0)
 NO_COMPACTION = ("passed", "", 3)  # 404 is one of the answers it takes; nothing is in it
 ONLY_REASONING_MODELS = ("skipped", "reasoning requires o-series or gpt-5 models", 0)
@@ -56,7 +54,7 @@ SUITES: dict[str, dict[str, tuple[str, str, int]]] = {
 
 @pytest.fixture(scope="module")
 def results(llm_comply: Path, url: str) -> dict[str, dict[str, Any]]:
-    """suite -> case -> what llm-comply says of it."""
+    """Return llm-comply's result by suite and case."""
     found = {}
     for suite in SUITES:
         command = [

@@ -1,9 +1,10 @@
-"""What Open Responses' specification and its own tests ask for beyond llm-comply's cases, on the same server.
+"""Requirements of Open Responses' specification and tests beyond llm-comply's cases, on the same server.
 
-The specification is openresponses.org/specification, the document its OpenAPI description of 2026-04-24, read
-from llm-comply's package. The tests of openresponses/openresponses (src/lib/compliance-tests.ts) run under bun
-from a checkout, and no package index has them: tool-calling-streaming, function-call-roundtrip, file-input,
-previous-response-id, file-search, offline-web-search and websocket-* are done here after their descriptions.
+The specification is openresponses.org/specification; its OpenAPI description of 2026-04-24 comes from
+llm-comply's package. The tests of openresponses/openresponses (src/lib/compliance-tests.ts) run under bun from
+a checkout, and no package index has them. This file repeats these after their descriptions:
+tool-calling-streaming, function-call-roundtrip, file-input, previous-response-id, file-search,
+offline-web-search and websocket-*.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ENDS = {"response.completed", "response.incomplete", "response.failed"}
 
 
 class Document:
-    """The OpenAPI description; its schemas are JSON Schema 2020-12 as they are."""
+    """The OpenAPI description, whose schemas are used directly as JSON Schema 2020-12."""
 
     def __init__(self, file: Path) -> None:
         self._components = json.loads(file.read_text())["components"]
@@ -64,7 +65,7 @@ class Api:
         return answer
 
     def events(self, **body: Any) -> list[dict[str, Any]]:
-        """Every event valid, in order, named as its type and without an id; the last one ends the response."""
+        """Return the events of a response after checking validity, order, names and the final event."""
         body = {"model": "demo", "input": ASK, "temperature": 0, "stream": True, **body}
         response = self.http.post("/responses", json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -125,7 +126,7 @@ def test_message_stream_has_all_events_in_order(api: Api, tokens: int | None) ->
 
 
 def test_tool_call_stream_has_all_events_in_order(api: Api) -> None:
-    """tool-calling-streaming; which tool is the model's choice."""
+    """Repeat the test tool-calling-streaming; the model may call any of the tools."""
     *events, last = api.events(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     (item,) = last["response"]["output"]
     assert last["response"]["tool_choice"] == "required"
@@ -144,7 +145,7 @@ def test_tool_call_stream_has_all_events_in_order(api: Api) -> None:
 
 
 def test_tool_call_output_round_trip(api: Api) -> None:
-    """function-call-roundtrip."""
+    """Repeat the test function-call-roundtrip."""
     called = api.ask(tools=TOOLS, tool_choice=NAMED)
     (call,) = called["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
@@ -173,7 +174,7 @@ def test_response_follows_the_json_schema(api: Api) -> None:
 
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
 FILE = {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}
-# Deliberate: what the specification leaves to the server (SHOULD, MAY), or what this one is not.
+# Deliberate differences: the specification leaves them open (SHOULD, MAY), or they do not apply here.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "image-input": ({"input": [{"role": "user", "content": [IMAGE]}]}, "input"),
     "file-input": ({"input": [{"role": "user", "content": [FILE]}]}, "input"),
