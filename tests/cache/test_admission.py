@@ -48,7 +48,7 @@ def test_full_group_reserves_blocks_for_prompt_and_output() -> None:
 
 
 def test_forks_share_the_full_prompt_blocks_and_nothing_else() -> None:
-    # 40 prompt tokens: 2 full blocks shared; the partial third and the output's are private to each of the 4 forks.
+    # 40 prompt tokens: 2 full blocks shared; each of the 4 forks owns the partial third and its output.
     assert reserved_blocks(AdmissionRequest(40, 50, n=1), LIMITS) == 2 + 4
     assert reserved_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
 

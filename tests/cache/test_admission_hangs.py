@@ -1,4 +1,4 @@
-"""Load patterns that hang other servers, on the real queue, admission and manager: each must end or be refused."""
+"""Load patterns that hang other servers, on the real queue, admission and manager: each ends or is refused."""
 
 from __future__ import annotations
 

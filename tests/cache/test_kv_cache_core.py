@@ -1,4 +1,4 @@
-"""The compiled core: compiled and interpreted twins, salts, allowed prefixes, admission input, laws, eviction."""
+"""The compiled core: salts, allowed prefixes, admission input, laws, eviction."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ def test_compiled_laws_detect_violations() -> None:
 
 
 class LruModel:
-    """A reference LRU cache of prefix blocks, for one request at a time; the last prompt block is evicted first."""
+    """A reference LRU cache of prefix blocks; the last block of a prompt is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.blocks = capacity, OrderedDict[tuple[int, ...], None]()
