@@ -53,9 +53,10 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
     for prefix in sharing.prefixes:
         manager.allow_prefix(prefix)
     if sharing.events is not None:
-        # Of the optional extra events.
+        # The extra `events` is optional.
         import zmq
 
+        # This module imports zmq and msgspec at its top.
         from tonnage.server.engines.kv_events import KVEventPublisher
 
         try:
