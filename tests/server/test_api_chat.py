@@ -34,7 +34,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
-async def test_tokens_are_those_of_transformers(server, tokenizer_folder: Path, messages: Any) -> None:
+async def test_chat_prompt_tokens_equal_transformers(server, tokenizer_folder: Path, messages: Any) -> None:
     expected = AutoTokenizer.from_pretrained(tokenizer_folder).apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
@@ -56,7 +56,7 @@ def test_templates_render_as_in_transformers(source: str) -> None:
             assert ChatTemplate(source, tokens).render(messages, add_generation_prompt=prompt) == expected
 
 
-def test_templates_are_sandboxed_and_broken_ones_refused() -> None:
+def test_chat_templates_are_sandboxed_and_invalid_ones_rejected() -> None:
     with pytest.raises(ConfigError, match="line 1"):
         ChatTemplate("{% for %}")
     for source in ("{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}", "{{ messages.append(1) }}"):
@@ -66,7 +66,7 @@ def test_templates_are_sandboxed_and_broken_ones_refused() -> None:
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])
 
 
-async def test_chat_is_a_completion_of_its_prompt(server) -> None:
+async def test_chat_output_equals_completion_of_the_rendered_prompt(server) -> None:
     messages = CONVERSATIONS[1]
     tokens = (await server.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
     same = {"model": "demo", "temperature": 0, "max_tokens": 12}
@@ -82,7 +82,7 @@ async def test_chat_is_a_completion_of_its_prompt(server) -> None:
     assert response.output_text == plain.choices[0].text
 
 
-async def test_roles_parts_and_continuation(server) -> None:
+async def test_developer_role_content_parts_and_final_message_continuation(server) -> None:
     async def text(**body: Any) -> str:
         tokens = (await server.http.post("/tokenize", json=body)).json()["tokens"]
         return (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
@@ -129,7 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_refusals(server, stream: bool) -> None:
+async def test_invalid_chat_fields_are_rejected_before_the_engine(server, stream: bool) -> None:
     valid = {"model": "demo", "messages": CONVERSATIONS[0], "max_tokens": 2, "stream": stream}
     for change, code, param in REFUSED:
         body = valid | change
@@ -141,7 +141,7 @@ async def test_refusals(server, stream: bool) -> None:
     assert server.engine.stats().prompt_tokens == 0
 
 
-async def test_embeddings_are_refused_by_name(server) -> None:
+async def test_embeddings_on_a_generative_backend_are_rejected(server) -> None:
     response = await server.http.post("/v1/embeddings", json={"model": "demo", "input": "a"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "unsupported_endpoint"

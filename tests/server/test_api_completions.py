@@ -71,7 +71,7 @@ def saying(text: str, tokenizer) -> Any:
     return reply
 
 
-async def test_an_answer(server) -> None:
+async def test_completion_has_finish_reason_and_token_usage(server) -> None:
     answer = strict((await server.complete(prompt="hello there", max_tokens=7)).text)
     assert answer.model == "demo"
     assert [(c.index, c.finish_reason) for c in answer.choices] == [(0, "length")]
@@ -81,7 +81,7 @@ async def test_an_answer(server) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_max_tokens_is_16_by_default_and_never_beyond_the_context(run_server, small_plan) -> None:
+async def test_max_tokens_defaults_to_16_and_is_limited_by_the_context(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(max_model_len=64))) as server:
         answer = strict((await server.complete(prompt=[5])).text)
         assert answer.usage.completion_tokens == 16
@@ -96,7 +96,7 @@ async def test_max_tokens_is_16_by_default_and_never_beyond_the_context(run_serv
     [("a b", 1), (["a", "b c", "d"], 3), ([1, 2, 3], 1), ([[1, 2], [3]], 2)],
     ids=["string", "strings", "token ids", "token id lists"],
 )
-async def test_every_form_of_prompt(server, prompt: Any, choices: int) -> None:
+async def test_prompts_may_be_strings_token_ids_or_lists_of_them(server, prompt: Any, choices: int) -> None:
     body = {"prompt": prompt, "max_tokens": 3, "n": 2, "temperature": 0}
     answer = strict((await server.complete(**body)).text)
     assert [c.index for c in answer.choices] == list(range(2 * choices))
@@ -110,7 +110,7 @@ async def test_every_form_of_prompt(server, prompt: Any, choices: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["a", "b"]])
-async def test_a_stream_is_the_answer_in_pieces(server, prompt: Any) -> None:
+async def test_streamed_chunks_add_up_to_the_full_response(server, prompt: Any) -> None:
     body = {"prompt": prompt, "max_tokens": 20, "n": 3, "seed": 11}
     whole = strict((await server.complete(**body)).text)
     response = await server.complete(**body, stream=True, stream_options={"include_usage": True})
@@ -133,7 +133,7 @@ async def test_a_stream_is_the_answer_in_pieces(server, prompt: Any) -> None:
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-async def test_the_sdk_streams(server) -> None:
+async def test_openai_sdk_streams_the_full_response(server) -> None:
     stream = await server.openai.completions.create(
         model="demo", prompt="hello", max_tokens=12, seed=1, stream=True, stream_options={"include_usage": True}
     )
@@ -181,7 +181,7 @@ async def test_seed_and_sampling_parameters_reach_the_engine(run_server, small_p
     assert params.stop_token_ids == ()
 
 
-async def test_a_seed_repeats_an_answer(server) -> None:
+async def test_equal_seeds_give_equal_outputs(server) -> None:
     texts = [
         [c.text for c in strict((await server.complete(seed=seed, n=2, max_tokens=8)).text).choices]
         for seed in (1, 1, 2)
@@ -202,7 +202,9 @@ async def test_a_seed_repeats_an_answer(server) -> None:
         (["dog", "lazy dog"], "The quick brown fox jumps over the "),
     ],
 )
-async def test_stop_strings(run_server, small_plan, tokenizer, stop: Any, expected: str, stream: bool) -> None:
+async def test_output_ends_before_the_stop_string(
+    run_server, small_plan, tokenizer, stop: Any, expected: str, stream: bool
+) -> None:
     engine = FakeEngine(small_plan(), reply=saying(SECRET.rstrip(), tokenizer))
     async with run_server(engine) as server:
         response = await server.complete(stop=stop, stream=stream, max_tokens=100)
@@ -214,7 +216,7 @@ async def test_stop_strings(run_server, small_plan, tokenizer, stop: Any, expect
         assert choices[-1].finish_reason == "stop"
 
 
-async def test_a_stop_string_ends_the_work(run_server, small_plan, tokenizer) -> None:
+async def test_stop_string_ends_generation_in_the_engine(run_server, small_plan, tokenizer) -> None:
     ids = tokenizer.encode("one two ")
     engine = FakeEngine(small_plan(), reply=lambda request, index: itertools.cycle(ids))
     async with run_server(engine) as server:
@@ -226,9 +228,7 @@ async def test_a_stop_string_ends_the_work(run_server, small_plan, tokenizer) ->
         assert [c.text for c in answer.choices] == ["one "] * 3
 
 
-async def test_siblings_and_other_prompts_go_on_when_one_met_its_stop_string(
-    run_server, small_plan, tokenizer
-) -> None:
+async def test_stop_string_ends_only_its_own_sequence(run_server, small_plan, tokenizer) -> None:
     """And what it held does not wait for them: the engine draws no more for it."""
     one, three = tokenizer.encode("one two "), tokenizer.encode("three ")
 
@@ -246,7 +246,7 @@ async def test_siblings_and_other_prompts_go_on_when_one_met_its_stop_string(
         assert engine.stats().pool.used == 0
 
 
-async def test_no_stop_string_ends_an_answer_before_min_tokens(run_server, small_plan, tokenizer) -> None:
+async def test_stop_strings_are_ignored_before_min_tokens(run_server, small_plan, tokenizer) -> None:
     class Honouring(FakeEngine):
         capabilities = Capabilities(BASIC_PARAMS | {"min_tokens"})
 
@@ -261,7 +261,7 @@ async def test_no_stop_string_ends_an_answer_before_min_tokens(run_server, small
     assert long.choices[0].text.count("two") > 5
 
 
-async def test_stop_or_length(run_server, small_plan, tokenizer) -> None:
+async def test_finish_reason_is_length_at_max_tokens_and_stop_at_eos(run_server, small_plan, tokenizer) -> None:
     engine = FakeEngine(small_plan(), reply=saying("a b c", tokenizer))
     async with run_server(engine) as server:
         ends = [strict((await server.complete(max_tokens=m)).text).choices[0] for m in (2, 50)]
@@ -270,7 +270,7 @@ async def test_stop_or_length(run_server, small_plan, tokenizer) -> None:
         assert server.state.accounts.outcomes["stop"] == server.state.accounts.outcomes["length"] == 1
 
 
-async def test_characters_of_many_tokens_are_never_split(run_server, small_plan, tokenizer) -> None:
+async def test_multi_token_characters_are_streamed_whole(run_server, small_plan, tokenizer) -> None:
     text = "naïve 👩‍👩‍👧 日本語 ok"
     async with run_server(FakeEngine(small_plan(), reply=saying(text, tokenizer))) as server:
         response = await server.complete(max_tokens=200, stream=True)
@@ -279,7 +279,7 @@ async def test_characters_of_many_tokens_are_never_split(run_server, small_plan,
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-async def test_echo(server) -> None:
+async def test_echo_prepends_the_prompt_to_each_choice(server) -> None:
     tokenizer = server.state.tokenizer
     body = {"max_tokens": 4, "seed": 3}
     plain = strict((await server.complete(prompt="once upon", **body)).text).choices[0].text
@@ -295,7 +295,7 @@ async def test_echo(server) -> None:
     assert texts == {0: "once upon" + plain, 1: "once upon" + plain}
 
 
-async def test_cached_tokens_are_counted_and_salts_do_not_share(server) -> None:
+async def test_cached_tokens_are_counted_per_cache_salt(server) -> None:
     prompt = list(range(100, 164))  # four blocks; the last token is always computed again
 
     async def cached(**more: Any) -> int:
@@ -308,7 +308,7 @@ async def test_cached_tokens_are_counted_and_salts_do_not_share(server) -> None:
     assert await cached(cache_salt="mine") == 48
 
 
-async def test_models(run_server, small_plan) -> None:
+async def test_models_endpoint_and_completions_use_served_model_name(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), served_model_name="org/tiny") as server:
         page = await server.openai.models.list()
         assert [model.id for model in page.data] == ["org/tiny"]
@@ -327,7 +327,7 @@ async def test_neutral_values_of_unsupported_fields_are_accepted(server) -> None
     assert (await server.complete(**body)).status_code == 200
 
 
-async def test_usage_in_every_chunk(server) -> None:
+async def test_continuous_usage_stats_reports_usage_in_every_chunk(server) -> None:
     """vLLM's continuous_usage_stats, which load tools ask for."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     bodies = {
@@ -355,7 +355,9 @@ async def test_usage_in_every_chunk(server) -> None:
         assert '"usage"' not in alone.text
 
 
-async def test_a_suffix_where_the_model_can_fill_in(run_server, small_plan, tokenizer_folder, tmp_path) -> None:
+async def test_suffix_requires_fill_in_the_middle_tokens(
+    run_server, small_plan, tokenizer_folder, tmp_path
+) -> None:
     """Three of the demo tokenizer's own special tokens get the names of StarCoder's."""
     text = (tokenizer_folder / "tokenizer.json").read_text()
     names = {"<repo_name>": "<fim_prefix>", "<file_sep>": "<fim_suffix>", "<gh_stars>": "<fim_middle>"}

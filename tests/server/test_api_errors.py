@@ -78,7 +78,7 @@ FIELD_ERRORS: list[tuple[dict[str, Any], ErrorCode, str | None]] = [
 ]
 
 
-async def test_field_errors(server, checked) -> None:
+async def test_invalid_field_error_names_code_and_parameter(server, checked) -> None:
     for change, code, param in FIELD_ERRORS:
         for stream in ({}, {"stream": True}) if "stream_options" not in change else ({},):
             error = checked(await server.http.post("/v1/completions", json=VALID | stream | change))
@@ -91,7 +91,7 @@ async def test_field_errors(server, checked) -> None:
     assert server.engine.stats().admissions == ()  # nothing of it reached the engine
 
 
-async def test_missing_fields(server, checked) -> None:
+async def test_missing_required_field_is_named(server, checked) -> None:
     for name in ("model", "prompt"):
         body = {key: value for key, value in VALID.items() if key != name}
         error = checked(await server.http.post("/v1/completions", json=body))
@@ -118,7 +118,7 @@ BODIES: list[tuple[bytes, ErrorCode]] = [
 ]
 
 
-async def test_bodies_that_are_not_json(server, checked) -> None:
+async def test_body_that_is_not_valid_json_is_rejected(server, checked) -> None:
     for body, code in BODIES:
         for media in ("application/json", "application/json; charset=utf-8"):
             error = checked(
@@ -127,7 +127,7 @@ async def test_bodies_that_are_not_json(server, checked) -> None:
             assert error.code == code, body[:60]
 
 
-async def test_content_types(server, checked) -> None:
+async def test_only_json_content_types_are_accepted(server, checked) -> None:
     body = json.dumps(VALID).encode()
     for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x" * 3000):
         response = await server.http.post("/v1/completions", content=body, headers={"content-type": media})
@@ -140,7 +140,7 @@ async def test_content_types(server, checked) -> None:
     assert (await server.http.send(request)).status_code == 200
 
 
-async def test_a_body_over_the_limit(run_server, small_plan, checked) -> None:
+async def test_body_over_the_size_limit_is_rejected(run_server, small_plan, checked) -> None:
     async with run_server(FakeEngine(small_plan()), max_request_body_bytes=100_000) as server:
         for size in (100_001, 700_000, 20_000_000):
             body = json.dumps(VALID | {"prompt": "a" * size})
@@ -160,7 +160,7 @@ async def test_a_body_over_the_limit(run_server, small_plan, checked) -> None:
         assert (await server.http.post("/v1/completions", content=fitting)).status_code == 200
 
 
-async def test_routes_and_methods(server, checked) -> None:
+async def test_unknown_route_and_wrong_method_are_rejected(server, checked) -> None:
     assert (await server.http.head("/health")).status_code == 200
     assert (await server.http.head("/ready")).status_code == 200
     for path in ("/index.html", "/nope", "/v1/completions/", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
@@ -181,7 +181,7 @@ async def test_routes_and_methods(server, checked) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_longer_than_the_context(server, stream: bool, checked) -> None:
+async def test_prompt_longer_than_max_model_len_is_rejected(server, stream: bool, checked) -> None:
     response = await server.complete(prompt=[5] * 2048, max_tokens=1, stream=stream)
     error = checked(response)
     assert (error.code, error.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt")
@@ -194,7 +194,9 @@ async def test_a_prompt_longer_than_the_context(server, stream: bool, checked) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_larger_than_the_pool(run_server, small_plan, stream: bool, checked) -> None:
+async def test_request_larger_than_the_block_pool_is_rejected(
+    run_server, small_plan, stream: bool, checked
+) -> None:
     # 500 + 500 tokens are 63 of 127 blocks; four completions of one prompt need 31 + 4 x 32.
     async with run_server(FakeEngine(small_plan(128, max_model_len=1024))) as server:
         body = {"prompt": [5] * 500, "max_tokens": 500, "stream": stream}
@@ -211,7 +213,7 @@ async def test_a_request_larger_than_the_pool(run_server, small_plan, stream: bo
         assert server.state.accounts.outcomes["rejected"] == 3
 
 
-def test_unexpected_and_domain_errors_tell_no_secrets() -> None:
+def test_internal_error_messages_disclose_no_paths_or_secrets() -> None:
     unexpected = from_exception(RuntimeError("password at /root/.secret"))
     assert unexpected.code == ErrorCode.INTERNAL_ERROR
     assert "secret" not in unexpected.message
@@ -223,12 +225,12 @@ def test_unexpected_and_domain_errors_tell_no_secrets() -> None:
     assert "/var" not in dead.message
 
 
-def test_an_error_is_bounded() -> None:
+def test_error_response_size_is_bounded() -> None:
     response = render(ApiError(ErrorCode.INVALID_VALUE, "x" * 10**6))
     assert len(response.body) < 1200
 
 
-async def test_an_unexpected_exception_wears_the_envelope(run_server, small_plan, checked) -> None:
+async def test_unexpected_exception_returns_the_openai_error_object(run_server, small_plan, checked) -> None:
     def reply(request, index):
         raise ZeroDivisionError("inside /root/secret.py")
 

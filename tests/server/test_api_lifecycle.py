@@ -54,7 +54,7 @@ class RawClient:
         self._writer.transport.abort()
 
 
-async def test_health_answers_while_the_model_loads(run_server, small_plan) -> None:
+async def test_health_responds_while_the_model_loads(run_server, small_plan) -> None:
     engine = Loading(small_plan())
     async with run_server(engine, ready=False) as server:
         assert (await server.http.get("/health")).status_code == 200
@@ -74,7 +74,7 @@ async def test_health_answers_while_the_model_loads(run_server, small_plan) -> N
         assert (await server.complete()).status_code == 200
 
 
-async def test_the_sdk_waits_for_a_loading_model(run_server, small_plan) -> None:
+async def test_openai_sdk_retries_while_the_model_loads(run_server, small_plan) -> None:
     engine = Loading(small_plan())
     async with run_server(engine, ready=False) as server:
         client = server.openai.with_options(max_retries=5)
@@ -86,7 +86,7 @@ async def test_the_sdk_waits_for_a_loading_model(run_server, small_plan) -> None
         assert (await asked).usage.completion_tokens == 2
 
 
-async def test_a_failed_start_is_told_and_the_engine_stopped(small_plan, tokenizer) -> None:
+async def test_failed_start_is_reported_and_stops_the_engine(small_plan, tokenizer) -> None:
     told: list[Exception] = []
     error = DoesNotFit("needs 5 GiB, has 1 GiB")
     engine = FakeEngine(small_plan(), start_error=error)
@@ -105,14 +105,14 @@ async def test_a_failed_start_is_told_and_the_engine_stopped(small_plan, tokeniz
             assert (await http.get("/ready")).json()["error"]["code"] == "engine_dead"
 
 
-async def test_stopping_while_loading(small_plan, tokenizer) -> None:
+async def test_server_can_be_stopped_while_the_model_loads(small_plan, tokenizer) -> None:
     app = create_app(Settings(model="demo"), FakeEngine(small_plan(), load_seconds=60), tokenizer)
     async with asyncio.timeout(PATIENCE), app.router.lifespan_context(app):
         await asyncio.sleep(0.01)
     assert app.state.tonnage.startup_error is None
 
 
-async def test_a_dying_engine_ends_every_request(run_server, small_plan) -> None:
+async def test_engine_death_ends_every_request_with_an_error(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=100)) as server:
         whole = asyncio.create_task(server.complete(max_tokens=1000))
         async with server.http.stream(
@@ -141,14 +141,14 @@ async def read_and_kill(stream: openai.AsyncStream[Any], engine: FakeEngine) -> 
         engine.die()
 
 
-async def test_the_sdk_raises_on_an_error_event(run_server, small_plan) -> None:
+async def test_openai_sdk_raises_on_a_streamed_error_event(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=100)) as server:
         stream = await server.openai.completions.create(model="demo", prompt="a", max_tokens=1000, stream=True)
         with pytest.raises(openai.APIError, match="engine process ended"):
             await read_and_kill(stream, server.engine)
 
 
-async def test_a_full_queue_says_when_to_come_back(run_server, small_plan) -> None:
+async def test_full_queue_is_rejected_with_retry_after(run_server, small_plan) -> None:
     engine = Held(small_plan(), token_rate=200)
     async with run_server(engine, max_num_queued_reqs=4) as server:
         long = [asyncio.create_task(server.complete(max_tokens=100)) for _ in range(2)]
@@ -174,7 +174,7 @@ async def test_a_full_queue_says_when_to_come_back(run_server, small_plan) -> No
         assert server.state.accounts.refused["wait", "max_num_queued_reqs"] >= 3
 
 
-async def test_a_request_asks_for_no_snapshot_of_the_engine(run_server, small_plan) -> None:
+async def test_completions_and_ready_take_no_engine_stats_snapshot(run_server, small_plan) -> None:
     asked = 0
 
     class Counted(FakeEngine):
@@ -191,7 +191,7 @@ async def test_a_request_asks_for_no_snapshot_of_the_engine(run_server, small_pl
         assert asked == before
 
 
-def test_of_a_burst_of_connections_several_are_accepted_in_one_round() -> None:
+def test_several_connections_are_accepted_per_event_loop_iteration() -> None:
     rounds, accepted = 0, list[int]()
 
     class Connection(asyncio.Protocol):
@@ -215,7 +215,7 @@ def test_of_a_burst_of_connections_several_are_accepted_in_one_round() -> None:
     assert len(set(accepted)) <= 2 * 64 // ACCEPTED_A_ROUND  # uvloop alone: in each of 64 rounds one
 
 
-async def test_requests_wait_for_blocks_and_all_are_served(run_server, small_plan) -> None:
+async def test_requests_waiting_for_blocks_are_all_completed(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(33, max_model_len=256), token_rate=2000)  # 32 blocks: four at a time
     async with run_server(engine) as server:
         responses = await asyncio.gather(*(server.complete(prompt=[i] * 64, max_tokens=64) for i in range(24)))
@@ -225,7 +225,7 @@ async def test_requests_wait_for_blocks_and_all_are_served(run_server, small_pla
         assert decisions["wait", "blocks"] >= 1
 
 
-async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(run_server, small_plan) -> None:
+async def test_50_killed_streaming_clients_leave_every_block_free(run_server, small_plan) -> None:
     # 2,000 tokens at 20 a second would take 100 s: what is free after the kill was freed by the kill.
     engine = FakeEngine(small_plan(16384, max_num_seqs=75), token_rate=20)
     async with run_server(engine) as server:
@@ -250,7 +250,7 @@ async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["one", "n", "prompts"])
-async def test_a_client_that_hangs_up_frees_its_blocks(
+async def test_disconnected_client_frees_its_blocks(
     run_server, small_plan, stream: bool, more: dict[str, Any]
 ) -> None:
     engine = FakeEngine(small_plan(1024), token_rate=20)
@@ -264,7 +264,9 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_hanging_up_in_the_queue_and_while_sending(run_server, small_plan, stream: bool) -> None:
+async def test_client_disconnect_while_queued_or_uploading_is_handled(
+    run_server, small_plan, stream: bool
+) -> None:
     engine = FakeEngine(small_plan(128, max_num_seqs=1), token_rate=20)
     async with run_server(engine) as server:
         body = {"max_tokens": 1000, "stream": stream}
@@ -333,7 +335,7 @@ async def test_requests_are_conserved_under_overload(run_server, small_plan) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_stopping_server_counts_what_it_cuts_off(run_server, small_plan, stream: bool, capsys) -> None:
+async def test_server_shutdown_counts_aborted_requests(run_server, small_plan, stream: bool, capsys) -> None:
     engine = FakeEngine(small_plan(), token_rate=20)
     async with run_server(engine, grace=1) as server:
         client = await RawClient.post(server.url, {"max_tokens": 1000, "stream": stream})
@@ -345,7 +347,7 @@ async def test_a_stopping_server_counts_what_it_cuts_off(run_server, small_plan,
     assert "Traceback" not in capsys.readouterr().err  # an orderly stop is no error in the log
 
 
-async def test_the_openapi_document_is_closed(server) -> None:
+async def test_openapi_references_resolve_and_extra_fields_are_forbidden(server) -> None:
     document = (await server.http.get("/openapi.json")).json()
     text = json.dumps(document)
     for name in re.findall(r'"\$ref": "([^"]+)"', text):
@@ -360,7 +362,7 @@ async def test_the_openapi_document_is_closed(server) -> None:
     }
 
 
-async def test_two_apps_live_in_one_process(run_server, small_plan) -> None:
+async def test_two_apps_in_one_process_are_independent(run_server, small_plan) -> None:
     async with (
         run_server(FakeEngine(small_plan()), served_model_name="one") as one,
         run_server(FakeEngine(small_plan(64)), served_model_name="two") as two,
@@ -372,7 +374,7 @@ async def test_two_apps_live_in_one_process(run_server, small_plan) -> None:
         await two.complete(model="two")
 
 
-def test_the_api_process_imports_no_torch(small_plan) -> None:
+def test_api_process_imports_no_torch(small_plan) -> None:
     code = """
         import asyncio, sys
         import httpx

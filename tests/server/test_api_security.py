@@ -37,7 +37,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_every_route_but_the_probes_wants_a_key(run_server, small_plan) -> None:
+async def test_every_route_except_the_probes_requires_an_api_key(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
         routes = {route.path: route.methods for route in server.app.routes}
         assert {"/v1/completions", "/tokenize", "/metrics", "/docs", "/openapi.json", "/load"} <= set(routes)
@@ -63,13 +63,13 @@ async def test_every_route_but_the_probes_wants_a_key(run_server, small_plan) ->
         assert server.state.accounts.received == 1
 
 
-async def test_metrics_may_be_public(run_server, small_plan) -> None:
+async def test_metrics_can_be_made_public(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,), metrics_public=True) as server:
         assert (await server.http.get("/metrics")).status_code == 200
         assert (await server.http.get("/memory")).status_code == 401
 
 
-async def test_tenants_share_no_prefixes(run_server, small_plan, tmp_path) -> None:
+async def test_tenants_share_no_cached_prefixes(run_server, small_plan, tmp_path) -> None:
     body = {"prompt": [7] * 64, "max_tokens": 2}
     async with run_server(FakeEngine(small_plan()), api_key_file=key_file(tmp_path)) as server:
 
@@ -87,7 +87,7 @@ async def test_tenants_share_no_prefixes(run_server, small_plan, tmp_path) -> No
         assert await cached(KEY, cache_salt="x") == 48
 
 
-async def test_a_tenants_quota_is_429_and_others_are_served(run_server, small_plan, tmp_path) -> None:
+async def test_tenant_over_its_quota_gets_429_while_others_are_served(run_server, small_plan, tmp_path) -> None:
     engine = FakeEngine(small_plan(1024), token_rate=100)
     async with run_server(engine, api_key_file=key_file(tmp_path, max_num_seqs=2)) as server:
 
@@ -109,7 +109,7 @@ async def test_a_tenants_quota_is_429_and_others_are_served(run_server, small_pl
         assert (await ask(KEY, max_tokens=2)).status_code == 200  # given back
 
 
-async def test_tokens_a_minute(run_server, small_plan, tmp_path) -> None:
+async def test_tokens_per_minute_quota_returns_429(run_server, small_plan, tmp_path) -> None:
     path = key_file(tmp_path, tokens_per_minute=6000)
     async with run_server(FakeEngine(small_plan(1024)), api_key_file=path) as server:
 
@@ -139,7 +139,7 @@ async def test_tokens_a_minute(run_server, small_plan, tmp_path) -> None:
         ("[[key]", "not TOML"),
     ],
 )
-def test_a_broken_key_file_names_its_fault_and_no_key(tmp_path, text: str, wanted: str) -> None:
+def test_invalid_key_file_error_names_the_field_and_no_key(tmp_path, text: str, wanted: str) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(text)
     with pytest.raises(DeploymentError, match=wanted) as caught:
@@ -167,14 +167,16 @@ async def raw(url: str, data: bytes) -> bytes:
     ],
     ids=["tls", "words", "endless", "large"],
 )
-async def test_bytes_that_are_no_request(server, data: bytes, status: int, code: str) -> None:
+async def test_malformed_http_requests_get_an_error_response(
+    server, data: bytes, status: int, code: str
+) -> None:
     head, _, body = (await raw(server.url, data)).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
     assert json.loads(body)["error"]["code"] == code
     assert (await server.http.get("/health")).status_code == 200
 
 
-async def test_a_body_that_never_comes(run_server, small_plan) -> None:
+async def test_missing_request_body_times_out_with_408(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), body_timeout=0.2) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nConnection: close\r\n\r\n{"
         answer = await raw(server.url, head)
@@ -182,7 +184,7 @@ async def test_a_body_that_never_comes(run_server, small_plan) -> None:
         assert b"request_timeout" in answer
 
 
-async def test_request_ids_come_back(server) -> None:
+async def test_valid_request_ids_are_returned_and_invalid_ones_replaced(server) -> None:
     response = await server.http.get("/health", headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
     response = await server.http.get("/nope", headers={"x-request-id": "bad id" * 90})
@@ -192,7 +194,7 @@ async def test_request_ids_come_back(server) -> None:
     assert response.json()["id"] == "cmpl-of-the-body"
 
 
-async def test_cors_is_off_unless_asked_for(run_server, small_plan) -> None:
+async def test_cors_is_off_by_default(run_server, small_plan) -> None:
     origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
     async with run_server(FakeEngine(small_plan())) as server:
         response = await server.http.options("/v1/completions", headers=origin)
@@ -206,7 +208,7 @@ async def test_cors_is_off_unless_asked_for(run_server, small_plan) -> None:
         assert "access-control-allow-origin" not in response.headers
 
 
-async def test_an_access_line_has_counts_and_no_text(run_server, small_plan, caplog) -> None:
+async def test_access_log_has_token_counts_and_no_text(run_server, small_plan, caplog) -> None:
     caplog.set_level(logging.INFO, "tonnage.access")
     async with run_server(FakeEngine(small_plan()), access_log=True) as server:
         await server.complete(prompt="a secret of the client", max_tokens=3, request_id="r-1")
@@ -219,7 +221,7 @@ async def test_an_access_line_has_counts_and_no_text(run_server, small_plan, cap
         assert "secret" not in JsonFormatter().format(record) + TextFormatter().format(record)
 
 
-async def test_the_request_log_is_a_trace_that_replay_reads(run_server, small_plan, tmp_path) -> None:
+async def test_request_log_is_a_readable_trace_for_replay(run_server, small_plan, tmp_path) -> None:
     path = tmp_path / "requests.jsonl"
     async with run_server(FakeEngine(small_plan()), request_log=path) as server:
         more = {"ignore_eos": True}
@@ -237,7 +239,7 @@ async def test_the_request_log_is_a_trace_that_replay_reads(run_server, small_pl
     assert "refused" not in path.read_text()
 
 
-def test_flag_environment_and_file_in_this_order(tmp_path, monkeypatch) -> None:
+def test_flag_overrides_environment_and_environment_overrides_file(tmp_path, monkeypatch) -> None:
     path = tmp_path / "tonnage.toml"
     path.write_text("model = 'demo'\nmax-model-len = 100\nport = 1\nkv_cache_memory_bytes = '1GiB'\n")
     monkeypatch.setenv("TONNAGE_PORT", "2")

@@ -21,7 +21,7 @@ from tonnage.server.settings import load_settings
         ({"max_model_length": 5}, "max_model_length"),
     ],
 )
-def test_settings_name_the_field(given: dict[str, object], field: str) -> None:
+def test_invalid_setting_error_names_the_field(given: dict[str, object], field: str) -> None:
     with pytest.raises(DeploymentError) as caught:
         load_settings(**({} if field == "model" else {"model": "demo"}), **given)
     assert caught.value.field == field
@@ -35,7 +35,7 @@ COUNTS = (
 
 @pytest.mark.parametrize("value", [0, -1, 10**12])
 @pytest.mark.parametrize("name", [*COUNTS, "gpu_memory_utilization"])
-def test_numbers_nobody_can_mean_are_refused_before_a_load(name: str, value: int) -> None:
+def test_out_of_range_numbers_are_rejected_before_loading(name: str, value: int) -> None:
     def plan() -> None:
         given = {"model": "demo", "backend": "vllm", "device_memory": 1 << 36, name: value}
         make_plan("demo", load_settings(**given).deployment())
@@ -45,14 +45,14 @@ def test_numbers_nobody_can_mean_are_refused_before_a_load(name: str, value: int
     assert (caught.value.field or "").lstrip("-").replace("-", "_") == name
 
 
-def test_a_rank_vllm_has_no_slots_of_is_refused() -> None:
+def test_lora_rank_unsupported_by_vllm_is_rejected() -> None:
     settings = load_settings(model="demo", backend="vllm", enable_lora=True, max_lora_rank=7)
     with pytest.raises(DeploymentError, match="one of 1, 8, 16") as caught:
         make_plan("demo", settings.deployment())
     assert caught.value.field == "--max-lora-rank"
 
 
-def test_settings_come_from_flags_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_environment_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TONNAGE_MODEL", "demo")
     monkeypatch.setenv("TONNAGE_KV_CACHE_MEMORY_BYTES", "512MiB")
     monkeypatch.setenv("TONNAGE_PORT", "9000")

@@ -25,21 +25,21 @@ def pieces(tokenizer: Tokenizer, ids: list[int], step: int = 1, prompt: list[int
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_any_tokens_stream_to_the_text_of_all(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_streamed_detokenization_equals_decoding_all_tokens(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 49151) | st.integers(17, 300), max_size=40))
     step = data.draw(st.integers(1, 5))
     assert "".join(pieces(tokenizer, ids, step)) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("text", ["naïve café", "👩‍👩‍👧 family", "日本語のテキスト", "a€b𐍈c", "tab\tnew\nline"])
-def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+def test_streamed_text_never_splits_a_character(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     out = pieces(tokenizer, ids)
     assert "".join(out) == text
     assert not any("\ufffd" in piece for piece in out)
 
 
-def test_an_answer_cut_inside_a_character_keeps_its_end(tokenizer: Tokenizer) -> None:
+def test_output_truncated_inside_a_character_keeps_its_last_bytes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ok 👩")
     assert len(ids) > 3
     out = pieces(tokenizer, ids[:-1])
@@ -47,7 +47,7 @@ def test_an_answer_cut_inside_a_character_keeps_its_end(tokenizer: Tokenizer) ->
     assert out[-1] == "\ufffd"
 
 
-def test_an_answer_finishes_the_character_its_prompt_began(tokenizer: Tokenizer) -> None:
+def test_output_completes_a_character_begun_in_the_prompt(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ok 👩 fine")
     for at in range(1, len(ids)):
         begun = tokenizer.decode(ids[:at]).rstrip("\ufffd")
@@ -65,7 +65,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     return Tokenizer(rust, ())
 
 
-def test_byte_fallback_shows_whole_characters_and_keeps_spaces() -> None:
+def test_byte_fallback_tokens_decode_to_whole_characters_and_spaces() -> None:
     tokenizer = byte_fallback_tokenizer()
     ids = [257, 258, *(byte + 1 for byte in "€👩".encode()), 258, 259]
     out = pieces(tokenizer, ids)
@@ -74,7 +74,7 @@ def test_byte_fallback_shows_whole_characters_and_keeps_spaces() -> None:
     assert "👩" in out
 
 
-def test_a_completion_keeps_the_space_after_its_prompt() -> None:
+def test_completion_keeps_its_leading_space() -> None:
     tokenizer = byte_fallback_tokenizer()
     assert "".join(pieces(tokenizer, [258, 259], prompt=[257])) == " world!"
     assert "".join(pieces(tokenizer, [258], prompt=[byte + 1 for byte in "€".encode()])) == " world"
@@ -95,7 +95,7 @@ def reference_stop(text: str, stops: list[str]) -> str:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 30), max_size=8),
 )
-def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_match_across_any_chunk_split(text: str, stops: list[str], cuts: list[int]) -> None:
     buffer = StopStrings(stops)
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     out = "".join(buffer.push(text[a:b]) for a, b in itertools.pairwise(borders))
@@ -105,7 +105,7 @@ def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], cu
     assert out == reference_stop(text, stops)
 
 
-def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_emitted_immediately() -> None:
     buffer = StopStrings(["END"])
     assert buffer.push("hello") == "hello"
     assert buffer.push(" E") == " "
@@ -132,7 +132,7 @@ def test_eos_ids_come_from_generation_config_then_config(tmp_path, tokenizer_fol
         Tokenizer.from_folder(tmp_path)
 
 
-def test_text_needs_no_torch() -> None:
+def test_tokenizer_module_imports_no_torch_transformers_or_numpy() -> None:
     code = (
         "import sys, tonnage.server.text.tokenizer; "
         "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
@@ -140,7 +140,7 @@ def test_text_needs_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
-def test_a_tokenizer_saved_while_it_cut_and_filled_up_does_neither(tokenizer_folder, tmp_path) -> None:
+def test_saved_tokenizer_truncation_and_padding_are_disabled(tokenizer_folder, tmp_path) -> None:
     """Files of sentence-transformers say how their training batches were made."""
     document = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     document["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}

@@ -42,7 +42,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_vllm
-async def test_calls_a_model_writes(run_server, small_plan, tokenizer, template: Path) -> None:
+async def test_generated_tool_calls_are_parsed_in_chat_completions(
+    run_server, small_plan, tokenizer, template: Path
+) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids if index == 0 else ids[:3]))
     flags = {"chat_template": template, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
@@ -91,7 +93,9 @@ async def test_calls_a_model_writes(run_server, small_plan, tokenizer, template:
 
 
 @needs_vllm
-async def test_calls_in_a_response(run_server, small_plan, tokenizer, template: Path) -> None:
+async def test_generated_tool_calls_are_parsed_in_responses(
+    run_server, small_plan, tokenizer, template: Path
+) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids))
     flags = {"chat_template": template, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
@@ -181,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_cannot_be_done_is_refused(run_server, small_plan, template: Path, checked) -> None:
+async def test_unsupported_tool_options_are_rejected(run_server, small_plan, template: Path, checked) -> None:
     async with run_server(FakeEngine(small_plan()), chat_template=template) as server:
         valid = {"model": "demo", "messages": ASK, "max_tokens": 2, "tools": [WEATHER]}
         for change, code, param in REFUSED:
@@ -193,7 +197,9 @@ async def test_what_cannot_be_done_is_refused(run_server, small_plan, template: 
         assert "--chat-template" in error.message
 
 
-async def test_flags_of_the_parser(small_plan, tokenizer, tmp_path: Path) -> None:
+async def test_incomplete_tool_parser_flags_and_missing_template_are_rejected(
+    small_plan, tokenizer, tmp_path: Path
+) -> None:
     for half in ({"enable_auto_tool_choice": True}, {"tool_call_parser": "hermes"}):
         with pytest.raises(DeploymentError, match="belong together"):
             create_app(Settings(model="demo", **half), FakeEngine(small_plan()), tokenizer)
@@ -203,7 +209,7 @@ async def test_flags_of_the_parser(small_plan, tokenizer, tmp_path: Path) -> Non
 
 
 @needs_vllm
-async def test_an_unknown_parser_is_named(run_server, small_plan) -> None:
+async def test_unknown_tool_call_parser_is_rejected_by_name(run_server, small_plan) -> None:
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermess"}
     async with run_server(FakeEngine(small_plan()), ready=False, **flags) as server:
         await server.until(lambda: server.state.startup_error is not None, 120)
@@ -211,7 +217,7 @@ async def test_an_unknown_parser_is_named(run_server, small_plan) -> None:
         assert "hermes," in str(server.state.startup_error)
 
 
-def test_a_models_second_template_is_for_tools(tmp_path: Path) -> None:
+def test_tool_use_template_is_used_for_requests_with_tools(tmp_path: Path) -> None:
     source = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools | length }}"},
@@ -233,7 +239,7 @@ def pushed(reader: ForcedReader, text: str) -> Sequence[CallDelta]:
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (" ,\n ", " : ")])
-def test_forced_calls_however_they_are_split(separators: tuple[str, str]) -> None:
+def test_forced_tool_calls_parse_across_any_chunk_split(separators: tuple[str, str]) -> None:
     document = [{"name": name, "parameters": arguments} for name, arguments in CALLS]
     array = json.dumps(document, separators=separators, ensure_ascii=False)
     single = json.dumps(CALLS[0][1], separators=separators)

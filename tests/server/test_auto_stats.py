@@ -46,7 +46,7 @@ def page_of(*parts: AutoStats) -> str:
     return written
 
 
-async def test_cold_auto_holds_nothing_back(
+async def test_auto_mode_without_learned_costs_defers_no_request(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     async with run_server(FakeEngine(small_plan(), policy=AUTO), admission_mode="auto") as server:
@@ -66,7 +66,7 @@ async def test_cold_auto_holds_nothing_back(
     }  # fmt: skip
 
 
-async def test_other_modes_show_no_auto(server: Any) -> None:
+async def test_other_admission_modes_report_no_auto_stats(server: Any) -> None:
     report = (await server.http.get("/memory")).json()
     assert report["admission"] == {"mode": "guaranteed", "auto": None}
     found = await asyncio.to_thread(Watcher(Client(server.url), {}, None).observe)
@@ -74,7 +74,7 @@ async def test_other_modes_show_no_auto(server: Any) -> None:
     assert "admission" not in text.to_dict(found)
 
 
-async def test_learned_costs_and_the_rule_are_the_same_everywhere(
+async def test_all_reports_show_equal_learned_costs_and_admission_rule(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     engine = FakeEngine(small_plan(200), policy=AUTO)
@@ -115,7 +115,7 @@ async def test_learned_costs_and_the_rule_are_the_same_everywhere(
     assert re.search(rf"^admission +{re.escape(auto_text(told.to_dict()))}$", status.plain(seen), re.M)
 
 
-async def test_the_fake_engine_teaches_what_its_steps_take(
+async def test_auto_mode_learns_step_costs_from_the_fake_engine(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     engine = FakeEngine(small_plan(), policy=AUTO, token_rate=1000)
@@ -129,7 +129,7 @@ async def test_the_fake_engine_teaches_what_its_steps_take(
     assert told.share is None
 
 
-def test_the_line_says_who_is_held_back_and_what_a_step_costs() -> None:
+def test_auto_status_line_shows_deferred_requests_and_step_cost() -> None:
     cost = StepCost(0.017, 0.001, 0.0, 3e-9)
     step = "step 17.0 ms + 1.0 ms a prefill token + 3.0 ns a token of context"
     for told, line in (
@@ -148,7 +148,7 @@ def test_the_line_says_who_is_held_back_and_what_a_step_costs() -> None:
         assert auto_text(told.to_dict()) == line
 
 
-def test_several_engines_are_one() -> None:
+def test_auto_stats_of_several_engines_are_merged() -> None:
     first = AutoStats(StepCost(0.02, 0.001, 0.0, 0.0), 0.9, gain=1.06, fallbacks=1)
     second = AutoStats(StepCost(0.04, 0.003, 0.0, 0.0), 0.6, gain=1.1)
     preempted, cold = AutoStats(None, 0.5, fresh=False, gain=1.05), AutoStats(fallbacks=2)
@@ -165,7 +165,7 @@ def test_several_engines_are_one() -> None:
     assert read_auto(Samples("")) is None
 
 
-def test_after_a_rehearsal_without_a_gain_the_rule_is_vllms() -> None:
+def test_rehearsal_without_gain_selects_vllms_rule() -> None:
     auto = busy()
     auto.rule(1)
     told = stats_of_auto(auto)

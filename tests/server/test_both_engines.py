@@ -233,7 +233,7 @@ ROWS: dict[str, tuple[dict[str, Any], int, str, str | None]] = {
 }  # fmt: skip
 
 
-async def test_every_refusal_is_the_same_on_every_engine(served: Served, checked: Any) -> None:
+async def test_rejections_are_equal_on_every_engine(served: Served, checked: Any) -> None:
     async with served.client() as http:
         for name, (request, status, code, param) in ROWS.items():
             wishes = [request]
@@ -247,12 +247,12 @@ async def test_every_refusal_is_the_same_on_every_engine(served: Served, checked
         assert good.status_code == 200
 
 
-async def test_a_model_that_loads_is_alive_but_not_ready(served: Served, checked: Any) -> None:
+async def test_server_is_live_but_not_ready_while_the_model_loads(served: Served, checked: Any) -> None:
     assert served.alive.status_code == 200
     assert checked(served.loading).code == "model_loading"
 
 
-async def test_no_route_but_the_probes_is_open(served: Served, checked: Any) -> None:
+async def test_all_routes_except_the_probes_require_a_valid_key(served: Served, checked: Any) -> None:
     for key in (None, "wrong"):
         async with served.client(key) as http:
             for path in (COMPLETIONS, "/tokenize", "/metrics", "/memory", "/docs", "/v1/models", "/nope"):
@@ -262,7 +262,7 @@ async def test_no_route_but_the_probes_is_open(served: Served, checked: Any) -> 
             assert {(await http.get(path)).status_code for path in ("/health", "/ready")} == {200}
 
 
-async def test_a_full_server_says_when_to_come_back(served: Served, checked: Any) -> None:
+async def test_full_server_sends_retry_after(served: Served, checked: Any) -> None:
     async with served.client() as http:
         body = completion(prompt=["a"] * QUEUE, max_tokens=800, ignore_eos=True, stream=True)
         async with http.stream("POST", COMPLETIONS, json=body) as stream:
@@ -280,7 +280,7 @@ async def test_a_full_server_says_when_to_come_back(served: Served, checked: Any
         assert (await http.post(COMPLETIONS, json=completion())).status_code == 200
 
 
-async def test_an_overload_is_conserved(served: Served, overload: Any) -> None:
+async def test_request_counts_are_conserved_under_overload(served: Served, overload: Any) -> None:
     outcomes = await overload(served.url, rounds=2, key=KEY, slow_tokens=800)
     for outcome in ("length", "aborted", "rejected"):
         assert outcomes[outcome] > 0
@@ -301,7 +301,7 @@ class City(pydantic.BaseModel):
     capital: bool
 
 
-async def test_instructor_gets_the_model_it_asks_for(served: Served) -> None:
+async def test_instructor_receives_the_requested_pydantic_model(served: Served) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, http_client=served.client()
     ) as sdk:
@@ -321,7 +321,9 @@ async def test_instructor_gets_the_model_it_asks_for(served: Served) -> None:
 
 
 @needs_vllm
-async def test_pool_and_weights_of_a_gptq_model(vllm: Served, gptq: Path, bare: dict[str, Any]) -> None:
+async def test_gptq_pool_and_weights_equal_the_plan_on_vllm(
+    vllm: Served, gptq: Path, bare: dict[str, Any]
+) -> None:
     async with vllm.client() as http:
         report = (await http.get("/memory")).json()
     assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == BLOCKS
@@ -336,7 +338,7 @@ async def test_pool_and_weights_of_a_gptq_model(vllm: Served, gptq: Path, bare: 
 
 
 @needs_vllm
-async def test_greedy_answers_of_a_gptq_model_are_bare_vllms(vllm: Served, bare: dict[str, Any]) -> None:
+async def test_gptq_greedy_outputs_equal_plain_vllm(vllm: Served, bare: dict[str, Any]) -> None:
     assert len(set(bare["texts"])) == len(PROMPTS)
     async with vllm.client() as http:
         for prompt, expected in zip(PROMPTS, bare["texts"], strict=True):
@@ -346,7 +348,9 @@ async def test_greedy_answers_of_a_gptq_model_are_bare_vllms(vllm: Served, bare:
 
 
 @needs_vllm
-async def test_nothing_is_preempted_where_bare_vllm_preempts(vllm: Served, bare: dict[str, Any]) -> None:
+async def test_no_request_is_preempted_under_a_load_that_preempts_on_plain_vllm(
+    vllm: Served, bare: dict[str, Any]
+) -> None:
     assert bare["preemptions"] > 0
     waited = vllm.metric('tonnage_admission_decisions_total{model="demo",outcome="wait"')
     async with vllm.client() as http:

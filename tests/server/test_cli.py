@@ -150,7 +150,7 @@ def demo_folder() -> Path:
     return ensure_demo()
 
 
-def test_help_lists_the_commands() -> None:
+def test_help_lists_every_command() -> None:
     done = said()[("--help",)]
     assert done.returncode == 0
     for command in COMMANDS:
@@ -160,18 +160,18 @@ def test_help_lists_the_commands() -> None:
         assert own.stdout.startswith(f"usage: tonnage {command}")
 
 
-def test_no_command_shows_the_usage() -> None:
+def test_call_without_command_prints_the_usage() -> None:
     done = tonnage()
     assert done.returncode == 2
     assert done.stderr.startswith("usage: tonnage COMMAND")
 
 
-def test_an_unknown_command_gets_a_suggestion() -> None:
+def test_unknown_command_gets_a_suggestion() -> None:
     assert "did you mean serve?" in refusal(tonnage("sevre"))
     assert "one of: plan, " in refusal(tonnage("xyz"))
 
 
-def test_every_setting_is_a_flag() -> None:
+def test_every_setting_has_a_flag() -> None:
     from tonnage.server.settings import Settings
 
     text = said()["serve", "--help"].stdout
@@ -180,14 +180,14 @@ def test_every_setting_is_a_flag() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "named"), BAD_INPUT)
-def test_serve_refuses_bad_input_in_one_line(arguments: list[str], named: str) -> None:
+def test_serve_rejects_invalid_input_with_a_one_line_error(arguments: list[str], named: str) -> None:
     line = refusal(said()["serve", *arguments])
     assert named in line or f"--{named.replace('_', '-')}" in line
     assert line.startswith("tonnage: ")
 
 
 @pytest.mark.parametrize("command", ["serve", "verify"])
-def test_what_does_not_fit_is_planned_but_not_loaded(command: str) -> None:
+def test_model_that_does_not_fit_is_planned_but_not_loaded(command: str) -> None:
     done = said()[command, *TOO_LARGE]
     assert done.returncode == 2
     assert "weights" in done.stdout
@@ -196,14 +196,14 @@ def test_what_does_not_fit_is_planned_but_not_loaded(command: str) -> None:
     assert re.search(r"\d", done.stderr)
 
 
-def test_a_port_in_use_is_found_before_the_load() -> None:
+def test_port_in_use_is_detected_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = refusal(tonnage("serve", "demo", "--port", port))
     assert f"port: {port} on 127.0.0.1 is in use" in line
 
 
-def test_a_dumb_terminal_reads_that_something_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumb_terminal_gets_progress_lines_without_a_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
     """No spinner turns there, so it gets the lines of a file."""
     terminal = Terminal("utf-8")
     monkeypatch.setattr("sys.stderr", terminal)
@@ -217,7 +217,7 @@ def test_a_dumb_terminal_reads_that_something_takes_long(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("words", "status"), [("plan demo --gpu l4", 0), ("nosuch", 2)])
-def test_what_was_closed_before_the_start_is_written_nowhere(words: str, status: int) -> None:
+def test_closed_stdout_or_stderr_causes_no_traceback(words: str, status: int) -> None:
     for closed in (1, 2):
         command = f"exec {shlex.join([*CLI, *words.split()])} {closed}>&-"
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
@@ -227,7 +227,9 @@ def test_what_was_closed_before_the_start_is_written_nowhere(words: str, status:
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter is the C locale's
-def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+def test_unencodable_characters_are_printed_as_question_marks(
+    monkeypatch: pytest.MonkeyPatch, errors: str
+) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=errors)
     monkeypatch.setattr("sys.stdout", out)
     assert main(["--version"]) == 0
@@ -235,14 +237,14 @@ def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.Monk
     assert out.buffer.getvalue().endswith(b"?\n")
 
 
-def test_settings_come_from_the_environment_and_flags_win() -> None:
+def test_serve_flags_override_environment_settings() -> None:
     assert "port" in refusal(tonnage("serve", "demo", TONNAGE_PORT="70000"))
     done = tonnage("verify", "demo", "--device-memory", "200MiB", TONNAGE_DEVICE_MEMORY="64GiB")
     assert done.returncode == 2
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
+def test_signal_stops_all_server_processes(number: signal.Signals, status: int) -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, url):
         assert line_of(process, "ready on ") == url
         assert httpx.get(f"{url}/ready", trust_env=False, timeout=PATIENCE).status_code == 200
@@ -256,7 +258,7 @@ def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
     assert "Traceback" not in err
 
 
-def test_a_signal_while_loading_stops_everything() -> None:
+def test_signal_during_loading_stops_all_server_processes() -> None:
     """And Ctrl-C, which a terminal sends to all of its processes, is the server's to handle."""
     with serving("demo", "--port", "0", *SMALL) as (process, url):
         deadline = time.monotonic() + PATIENCE
@@ -277,7 +279,7 @@ def test_a_signal_while_loading_stops_everything() -> None:
     assert lines[-1].endswith("stopping: nothing is in flight")
 
 
-def test_a_stream_in_flight_does_not_hold_up_the_stop() -> None:
+def test_stream_in_flight_does_not_delay_shutdown() -> None:
     with serving("demo", "--port", "0", "--backend", "fake", *SMALL) as (process, url):
         line_of(process, "ready on ")
         body = {"model": "demo", "prompt": "on and on", "max_tokens": 900, "stream": True}
@@ -290,7 +292,7 @@ def test_a_stream_in_flight_does_not_hold_up_the_stop() -> None:
     assert process.returncode == 0
 
 
-def test_a_model_the_engine_refuses_ends_the_server(tmp_path: Path, demo_folder: Path) -> None:
+def test_model_unsupported_by_the_engine_ends_the_server(tmp_path: Path, demo_folder: Path) -> None:
     """The planner knows the family, the engine does not serve it, which is said before what else is missing."""
     config = {
         "model_type": "falcon",
@@ -315,7 +317,7 @@ def test_a_model_the_engine_refuses_ends_the_server(tmp_path: Path, demo_folder:
     assert "Traceback" not in done.stderr
 
 
-def test_an_engine_that_dies_while_loading_ends_the_server() -> None:
+def test_engine_death_while_loading_ends_the_server() -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, _):
         deadline = time.monotonic() + PATIENCE
         while not (engines := engines_of(process)):
@@ -328,7 +330,7 @@ def test_an_engine_that_dies_while_loading_ends_the_server() -> None:
     assert "engine process ended" in err.splitlines()[-1]
 
 
-def test_rows_outside_their_bounds_show(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_comparison_marks_rows_outside_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         ComparisonRow("exact", 100, 100),
         ComparisonRow("off by one", 100, 101),
@@ -343,7 +345,7 @@ def test_rows_outside_their_bounds_show(capsys: pytest.CaptureFixture[str]) -> N
     assert "not measured" in lines[-1]
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     with subprocess.Popen(
         [*CLI, "plan", "demo", "--explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -353,12 +355,12 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert process.stderr.read() == b""
 
 
-def test_doctor_shows_the_memory_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_the_memory_limit_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_limits", lambda *_: [1 << 30])
     assert devices()[0]["memory_bytes"] == host.host_memory() == 1 << 30
 
 
-def test_doctor_says_what_is_there_and_what_becomes_of_fields() -> None:
+def test_doctor_reports_packages_devices_and_field_support() -> None:
     done = tonnage("doctor", "demo", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -376,7 +378,7 @@ def test_doctor_says_what_is_there_and_what_becomes_of_fields() -> None:
     assert "Traceback" not in unknown.stderr
 
 
-def test_the_settings_can_be_printed_without_a_secret() -> None:
+def test_printed_settings_contain_no_secret() -> None:
     done = said()[PRINTED]
     assert done.returncode == 0, done.stderr
     assert "a-secret" not in done.stdout + done.stderr

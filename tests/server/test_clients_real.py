@@ -25,7 +25,7 @@ async def in_thread(call: Any, *args: Any, **more: Any) -> Any:
     return await asyncio.to_thread(call, *args, **more)
 
 
-async def test_openai_sync(server) -> None:
+async def test_sync_openai_client_completes_and_streams(server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     same: dict[str, Any] = {"model": "demo", "temperature": 0}
     chat = await in_thread(client.chat.completions.create, messages=MESSAGES, max_tokens=6, **same)
@@ -49,7 +49,7 @@ async def test_openai_sync(server) -> None:
     assert (await in_thread(client.models.retrieve, "demo")).id == "demo"
 
 
-async def test_openai_sends_answers_back(server) -> None:
+async def test_openai_messages_can_be_sent_back_as_objects_and_dicts(server) -> None:
     """As the object it is, and as a dict with all that its types know."""
     same: dict[str, Any] = {"model": "demo", "temperature": 0}
     chat = await server.openai.chat.completions.create(messages=MESSAGES, max_tokens=6, **same)
@@ -91,7 +91,7 @@ async def test_openai_errors_are_typed(server) -> None:
         await ask(extra_body={"foo": 1})
 
 
-async def test_openai_retries_when_told_and_only_then(run_server, small_plan) -> None:
+async def test_openai_retries_only_when_retry_after_is_sent(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=200), max_num_queued_reqs=2) as server:
         client = server.openai.with_options(max_retries=20)
         answers = await asyncio.gather(*(
@@ -105,7 +105,7 @@ async def test_openai_retries_when_told_and_only_then(run_server, small_plan) ->
         assert server.state.accounts.outcomes["rejected"] == rejected + 1
 
 
-async def test_langchain(server) -> None:
+async def test_langchain_invokes_and_streams(server) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is in the dev extra")
     model = langchain.ChatOpenAI(
         model="demo", base_url=f"{server.url}/v1", api_key="none", max_tokens=6, temperature=0, max_retries=0
@@ -143,7 +143,7 @@ print(json.dumps([whole.choices[0].message.content, "".join(parts), whole.usage.
 """
 
 
-async def test_litellm(server) -> None:
+async def test_litellm_completes_streams_and_maps_errors(server) -> None:
     """In a process of its own: it is imported with a price list for the whole world."""
     done = await in_thread(
         subprocess.run,

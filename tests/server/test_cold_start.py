@@ -26,7 +26,7 @@ def verify(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:
+def test_first_start_with_compilation_stays_within_planned_memory(tmp_path: Path) -> None:
     """In a fresh checkout this is the first start, and what it compiles serves the tests after it."""
     model = {"TONNAGE_CACHE": str(ensure_demo().parent.parent)}
     # The processor named as it would be found: what was compiled ahead is for other names, and what is compiled

@@ -43,12 +43,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out.err
 
 
-def test_the_usage_names_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_line_shows_positional_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "plan", "-h").startswith("usage: tonnage plan [OPTIONS] MODEL [MODEL ...]\n\n")
     assert said(capsys, "fit-log", "--help").startswith("usage: tonnage fit-log [OPTIONS] FILE [FILE ...]\n\n")
 
 
-def test_help_and_completion_need_no_library() -> None:
+def test_help_and_completion_import_no_optional_library() -> None:
     code = (
         "import contextlib, io, json, sys\nfrom tonnage.server.cli import COMMANDS, main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
@@ -62,7 +62,7 @@ def test_help_and_completion_need_no_library() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_an_example_is_listed_and_read(name: str) -> None:
+def test_options_in_help_examples_exist_and_parse(name: str) -> None:
     parser = PARSERS[name]
     examples = re.findall(r"^(?:example: | +)tonnage (.*)", parser.epilog or "", re.M)
     for line in examples:
@@ -74,7 +74,7 @@ def test_every_option_of_an_example_is_listed_and_read(name: str) -> None:
     assert examples or name in ("fit-log", "verify", "demo", "status")
 
 
-def test_the_settings_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_settings_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "serve", "--help")
     assert text.startswith("usage: tonnage serve [OPTIONS] [MODEL]\n\n")
     for flag in (*flags_of(Options).values(), *(flags_of(Deployment)[n] for n in ("dtype", "max_num_seqs"))):
@@ -89,7 +89,7 @@ def test_the_settings_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(options.partition("\n\n")[0].splitlines()) < 8  # what is left outside the groups
 
 
-def test_vllms_short_flags() -> None:
+def test_short_flags_of_vllm_are_accepted() -> None:
     """vllm/engine/arg_utils.py, 0.32."""
     words = "demo -tp 2 -pp=3 -dp 4 -q fp8 -ep"
     for name, more in (("plan", " -dcp 2"), ("serve", ""), ("verify", "")):
@@ -101,7 +101,7 @@ def test_vllms_short_flags() -> None:
             PARSERS["plan"].parse_args(["demo", cut, "2"])
 
 
-def test_the_short_flags_are_those_of_the_vllm_installed() -> None:
+def test_short_flags_equal_installed_vllms() -> None:
     """Read in its source: importing it takes ten seconds."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
@@ -114,18 +114,18 @@ def test_the_short_flags_are_those_of_the_vllm_installed() -> None:
     assert shared == ours.keys()  # none of theirs is missing
 
 
-def test_an_underscore_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+def test_underscores_in_flags_are_read_as_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     found = PARSERS["plan"].parse_args(["some_model", "--max_model_len=5", "--kv_cache_dtype", "fp8_e4m3"])
     assert (found.model, found.max_model_len, found.kv_cache_dtype) == ("some_model", 5, "fp8_e4m3")
 
 
-def test_names_stand_before_and_after_flags() -> None:
+def test_positional_arguments_may_precede_and_follow_flags() -> None:
     found = PARSERS["plan"].parse_args(["A", "--gpu", "l4,l40s", "B", "-q", "INT4,none,Fp8", "C"])
     assert (found.model, found.others, found.quantization) == ("A", ["B", "C"], "w4a16,none,fp8")
     assert PARSERS["fit-log"].parse_args(["a.log", "--json", "b.log"]).logs == ["a.log", "b.log"]
 
 
-def test_help_about_a_word_a_group_and_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_can_be_filtered_by_word_or_group(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "serve", "--help=LoRA")
     assert re.findall(r"^  (--[\w-]+)", text, re.M) == [
         "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-modules",
@@ -166,7 +166,7 @@ def test_help_about_a_word_a_group_and_all(capsys: pytest.CaptureFixture[str]) -
         (("sevre",), "serve"),
     ],
 )
-def test_what_was_probably_meant(
+def test_misspelled_argument_gets_a_suggestion(
     words: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(capsys, *words)
@@ -175,18 +175,18 @@ def test_what_was_probably_meant(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_refuses_in_one_form(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_reports_errors_in_one_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, name, "zsh" if name == "completion" else "a", "--frobnicate")
     assert said.startswith("tonnage: ")
     assert f"tonnage {name} --help" in said
 
 
-def test_a_far_word_gets_no_guess() -> None:
+def test_dissimilar_word_gets_no_suggestion() -> None:
     assert nearest("--frobnicate", PARSERS["plan"].options()) is None
     assert nearest("--MAX_NUM_SEQ", PARSERS["plan"].options()) == "--max-num-seqs"
 
 
-def test_a_key_of_the_file_and_a_field(tmp_path) -> None:
+def test_misspelled_config_file_key_and_field_get_suggestions(tmp_path) -> None:
     path = tmp_path / "tonnage.toml"
     path.write_text("model = 'demo'\nmax-model-length = 5\n")
     with pytest.raises(DeploymentError, match=r"length is not a setting \(did you mean max_model_len\?"):
@@ -195,7 +195,7 @@ def test_a_key_of_the_file_and_a_field(tmp_path) -> None:
         str(_raised(load_settings, model="demo", max_num_seq=5))
 
 
-def test_a_key_of_the_file_of_keys(tmp_path) -> None:
+def test_misspelled_api_key_file_field_gets_a_suggestion_without_the_key(tmp_path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("[[key]]\nname = 'a'\nkey = 'long-enough'\nmax_num_seq = 5\n")
     with pytest.raises(DeploymentError, match=r"max_num_seq: .*did you mean max_num_seqs\?") as caught:
@@ -211,7 +211,9 @@ def _raised(call, *arguments, **named):
         raise DeploymentError(str(error)) from None
 
 
-def test_a_misspelled_variable_is_refused_and_a_foreign_one_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_environment_variable_is_rejected_and_unrelated_one_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     kubernetes = {
         "TONNAGE_SERVICE_HOST": "10.0.0.1", "TONNAGE_SERVICE_PORT_HTTP": "8000", "TONNAGE_PORT_8000_TCP": "x",
         "TONNAGE_PORT_8000_TCP_ADDR": "10.0.0.1", "TONNAGE_VLLM_PORT": "tcp://10.0.0.1:8000",
@@ -228,7 +230,7 @@ def test_a_misspelled_variable_is_refused_and_a_foreign_one_named(capsys: pytest
     assert "TONNAGE_WHATEVER_THIS_IS is not a variable of Tonnage" in capsys.readouterr().err
 
 
-def test_the_port_that_kubernetes_sets_is_not_the_server_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_variable_set_by_kubernetes_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """TONNAGE_PORT is one of the variables of a Service named tonnage."""
     monkeypatch.setenv("TONNAGE_PORT", "tcp://10.0.0.1:80")
     assert load_settings(model="demo").port == 8000
@@ -245,7 +247,7 @@ def test_the_port_that_kubernetes_sets_is_not_the_server_s(monkeypatch: pytest.M
         ("engine", "VLLM", "vllm"), ("engine", "llama_cpp", "llama.cpp"),
     ],
 )  # fmt: skip
-def test_a_value_goes_by_several_names(name: str, text: str, value: str) -> None:
+def test_option_values_have_aliases_in_every_source(name: str, text: str, value: str) -> None:
     """On a command line, in the environment, in a file, from Python."""
     assert flags_of(Deployment)[name].read(text) == value
     assert getattr(plan("demo", **{name: text}).deployment, name) == value
@@ -254,23 +256,23 @@ def test_a_value_goes_by_several_names(name: str, text: str, value: str) -> None
         assert getattr(settings, name) == value
 
 
-def test_settings_of_the_server_too() -> None:
+def test_server_setting_values_are_case_insensitive() -> None:
     settings = load_settings(model="demo", backend="HF", log_level="WARNING", admission_mode="Greedy")
     assert (settings.backend, settings.log_level, settings.admission_mode) == ("hf", "warning", "greedy")
 
 
-def test_the_parser_of_every_command_is_ours() -> None:
+def test_every_command_uses_the_shared_parser_class() -> None:
     assert all(isinstance(parser, Parser) for parser in PARSERS.values())
 
 
-def test_a_key_is_not_printed() -> None:
+def test_error_messages_contain_no_api_key() -> None:
     with pytest.raises(DeploymentError) as caught:
         load_settings(model="demo", api_key=123456789)
     assert "123456789" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["", ",", " , "])
-def test_a_key_that_is_empty_leaves_no_door_open(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_api_key_is_rejected(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that somebody meant to set."""
     monkeypatch.setenv("TONNAGE_API_KEY", given)
     with pytest.raises(DeploymentError, match="is empty"):
@@ -283,7 +285,7 @@ TYPES = re.compile(r"\b(str|int|float|bool|tuple|Path|None|True|False|datetime|\
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_a_value_of_another_kind_is_refused_in_words(name: str, tmp_path: Path) -> None:
+def test_wrong_type_in_config_file_is_rejected_without_python_type_names(name: str, tmp_path: Path) -> None:
     path = tmp_path / "tonnage.toml"
     told: list[DeploymentError] = []
     for value in VALUES:
@@ -327,7 +329,7 @@ def test_a_value_of_another_kind_is_refused_in_words(name: str, tmp_path: Path) 
         ("watch http://localhost:1 --host ::1", "--host"),
     ],
 )  # fmt: skip
-def test_a_flag_that_would_be_ignored_is_refused_by_name(
+def test_flag_without_effect_is_rejected_by_name(
     line: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,7 @@ def shell(name: str) -> str:
     return found
 
 
-def test_in_a_real_bash(scripts: Path) -> None:
+def test_bash_completes_commands_and_options(scripts: Path) -> None:
     lines = ["source ./bash"]
     for typed, _ in CASES:
         words = typed.split()
@@ -72,7 +72,7 @@ def test_in_a_real_bash(scripts: Path) -> None:
         assert wanted in said.split(), typed
 
 
-def test_in_a_real_fish(scripts: Path) -> None:
+def test_fish_completes_commands_and_options(scripts: Path) -> None:
     lines = ["source ./fish"]
     for typed, _ in [*CASES, ("tonnage plan demo -t", "-tp")]:
         lines.append(f"complete -C {shlex.quote(typed)} | string join ' '")
@@ -85,7 +85,7 @@ def test_in_a_real_fish(scripts: Path) -> None:
         assert wanted in said.split(), typed
 
 
-def test_in_a_real_zsh(scripts: Path) -> None:
+def test_zsh_completes_commands_and_options(scripts: Path) -> None:
     """Typed into an interactive one, whose line then has the whole word: the script in fpath, then by eval."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -127,7 +127,7 @@ def test_in_a_real_zsh(scripts: Path) -> None:
         os.close(master)
 
 
-def test_every_command_and_option_is_in_the_scripts(scripts: Path) -> None:
+def test_completion_scripts_contain_every_command_and_option(scripts: Path) -> None:
     for name in ("bash", "zsh", "fish"):
         text = (scripts / name).read_text()
         for command in COMMANDS:
@@ -136,12 +136,12 @@ def test_every_command_and_option_is_in_the_scripts(scripts: Path) -> None:
                 assert option.removeprefix("--") in text, (name, command, option)
 
 
-def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_for_unknown_shell_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "zhs"]) == 2
     assert "did you mean zsh?" in capsys.readouterr().err
 
 
-def test_the_manual_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manual_page_lists_every_command_and_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command with its options, in their groups; groff reads it without a word."""
     assert main(["completion", "man"]) == 0
     text = capsys.readouterr().out

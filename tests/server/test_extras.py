@@ -41,7 +41,7 @@ def brought(extra: str) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", MODULES)
-def test_an_extra_brings_what_is_looked_for(extra: str) -> None:
+def test_each_extra_installs_the_modules_its_command_requires(extra: str) -> None:
     found = {dist for name in MODULES[extra] for dist in DISTRIBUTIONS[name.partition(".")[0]]}
     own = {dist.lower().replace("_", "-") for dist in found}
     assert own & brought(extra)
@@ -52,13 +52,13 @@ def test_an_extra_brings_what_is_looked_for(extra: str) -> None:
         assert brought(other) <= brought(extra)
 
 
-def test_all_is_what_goes_into_one_environment() -> None:
+def test_extra_all_includes_every_compatible_extra() -> None:
     one = {extra for extra in MODULES if extra != "all"}
     assert all(brought(extra) <= brought("all") for extra in one)
     assert not {"gptqmodel", "ray"} & brought("all")  # they pin what the others cannot have
 
 
-def test_every_command_names_an_extra_there_is() -> None:
+def test_every_command_requires_an_existing_extra() -> None:
     assert set(EXTRAS) <= set(COMMANDS)
     assert set(EXTRAS.values()) <= set(MODULES)
     home = {name for name, (module, _) in COMMANDS.items() if module.startswith("tonnage.planner.")}
@@ -95,7 +95,7 @@ NO_ENGINE = (("torch", "vllm"), AUTO, ("the hf backend needs torch", "vllm]'"))
         ),
     ],
 )
-def test_what_is_missing_is_said_before_a_plan_is_printed(
+def test_missing_packages_are_reported_before_the_plan(
     without: tuple[str, ...],
     arguments: tuple[str, ...],
     words: tuple[str, ...],
@@ -119,7 +119,7 @@ NO_PAGES = (("fastapi_offline",), AUTO, ("/docs needs fastapi_offline", "'tonnag
 
 
 @pytest.mark.parametrize(("without", "arguments", "words"), [NO_ENGINE, NO_PAGES])
-def test_serve_prints_one_line_of_what_is_missing(
+def test_serve_reports_missing_packages_in_one_line(
     without: tuple[str, ...], arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     block = f"import sys; sys.modules.update(dict.fromkeys({without!r})); "
@@ -131,7 +131,7 @@ def test_serve_prints_one_line_of_what_is_missing(
     assert all(word in done.stderr for word in words), done.stderr
 
 
-def test_what_is_there_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_absent_packages_are_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for extra in ("replay", "server", "hf", "demo"):
         assert missing(extra) == []
         require(extra, "a command")
@@ -151,7 +151,7 @@ def model_of(*arguments: str) -> tuple[Settings, ModelSource]:
 
 
 @pytest.mark.parametrize("backend", ["hf", "auto"])
-def test_a_model_of_the_hub_is_served_once_it_is_here(
+def test_serve_requires_downloaded_hub_weights_before_planning(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its plan takes the headers alone; that `serve` wants the files is said before it prints one."""
@@ -175,7 +175,7 @@ def test_a_model_of_the_hub_is_served_once_it_is_here(
     assert "Fits." in out.getvalue()
 
 
-def test_what_the_hf_engine_cannot_load_is_refused_before_a_plan_is_printed() -> None:
+def test_model_unsupported_by_the_hf_engine_is_rejected_before_the_plan() -> None:
     out = io.StringIO()
     with pytest.raises(DeploymentError, match="gptq needs a calibration"):
         plan_for_loading(*model_of("demo", "--backend", "hf", "--quantization", "gptq"), out)

@@ -47,7 +47,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 PARSERS = parsers()
 
 
-def test_every_command_that_takes_a_model_takes_a_token_and_keeps_it_out_of_its_values() -> None:
+def test_model_commands_accept_a_hub_token_and_exclude_it_from_settings() -> None:
     takes = {name for name, found in PARSERS.items() if "--hf-token" in found._option_string_actions}
     assert takes == {"plan", "replicas", "train", "fit-log", "replay", "serve", "verify", "watch", "doctor"}
     action = PARSERS["serve"]._option_string_actions["--hf-token"]
@@ -55,7 +55,7 @@ def test_every_command_that_takes_a_model_takes_a_token_and_keeps_it_out_of_its_
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_an_option_of_the_plan_is_made_from_its_field(command: str) -> None:
+def test_plan_options_are_generated_from_deployment_fields(command: str) -> None:
     """Reader, help and default: nothing of it is the command's own."""
     known = OURS | TRAINING if command == "train" else OURS
     options = {flag.option: flag for flag in known.values()}
@@ -73,7 +73,7 @@ def test_an_option_of_the_plan_is_made_from_its_field(command: str) -> None:
     assert shared >= least.get(command, len(PLANNED) if command in ("serve", "verify") else 0)
 
 
-def test_no_source_declares_a_flag_a_second_time() -> None:
+def test_deployment_flags_are_declared_once() -> None:
     """No option, field of a model or default is written where the field of Deployment could be read."""
     options = {flag.option for flag in OURS.values()}
     found = []
@@ -91,7 +91,7 @@ def test_no_source_declares_a_flag_a_second_time() -> None:
     assert found == []
 
 
-def test_the_settings_of_the_plan_are_its_fields() -> None:
+def test_server_plan_settings_equal_deployment_fields() -> None:
     for name in PLANNED:
         field = Settings.model_fields[name]
         assert field.default == OURS[name].default, name
@@ -112,7 +112,7 @@ def completed(made: Plan) -> dict[str, Any]:
     return {name: getattr(made.deployment, name) for name in OURS if name != "gpu"}
 
 
-def test_what_is_left_out_is_the_same_in_every_command(model: str) -> None:
+def test_defaults_are_equal_in_every_command(model: str) -> None:
     """plan, plan --replicas, replay, serve, fit-log and Python, on the same GPU: every flag as the engine
     chooses."""
     large = "h200-141g"  # on a smaller one the hybrid does not start with vLLM's default of 1,024 sequences
@@ -139,7 +139,7 @@ def test_what_is_left_out_is_the_same_in_every_command(model: str) -> None:
     assert asked.deployment.gpu_memory_utilization == 0.92
 
 
-def test_replay_and_plan_see_the_same_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_and_plan_have_equal_block_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """27,515 against 28,326 for Llama 3.1 8B on an H100, when replay had a default of its own."""
     (tmp_path / "config.json").write_text((DATA / "configs" / "meta-llama__Meta-Llama-3.1-8B.json").read_text())
     assert main(["plan", str(tmp_path), "--gpu", GPU, "--json"]) == 0
@@ -150,7 +150,7 @@ def test_replay_and_plan_see_the_same_blocks(tmp_path: Path, capsys: pytest.Capt
     assert f"KV blocks            {blocks:,} of 16 tokens" in capsys.readouterr().out
 
 
-def test_what_is_served_is_what_was_planned() -> None:
+def test_vllm_arguments_equal_the_planned_deployment() -> None:
     """Every flag that serve takes reaches vLLM as the plan has it."""
     odd: dict[str, Any] = {
         "dtype": "float16", "kv_cache_dtype": "fp8", "max_model_len": 512, "max_num_seqs": 3,
@@ -184,7 +184,7 @@ def test_what_is_served_is_what_was_planned() -> None:
         {"engine": "hf", "kv_cache_memory_bytes": 1 << 30, "quantization": "nf4"},
     ],
 )
-def test_the_line_that_serves_a_plan_serves_it(flags: dict[str, Any]) -> None:
+def test_printed_serve_command_reproduces_the_plan(flags: dict[str, Any]) -> None:
     """What plan prints, read by serve, is the same plan."""
     asked = plan("demo", **flags)
     words = shlex.split(serve_lines(asked)[0])
@@ -198,7 +198,7 @@ def test_the_line_that_serves_a_plan_serves_it(flags: dict[str, Any]) -> None:
     assert served.kv_cache == asked.kv_cache
 
 
-def test_a_format_that_is_planned_is_loaded_so(tmp_path: Path) -> None:
+def test_planned_quantization_is_passed_to_vllm_or_rejected(tmp_path: Path) -> None:
     """vLLM makes nf4 and fp8 while it loads; what nobody makes is refused before the load."""
     assert _made_by_vllm("demo", None) is None
     assert (_made_by_vllm("demo", "nf4"), _made_by_vllm("demo", "fp8")) == ("bitsandbytes", "fp8")
@@ -228,7 +228,7 @@ def test_a_format_that_is_planned_is_loaded_so(tmp_path: Path) -> None:
         ("tensor_parallel_size", "2", 2),
     ],
 )
-def test_a_setting_is_read_from_the_environment(
+def test_deployment_settings_are_read_from_the_environment(
     variable: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"TONNAGE_{variable.upper()}", text)
@@ -247,13 +247,13 @@ def test_a_setting_is_read_from_the_environment(
         ({"gpu_memory_utilization": "lots"}, "gpu_memory_utilization"),
     ],
 )
-def test_a_setting_is_checked_as_the_flag(given: dict[str, Any], field: str) -> None:
+def test_environment_values_are_validated_like_flags(given: dict[str, Any], field: str) -> None:
     with pytest.raises(DeploymentError) as caught:
         load_settings(model="demo", **given)
     assert caught.value.field == field
 
 
-def test_a_setting_that_means_nothing_alone_is_refused_as_by_plan() -> None:
+def test_setting_without_its_required_companion_is_rejected() -> None:
     settings = load_settings(model="demo", backend="vllm", max_loras=2)
     with pytest.raises(DeploymentError, match="requires --enable-lora") as caught:
         settings.deployment()
