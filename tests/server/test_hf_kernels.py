@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "kv_heads", "ratio", "window", "block_size", "softcap", "threads"), CASES)
-def test_attention_in_place(
+def test_in_place_attention_equals_the_reference(
     size: int,
     kv_heads: int,
     ratio: int,
@@ -191,7 +191,7 @@ def test_shares_cover_every_item_once_and_are_even() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 9, 16, 21, 70, 199])
 @pytest.mark.parametrize(("k", "columns"), [(576, 192), (64, 16), (80, 48), (1000, 32), (33, 16)])
-def test_linear(rows: int, k: int, columns: int) -> None:
+def test_linear_kernel_equals_the_float64_reference(rows: int, k: int, columns: int) -> None:
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, k), torch.randn(columns, k), torch.randn(columns)
     x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
@@ -217,7 +217,7 @@ def test_linear_leaves_what_it_cannot_read() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_norms_and_rotation(rows: int) -> None:
+def test_rms_norm_and_rotary_kernels_equal_the_reference(rows: int) -> None:
     torch.manual_seed(0)
     x = (torch.randn(rows, 576) * 30).bfloat16()
     for module, shift in ((LlamaRMSNorm(576, 1e-5), 0.0), (Gemma3RMSNorm(576, 1e-6), 1.0)):

@@ -61,6 +61,6 @@ def test_in_text_and_beside_lengths_of_ones_own(capsys):
         (("--trace", str(TRACE), "--limit", "0"), "--limit"),
     ],
 )
-def test_what_is_refused(flags, named):
+def test_invalid_trace_flags_are_rejected(flags, named):
     with pytest.raises((DeploymentError, CacheError), match=named):
         run([*FLAGS, *flags])

@@ -48,7 +48,7 @@ def test_a_higher_rate_needs_more_replicas_of_the_same_plan() -> None:
         (("--replicas", "auto", "--rate", "1", "--trace", str(TRACE)), "--memory-bandwidth"),
     ],
 )
-def test_refusals(flags: tuple[str, ...], named: str) -> None:
+def test_invalid_replica_flags_are_rejected(flags: tuple[str, ...], named: str) -> None:
     done = ask(*flags)
     assert done.returncode == 2
     assert named in done.stderr

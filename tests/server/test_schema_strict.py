@@ -83,7 +83,7 @@ BODIES: list[dict[str, Any]] = [{}, {"n": 3}, {"stop": ["e"]}, {"ignore_eos": Tr
 
 
 @pytest.mark.parametrize("more", BODIES, ids=str)
-async def test_completions(server, more: dict[str, Any]) -> None:
+async def test_completions_match_openai_types_strictly(server, more: dict[str, Any]) -> None:
     body = {"model": "demo", "prompt": "hello", "max_tokens": 8, "temperature": 0.5} | more
     answer = (await server.http.post("/v1/completions", json=body)).json()
     strictly(Completion, answer)
@@ -98,7 +98,7 @@ async def test_completions(server, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("more", BODIES, ids=str)
-async def test_chat(server, more: dict[str, Any]) -> None:
+async def test_chat_completions_match_openai_types_strictly(server, more: dict[str, Any]) -> None:
     body = {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 8} | more
     answer = (await server.http.post("/v1/chat/completions", json=body)).json()
     strictly(ChatCompletion, answer)
@@ -112,7 +112,7 @@ async def test_chat(server, more: dict[str, Any]) -> None:
     assert len(reasons) == more.get("n", 1)
 
 
-async def test_responses(server) -> None:
+async def test_responses_and_events_match_openai_types_strictly(server) -> None:
     body = {"model": "demo", "input": "hello", "max_output_tokens": 8, "instructions": "Be brief."}
     answer = (await server.http.post("/v1/responses", json=body)).json()
     strictly(OpenResponse, answer)
@@ -129,7 +129,7 @@ async def test_responses(server) -> None:
     assert text == told[-1]["response"]["output"][0]["content"][0]["text"]
 
 
-async def test_models(server) -> None:
+async def test_models_match_openai_types_strictly(server) -> None:
     answer = (await server.http.get("/v1/models")).json()
     assert answer["object"] == "list"
     for model in (*answer["data"], (await server.http.get("/v1/models/demo")).json()):

@@ -55,7 +55,9 @@ async def ask(server: Any, count: int, **body: Any) -> list[asyncio.Task[httpx.R
     return tasks
 
 
-async def test_a_busy_server(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
+async def test_status_of_a_busy_server_equals_its_metrics(
+    run_server: Callable[..., Any], small_plan: Callable[..., Any]
+) -> None:
     """Two run, one waits, and everything shown is what the server says under its other names."""
     engine = FakeEngine(small_plan(max_num_seqs=2), token_rate=50)
     async with run_server(engine, served=SupervisedEngine(lambda: engine)) as server:
@@ -191,7 +193,7 @@ def test_a_line_of_text_is_one_line() -> None:
     assert line.endswith(r"request param='a\nINFO b \x1b[31m' model=" + "caf\u00e9")
 
 
-async def test_many_refusals_are_one_line(
+async def test_repeated_rejections_are_summarized_in_one_log_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "tonnage.server")
@@ -230,7 +232,9 @@ class Fetched(HTMLParser):
         self.text += data
 
 
-async def test_the_page(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
+async def test_status_page_requires_a_key_and_loads_nothing_external(
+    run_server: Callable[..., Any], small_plan: Callable[..., Any]
+) -> None:
     """No script, no style or file from elsewhere; for whoever may read /memory, who may be a browser."""
     name = "<b>demo</b>"
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,), served_model_name=name) as server:
@@ -342,7 +346,7 @@ def report(small_plan: Callable[..., Any], tokenizer: Any) -> str:
     return asyncio.run(fetched())
 
 
-def test_the_command(report: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_command_prints_text_and_json(report: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pages(memory=report) as server:
         assert run([server.url]) == 0
         text = capsys.readouterr().out
@@ -397,7 +401,7 @@ def test_the_key_of_the_environment(report: str, monkeypatch: pytest.MonkeyPatch
         assert server.asked[-1][1]["Authorization"] == f"Bearer {KEY}"
 
 
-def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) -> None:
+def test_unreadable_server_is_a_one_line_error(capsys: pytest.CaptureFixture[str], report: str) -> None:
     """One line, which says what to do."""
     older = json.loads(report)
     del older["requests"]
@@ -415,7 +419,9 @@ def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) ->
             assert said in told.err
 
 
-async def test_it_asks_for_a_key(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
+async def test_missing_key_error_names_the_key_options(
+    run_server: Callable[..., Any], small_plan: Callable[..., Any]
+) -> None:
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
         with pytest.raises(WatchError, match=r"--api-key KEY, or TONNAGE_API_KEY"):
             await asyncio.to_thread(observe, Client(server.url))
@@ -500,7 +506,7 @@ def test_room_before_the_first_request_is_like_no_request_so_far(report: str) ->
     assert "1 more requests of the average size so far" in dict(status_of(fresh).facts)["headroom"]
 
 
-def test_the_bar_adds_up() -> None:
+def test_pool_bar_has_constant_width() -> None:
     for counts in ((1, 1, 1, 252), (84, 86, 85, 0), (0, 0, 0, 255)):
         status = Status("demo", "ready", "", "", (), dict(zip(POOL_STATES, counts, strict=True)), ())
         assert len(re.sub(r"\[[^]]*\]", "", pool_bar(status, bars.ASCII))) == 48
@@ -513,7 +519,7 @@ def test_the_bar_adds_up() -> None:
         (7441, "2 h 4 min"), (180_000, "2 d 2 h"),
     ],
 )  # fmt: skip
-def test_spans(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 

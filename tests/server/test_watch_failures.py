@@ -87,7 +87,7 @@ def test_counters_that_are_missing_say_nothing() -> None:
 # -- what can go wrong on the way
 
 
-def test_no_server() -> None:
+def test_unreachable_server_is_reported() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -95,7 +95,7 @@ def test_no_server() -> None:
         Client(url).get("/metrics")
 
 
-def test_none_of_them() -> None:
+def test_unknown_server_type_is_reported() -> None:
     with (
         pages(metrics="up 1\n") as server,
         pytest.raises(WatchError, match="none of Tonnage, vLLM, SGLang, llama"),
@@ -104,7 +104,7 @@ def test_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_key_is_wanted(status: int) -> None:
+def test_missing_key_error_names_the_key_options(status: int) -> None:
     with pages(metrics=Stored("{}", status)) as server:
         with pytest.raises(WatchError, match="--api-key KEY, or TONNAGE_API_KEY"):
             look(server)
@@ -114,7 +114,7 @@ def test_a_key_is_wanted(status: int) -> None:
         assert "Authorization" not in server.asked[0][1]
 
 
-def test_a_server_that_loads() -> None:
+def test_loading_server_is_reported_as_not_ready() -> None:
     body = '{"error":{"message":"Loading model","code":503}}'
     with (
         pages(metrics=Stored(body, 503)) as server,
@@ -200,7 +200,7 @@ def test_an_answer_by_drops_ends(first: bytes, drop: bytes) -> None:
         "http://\nx",
     ],
 )
-def test_no_url(url: str) -> None:
+def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(TonnageError, match=r"^URL: "):
         Client(url)
 

@@ -210,7 +210,7 @@ def test_a_path_of_another_machine() -> None:
 # -- SGLang
 
 
-def test_sglang(qwen: str) -> None:
+def test_sglang_pool_and_plan_are_read_from_its_metrics(qwen: str) -> None:
     """12,288 bytes a token; its page of 20,480 tokens says 0.23 GiB."""
     with sglang() as server:
         found = look(server, qwen, gpu="h100-80g")
