@@ -203,7 +203,7 @@ def test_a_grammar_that_is_not_understood_ends_its_own_request(loop: EngineLoop)
     assert len(tokens_of(ask(loop)[0])) == 12
 
 
-def test_wishes_that_allow_no_token_end_with_an_error(loop: EngineLoop) -> None:
+def test_constraints_that_allow_no_token_end_with_an_error(loop: EngineLoop) -> None:
     grammar = Grammar("choice", json.dumps(["yes"]))
     (said,) = ask(loop, grammar=grammar, stop_token_ids=EOS, min_tokens=10)
     assert said[-1].finish_reason == "error"

@@ -274,7 +274,7 @@ def test_flash_infer_is_given_the_blocks_it_needs(case: tuple[Any, ...]) -> None
 
 
 @pytest.mark.parametrize("wrong", ["another sequence's table", "one token short", "one block late"])
-def test_the_stand_in_sees_wrong_tables(wrong: str) -> None:
+def test_flash_attention_stand_in_detects_wrong_block_tables(wrong: str) -> None:
     def broken(**given: Any) -> torch.Tensor:
         if wrong == "another sequence's table":
             given["block_table"] = given["block_table"].roll(1, 0)
@@ -289,7 +289,7 @@ def test_the_stand_in_sees_wrong_tables(wrong: str) -> None:
         compare(CASES[0], lambda batch, pool: FlashAttention(batch, pool, broken))
 
 
-def test_what_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernel_is_selected_by_gpu_capability_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_missing", lambda name: None)
 
     def best(capability: tuple[int, int] = (9, 0), **changes: Any) -> list[str]:

@@ -203,7 +203,7 @@ async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(
     await all_free(engine)
 
 
-async def test_leaving_in_the_middle_frees_every_block(engine: HFEngine, prompts: list[list[int]]) -> None:
+async def test_cancelled_streams_free_every_block(engine: HFEngine, prompts: list[list[int]]) -> None:
     async def leave(number: int) -> None:
         params = SamplingParams(max_tokens=400, temperature=0.0)
         request = GenerationRequest(str(number), tuple(prompts[number % 25]), params, n=1 + number % 3)
@@ -217,7 +217,7 @@ async def test_leaving_in_the_middle_frees_every_block(engine: HFEngine, prompts
     assert (await ask(engine, "after", prompts[5]))[0]
 
 
-async def test_never_is_said_at_submit_with_the_numbers(engine: HFEngine) -> None:
+async def test_request_that_never_fits_is_rejected_at_submit(engine: HFEngine) -> None:
     with pytest.raises(NeverFits, match="max_model_len is 1024"):
         await ask(engine, "long", [5] * 1020, max_tokens=100)
     assert decisions(engine)[("never", "max_model_len")] == 1
@@ -265,7 +265,7 @@ async def test_a_start_that_was_given_up_hears_no_more_of_its_child() -> None:
         engine.capacity()
 
 
-async def test_what_still_loads_is_not_waited_for() -> None:
+async def test_shutdown_does_not_wait_for_a_loading_engine() -> None:
     """Ctrl-C in the middle of a load: the child hears nothing then, and holds no answer that could be lost."""
     engine = HFEngine(plan_for())
     start = asyncio.create_task(engine.start())

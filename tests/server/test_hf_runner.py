@@ -243,7 +243,7 @@ def test_nan_logits_end_their_own_request_and_no_other(tmp_path: Path) -> None:
         loop.scheduler.manager.check_invariants()
 
 
-def test_what_a_broken_request_wrote_is_found_by_nobody(tmp_path: Path) -> None:
+def test_blocks_of_a_failed_request_are_never_reused_from_the_cache(tmp_path: Path) -> None:
     """Neither through the prefix cache nor as NaN in the rest of a block; every sequence of it is told once."""
     ours, theirs = Pipe()
     with ours, theirs:

@@ -236,7 +236,7 @@ def test_replay_fake_and_hf_engine_decide_the_same_in_every_step(
     assert_same(log, served(loop, plan, given, policy))
 
 
-def test_they_do_with_common_prefixes(folder: Path, loop: EngineLoop) -> None:
+def test_replay_fake_and_hf_engine_agree_with_shared_prefixes(folder: Path, loop: EngineLoop) -> None:
     plan, policy = plan_of(folder, caching=True), Policy(AdmissionMode.GREEDY)
     log, given = replayed(plan, mooncake(), policy, scale=0.005)
     assert any(step.preempted for step in log)
@@ -244,7 +244,7 @@ def test_they_do_with_common_prefixes(folder: Path, loop: EngineLoop) -> None:
     assert_same(log, served(loop, plan, given, policy))
 
 
-def test_another_rule_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_admission_rule_is_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, policy = plan_of(folder, caching=False), POLICIES[AdmissionMode.PREDICTIVE]
     log, given = replayed(plan, azure(), policy, scale=4.0)
     with pytest.raises(AssertionError):

@@ -135,7 +135,7 @@ def test_a_bad_kv_events_config_is_refused_by_name(value: str, said: str) -> Non
 
 
 @pytest.mark.parametrize("field", ["kv_events_config", "shared_system_prompt"])
-def test_backends_without_it_refuse_it(field: str) -> None:
+def test_backend_without_kv_events_or_shared_prompts_rejects_them(field: str) -> None:
     value = {"kv_events_config": '{"enable_kv_cache_events": true}', "shared_system_prompt": "a.txt"}[field]
     settings = load_settings(model="demo", backend="fake", **{field: value})
     with pytest.raises(DeploymentError, match=field):

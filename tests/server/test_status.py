@@ -382,7 +382,7 @@ def test_an_interval_looks_again(report: str) -> None:
     assert process.returncode == 0
 
 
-def test_it_needs_no_extra(report: str) -> None:
+def test_status_needs_no_optional_package(report: str) -> None:
     """Where the planner alone is installed, as on the machine of whoever looks after servers."""
     names = ("numpy", "numba", "rich", "fastapi", "pydantic", "prometheus_client", "starlette", "tokenizers")
     code = f"import sys; sys.modules.update(dict.fromkeys({names!r})); "
@@ -526,7 +526,9 @@ def test_durations_are_formatted(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(
     "odd", [{"memory": []}, {"since": 1e300}, {"drain_seconds": 1e400}, {"requests": 3}, {"state": "a\x1b[2Jb"}]
 )
-def test_an_odd_answer_is_one_line(report: str, odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_status_response_prints_no_control_characters(
+    report: str, odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = json.dumps(json.loads(report) | odd)
     client = Client("http://localhost:1")
     monkeypatch.setattr(client, "get", lambda _: httpx.Response(200, text=answer))

@@ -124,7 +124,7 @@ async def exhaust(stream: AsyncIterator[Chunk]) -> None:
         pass
 
 
-async def test_a_request_has_its_time(run_server, small_plan) -> None:
+async def test_request_timeout_applies_while_queued_and_running(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(256, max_num_seqs=1), token_rate=20)
     async with run_server(engine, request_timeout=2) as server:
         # It never got its turn, which another request has, one without a limit: later it may.
