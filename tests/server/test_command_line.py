@@ -273,7 +273,7 @@ def test_error_messages_contain_no_api_key() -> None:
 
 @pytest.mark.parametrize("given", ["", ",", " , "])
 def test_empty_api_key_is_rejected(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that somebody meant to set."""
+    """Empty TONNAGE_API_KEY is rejected instead of disabling authentication."""
     monkeypatch.setenv("TONNAGE_API_KEY", given)
     with pytest.raises(DeploymentError, match="is empty"):
         load_settings(model="demo")

@@ -199,7 +199,7 @@ def test_printed_serve_command_reproduces_the_plan(flags: dict[str, Any]) -> Non
 
 
 def test_planned_quantization_is_passed_to_vllm_or_rejected(tmp_path: Path) -> None:
-    """vLLM makes nf4 and fp8 while it loads; what nobody makes is refused before the load."""
+    """On load, vLLM quantizes to nf4 and fp8. Any other format is rejected before loading."""
     assert _made_by_vllm("demo", None) is None
     assert (_made_by_vllm("demo", "nf4"), _made_by_vllm("demo", "fp8")) == ("bitsandbytes", "fp8")
     made = make_plan("demo", Deployment(engine="vllm", quantization="fp8"))

@@ -74,7 +74,7 @@ class Load:
         return True
 
     def decode(self) -> None:
-        """A token for everybody who gets a slot for it."""
+        """Generate one token for each request that gets a slot."""
         going = [sequence for sequence, left in self.running.items() if left > 1]
         lengths = [int(self.manager.rows.length[self.manager.row(sequence)]) for sequence in going]
         ends = self.manager.grant(going, [length + 1 for length in lengths]) if going else []

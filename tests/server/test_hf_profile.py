@@ -98,7 +98,7 @@ async def test_revision_1_is_what_was_measured_and_a_death_while_loading_names_t
         await starting
 
 
-async def test_a_machine_that_is_full_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_start_without_enough_free_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_for()
     monkeypatch.setattr(engine, "available_memory", lambda: plan.rank.used_bytes - 1)
     refused = HFEngine(plan)

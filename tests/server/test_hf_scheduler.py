@@ -156,7 +156,7 @@ def test_stats_have_step_costs_in_the_mode_auto() -> None:
     assert (told.share, told.fallbacks) == (None, 0)
 
 
-def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_invariant_violation_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = HFScheduler(plan_for(40))
     for request in requests(2):
         scheduler.add(request)

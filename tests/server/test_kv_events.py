@@ -60,7 +60,7 @@ class Router:
                     parent = value
 
 
-def test_what_a_subscriber_knows_is_what_the_index_holds() -> None:
+def test_subscribed_events_reproduce_the_prefix_index() -> None:
     manager, router, pick = make(blocks=65), Router(), random.Random(1)
     manager.subscribe(router)
     live: list[int] = []

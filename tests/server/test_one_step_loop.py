@@ -45,7 +45,7 @@ CONFIG = {
     "max_position_embeddings": 512,
 }
 BLOCKS, MAX_TOKENS = 97, 64
-# The quantile of predictive mode is low enough that lengths surprise it, and somebody is preempted.
+# The quantile of predictive mode is low enough that lengths surprise it, so requests are preempted.
 # ``auto`` follows measured seconds, which a replay and an engine do not share; its two rules are in the others.
 POLICIES = {mode: Policy(mode) for mode in AdmissionMode if mode is not AdmissionMode.AUTO}
 POLICIES[AdmissionMode.PREDICTIVE] = Policy(AdmissionMode.PREDICTIVE, length_quantile=0.1, watermark=0.0)

@@ -30,7 +30,7 @@ async def text(server: Any, *messages: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
-async def test_a_message_needs_a_content(server, role: str, stream: bool) -> None:
+async def test_message_without_content_is_rejected(server, role: str, stream: bool) -> None:
     for message in ({"role": role}, {"role": role, "content": None}):
         body = {"model": "demo", "messages": [USER, message], "max_tokens": 2, "stream": stream}
         response = await server.http.post(CHAT, json=body)

@@ -1,4 +1,4 @@
-"""An engine that dies: everybody is told at once, and another engine takes its place in the same server."""
+"""Tests of engine supervision: requests fail at once when the engine dies, and a new engine is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.supervisor import SupervisedEngine
 
 
-async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan) -> None:
+async def test_restarted_engine_keeps_counters_increasing(run_server, small_plan) -> None:
     class Engine(Loading):
         """As hf and vLLM, it has no capacity before it has loaded."""
 
@@ -98,7 +98,7 @@ async def test_an_engine_that_keeps_dying_ends_the_server(small_plan) -> None:
     await engine.stop()
 
 
-async def test_what_an_engine_held_goes_when_another_one_runs(small_plan) -> None:
+async def test_resources_of_a_dead_engine_are_released_after_restart(small_plan) -> None:
     """Also what refers to itself, as vLLM's client does: its sockets were open for ever."""
 
     class Itself:

@@ -153,7 +153,7 @@ def test_a_page_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def dripping(first: bytes, drop: bytes) -> Iterator[str]:
-    """Sends ``first``, then ``drop`` every 50 ms for as long as somebody listens."""
+    """Send ``first``, then ``drop`` every 50 ms until the client disconnects."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
