@@ -1,9 +1,9 @@
-"""Every command that is shown runs, or what it names is looked up, or it is listed with the reason why not.
+"""Every command in the documentation runs, or its parts are looked up, or it is listed with a reason.
 
-Blocks of ``console`` run with their output (test_documentation.py; those that ask a server in test_served.py).
-Here is the rest: blocks of ``sh`` and code spans. Commands of the planner run, ``tonnage serve`` to its plan;
-of make, pip, Helm, Compose and the like what they name must be there. ``vllm serve`` runs in
-tests/server/vllm/served/test_shown.py.
+``console`` blocks run with their output in test_documentation.py, and in test_served.py where they need a
+server. This file covers ``sh`` blocks and code spans. Planner commands run, and ``tonnage serve`` runs up to
+its plan. For make, pip, Helm, Compose and similar tools, the names that they use must exist. ``vllm serve``
+runs in tests/server/vllm/served/test_shown.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tonnage.server.commands.launch import plan_for_loading, select_backend, set
 
 NOT_RUN = {
     "git log --oneline": "the history of a checkout; an archive of the sources has none",
-    "hf auth login": "asks for the token of somebody's account",
-    "hf download": "fetches a model of somebody's choice",
+    "hf auth login": "asks for the token of a user's account",
+    "hf download": "fetches a model of the user's choice",
     "pip install": "a name, no command line",
     "vllm bench serve": "make load runs it against a server (benchmarks/load_tools.py)",
 }

@@ -1,4 +1,4 @@
-"""What the documentation names beside commands is there: metrics, flags, settings of keys, lines of code."""
+"""Names in the documentation other than commands must exist: metrics, flags, key settings and lines of code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tonnage.server.cli import COMMANDS, parser_of
 from tonnage.server.engines.hf.model.support import served
 from tonnage.server.security.keys import load_keys
 
-# Beside those of `tonnage serve`: of a watch (server/watch/exporter.py), of our plug-in in vLLM
+# Besides `tonnage serve`: metrics of a watch (server/watch/exporter.py), of our plug-in in vLLM
 # (server/observe/vllm), and what the metrics of a tenant begin with.
 ELSEWHERE = {
     "tonnage_watch_info", "tonnage_watch_up", "tonnage_watch_restarts_total", "tonnage_watch_failures_total",
@@ -36,7 +36,7 @@ FOREIGN = {
     "tonnage itself": {"--version"},
     "refused in an example": {"--max-model-length"},
 }  # fmt: skip
-# Of contributors, with the flags of many scripts; test_commands.py looks at those.
+# Contributor pages have the flags of many scripts; test_commands.py checks them.
 SCRIPTS = (ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md")
 # A path in a code span, to be found under any folder of ours: `blocks/pool.py`, `api/*/protocol.py`, `http/`.
 PATH = re.compile(r"`((?:[\w.*-]+/)*[\w.*-]+(?:/|\.(?:py|json|jsonl|md|toml|tsv|yaml|yml)))(?=[`: ])")

@@ -36,7 +36,7 @@ def pages() -> list[Path]:
 
 @contextlib.contextmanager
 def models() -> Iterator[None]:
-    """In a folder with what the commands name."""
+    """Yield in a folder that has the files named by the documented commands."""
     from tonnage.planner.page.build import model_files
 
     before = Path.cwd()
@@ -58,7 +58,7 @@ def models() -> Iterator[None]:
 
 
 def _watched(place: Path) -> None:
-    """The models of the recorded servers, as these name them."""
+    """Write the models of the recorded servers under the names that these servers report."""
     qwen = place / "qwen/qwen2.5-0.5b-instruct"
     qwen.mkdir(parents=True)
     shutil.copy(ROOT / "tests/data/configs/Qwen__Qwen2.5-0.5B.json", qwen / "config.json")
@@ -117,7 +117,7 @@ def _made(lines: list[str], shown: list[str], asking: Servers | None) -> list[st
 
 
 def blocks(page: str) -> list[bool]:
-    """Of each block, whether it asks a server."""
+    """Return for each block whether it needs a server."""
     return [any(asked("\n".join(lines)) for lines, _ in _commands(block[1])) for block in _BLOCK.finditer(page)]
 
 

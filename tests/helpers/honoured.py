@@ -107,7 +107,7 @@ def temperature(api: Api) -> None:
 
 
 def nucleus(**narrow: Any) -> Callable[[Api], None]:
-    """So narrow that one token is left: greedy, whatever the seed."""
+    """Return a check that a nucleus of one token is greedy with every seed."""
 
     def check(api: Api) -> None:
         greedy, wide = api.ask(tokens=16).text, api.ask(tokens=16, **SAMPLED).text
@@ -198,7 +198,7 @@ def priority(api: Api) -> None:
 
 
 def in_line_together(api: Api, tokens: int) -> bool:
-    """Whether both were seen to wait at once, while another got ``tokens``; then their order was right."""
+    """Check the order of two queued requests; return whether both were seen waiting at once."""
     sequences = api.http.get("/memory").json()["plan"]["deployment"]["max_num_seqs"]
     ended: dict[str, float] = {}
 
@@ -225,7 +225,7 @@ def in_line_together(api: Api, tokens: int) -> bool:
 
 
 def seen_before(end: Future[None], api: Api, **wanted: int) -> bool:
-    """Whether so many requests were seen in a state before ``end``."""
+    """Return whether the wanted number of requests was seen in a state before ``end``."""
     ((state, count),) = wanted.items()
     while metric(api.http, "tonnage_engine_requests", f'state="{state}"') < count:
         if end.done():
@@ -425,7 +425,7 @@ AT_FAULT: dict[str, dict[str, Any]] = {
 
 
 def refused(http: httpx.Client, fault: str) -> None:
-    """400 and counted as rejected: no retry helps, and the engine is well."""
+    """Check for a 400 that is counted as rejected and leaves the engine healthy."""
 
     def rejected() -> float:
         lines = http.get("/metrics").text.splitlines()

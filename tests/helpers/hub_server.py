@@ -1,9 +1,9 @@
-"""Two servers on loopback: one answers as the hub does, the other is the storage of its large files.
+"""Two servers on loopback: one responds like the hub, the other is the storage of its large files.
 
-Answers as huggingface_hub 1.x reads them (utils/_http.py): an unknown model is 401 for who shows no token and
-404 for who does, X-Error-Code names the reason. Small files are redirected within the hub, large ones to the
-storage. Both say what a page of another host may read, as the hub and cas-bridge.xethub.hf.co do
-(github.com/huggingface/datasets/issues/7931); neither knows OPTIONS.
+Responses have the form that huggingface_hub 1.x reads (utils/_http.py). An unknown model is 401 without a token
+and 404 with one; X-Error-Code names the reason. Small files are redirected within the hub, large ones to the
+storage. Both send CORS headers as the hub and cas-bridge.xethub.hf.co do
+(github.com/huggingface/datasets/issues/7931); neither supports OPTIONS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families of /metrics, whoever serves it."""
+"""The metric families of /metrics, with every server that exports them."""
 
 from __future__ import annotations
 

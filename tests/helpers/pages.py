@@ -52,7 +52,7 @@ def pages(**paths: str | bytes | Stored) -> Iterator[Pages]:
             for name, value in {"Content-Length": str(len(body)), **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            with contextlib.suppress(OSError):  # who asked has gone
+            with contextlib.suppress(OSError):  # the client disconnected
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None: ...

@@ -66,7 +66,7 @@ class Traffic:
         self._pool.shutdown()
 
     def wait_for_answers(self, count: int) -> None:
-        """Until so many were whole."""
+        """Wait until the given number of responses is complete."""
         deadline = time.monotonic() + PATIENCE
         while self.answers.count(200) < count:
             assert time.monotonic() < deadline, self.answers
@@ -102,7 +102,7 @@ class Prometheus:
         return data
 
     def ready(self) -> bool:
-        """Whether it answers: it listens before it does, and says 503 until its storage is open."""
+        """Return whether Prometheus is ready; it responds with 503 until its storage is open."""
         try:
             return self._client.get("/-/ready").status_code == 200
         except httpx.TransportError:

@@ -63,7 +63,7 @@ def asked(command: str) -> str | None:
 
 
 class Servers:
-    """Started when a command first asks one, in the folder that `documented.models` makes."""
+    """The documented servers, each started at first use, in the folder of `documented.models`."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self._addresses = stack, {}  # type: tuple[ExitStack, dict[str, str]]
@@ -109,7 +109,7 @@ class Servers:
         return self._addresses[name]
 
     def _shown(self, text: str, name: str) -> str:
-        """With the address that the documentation has; a server of a command's own has another port."""
+        """Return the text with the address that the documentation shows."""
         if name in self._addresses:
             text = text.replace(self._addresses[name], DEFAULT if name == HERE else name)
         return re.sub(r"(?<=on http://127\.0\.0\.1:)\d+", "8000", text)
@@ -167,7 +167,7 @@ FakeEngine.step = lambda self: step(self) if self.stats().running < 2 and self.s
 
 @contextmanager
 def _full() -> Iterator[str]:
-    """Prompts of 40 tokens that may have 900 more."""
+    """Start a full server, whose prompts of 40 tokens may produce 900 more."""
     flags = ["--backend", "fake", "--max-num-seqs", "2", "--max-model-len", "1024"]
     with (
         serving("demo", *flags, "--kv-cache-memory-bytes", "128MiB", before=_STAND_STILL, killed=True) as url,
@@ -187,7 +187,7 @@ def _full() -> Iterator[str]:
 
 
 def _settled(address: str) -> None:
-    """Until what was asked before has given its blocks back."""
+    """Wait until the previous requests have returned their blocks."""
     deadline = time.monotonic() + PATIENCE
     with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=PATIENCE) as http:
         while True:

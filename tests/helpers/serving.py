@@ -80,7 +80,7 @@ def serving(
 
 
 def listens(process: psutil.Process, url: str) -> bool:
-    """Whether it is the process that answers on ``url``."""
+    """Return whether this process is the one that listens on ``url``."""
     port = int(url.rsplit(":", 1)[1])
     try:
         return any(

@@ -1,8 +1,8 @@
 """Every command that README, the documentation and the packages' READMEs show.
 
-Commands stand in fences of ``console`` (lines that begin with ``$ ``, with what they print), in fences of
-``sh`` (each line one), and in code spans that begin with the name of a program and go on. A line that ends in a
-backslash goes on in the next; `` #`` begins a comment.
+Commands stand in ``console`` fences (lines that begin with ``$ ``, with their output), in ``sh`` fences (one
+per line), and in code spans that begin with a program's name. A line that ends in a backslash continues in the
+next; `` #`` begins a comment.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def serve_lines() -> list[list[str]]:
 
 
 def stray(page: Path) -> list[str]:
-    """Commands in indented blocks and in fences of another kind, where nobody would run them."""
+    """Return commands in indented blocks and other fences, where no test would run them."""
     text = page.read_text()
     found = [
         line

@@ -44,8 +44,7 @@ def requests(prompts: list[list[int]], tokens: int) -> list[GenerationRequest]:
 
 
 def complete(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """So many greedy tokens of each prompt, all served at once; the manager's laws are checked after every
-    step."""
+    """Return greedy tokens of each prompt, all served at once; check the manager's laws after every step."""
     scheduler = HFScheduler(runner.plan)
     said: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     for request in requests(prompts, tokens):
@@ -64,7 +63,7 @@ def complete(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> list
 
 
 def check_tokens_of_generate(runner: ModelRunner, folder: Path, lengths: tuple[int, ...], tokens: int) -> None:
-    """Random prompts of these lengths, answered by the runner at once as by generate one at a time."""
+    """Compare the runner's batched tokens with generate's one prompt at a time, on random prompts."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 300, length).tolist() for length in lengths]
     got = complete(runner, prompts, tokens)

@@ -47,7 +47,7 @@ def planned_bytes(
     kernels: Kernels = PLAIN_KERNELS,
     **overrides: Any,
 ) -> int:
-    """What ``saved_bytes`` is to be, on the CPU, by the plan."""
+    """Return the planned value of ``saved_bytes`` on the CPU."""
     model = training_model(row, **overrides)
     attention = model.attention(setup.attention)
     kept = ActivationSetup(
@@ -77,12 +77,12 @@ def real_model(row: str, attention: str = "sdpa", dtype: str = "float32", **over
 
 
 def storages(tensors: Any) -> dict[int, int]:
-    """Bytes of the distinct storages of tensors."""
+    """Return the bytes of the distinct storages of tensors."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def saved_bytes(model: Any, batch: int, length: int, *, autocast: bool) -> int:
-    """Bytes autograd keeps after one forward pass with a loss, parameters and buffers aside."""
+    """Return the bytes autograd keeps after a forward pass with a loss, without parameters and buffers."""
     import torch
 
     own = storages([*model.parameters(), *model.buffers()])

@@ -21,7 +21,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def settings(unit: Path, name: str) -> list[str]:
-    """The values of each line ``name=`` of a unit file, in order."""
+    """Return the values of each line ``name=`` of a unit file, in order."""
     lines = unit.read_text().splitlines()
     return [line.partition("=")[2].strip() for line in lines if line.startswith(f"{name}=")]
 
@@ -50,7 +50,7 @@ def expanded(words: list[str], known: dict[str, set[str]]) -> set[str]:
 
 
 def allowed(unit: Path, known: dict[str, set[str]]) -> set[str]:
-    """What the unit's lines leave: the first says what is allowed, a later one adds, or with ~ takes away."""
+    """Return the system calls that the unit's lines allow; a later line adds calls, or removes them with ~."""
     first, *others = settings(unit, "SystemCallFilter")
     assert not first.startswith("~")
     calls = expanded(first.split(), known) | expanded(["@default"], known)

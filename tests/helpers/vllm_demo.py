@@ -16,7 +16,7 @@ PROMPTS = [
     "def fibonacci(n):",
     "Q: What is 12 times 12?\nA:",
 ]
-ADAPTED = PROMPTS[::2]  # those that the adapters are asked
+ADAPTED = PROMPTS[::2]  # prompts for the adapters
 MAX_TOKENS = 24
 # More than a block of 128 tokens: the server's shared system prompt.
 SYSTEM = "You answer questions about the harbour: ships, cranes, tides and the price of a berth. " * 10

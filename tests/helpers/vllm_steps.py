@@ -193,7 +193,7 @@ class World:
         return output
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        """A step is on its way; with as many as may be, the oldest comes back."""
+        """Schedule one step; when the maximum is in flight, complete the oldest."""
         self.steps += 1
         if self.law is not None:
             self.law(self.scheduler)
@@ -202,7 +202,7 @@ class World:
             self.land()
 
     def land(self) -> None:
-        """The oldest step comes back."""
+        """Complete the oldest step in flight."""
         output = self._flight.popleft()
         ids = list(output.num_scheduled_tokens)
         sampled = []
@@ -251,7 +251,7 @@ class World:
         self.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, limit: int = 20_000) -> None:
-        """Until nobody is left."""
+        """Run steps until every request has ended."""
         while self.scheduler.has_unfinished_requests() or self._flight:
             if self.scheduler.has_unfinished_requests():
                 self.step()

@@ -57,7 +57,7 @@ def _replicas() -> dict[str, str]:
 
 
 def _wait_for_replicas(count: int, before: Collection[str] = ()) -> dict[str, str]:
-    """Until so many answer that are not all those of ``before``: who has just died is listed for a second."""
+    """Wait for the replicas to differ from ``before``; a dead replica stays listed for a second."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         if get(f"{URL}/ready").status_code == 200:
@@ -147,7 +147,7 @@ async def test_killed_replica_fails_its_requests_and_is_replaced(cluster: str) -
         ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
     failed = [each for each in ended if isinstance(each, BaseException)]
     assert all(isinstance(each, openai.APIError) for each in failed), failed
-    assert failed, "nobody noticed that a replica died"
+    assert failed, "no request failed although a replica died"
     assert len(failed) < len(ended), "the other replica's requests died too"
     _wait_for_replicas(2, before)
     async with _client() as client:

@@ -1,4 +1,4 @@
-"""Bodies that are small and cost much: what a client gets is one sentence, and nobody else notices."""
+"""Small bodies that are expensive to handle: the client gets one sentence, and other clients notice nothing."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ async def test_large_bodies_are_parsed_one_at_a_time_without_blocking_other_requ
         return bodies.held
 
     held = await asyncio.gather(*(bodies.in_turn(large, parse) for _ in range(8)))
-    assert held == [FREE_BYTES * left for left in (1, 7, 6, 5, 4, 3, 2, 1)]  # those that wait count
+    assert held == [FREE_BYTES * left for left in (1, 7, 6, 5, 4, 3, 2, 1)]  # bodies that wait count
     assert bodies.held == 0
     took = [end - begin for begin, end in zip(begun, ended, strict=True)]
     free = [begin - end for begin, end in zip(begun[1:], ended[:-1], strict=True)]

@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that cannot be written, costs time or a line of a log, and no answer."""
+"""A full disk or an unwritable folder costs time or one log line, and no response."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ def test_compiled_code_runs_without_disk_space_to_cache_it(tmp_path: Path) -> No
 
 NO_HOME = """
 import pwd
-def nobody(number):
+def unknown_user(number):
     raise KeyError(number)
-pwd.getpwuid = nobody
+pwd.getpwuid = unknown_user
 from tonnage.cache.compiled import COMPILER
 assert COMPILER.folder is None
 from tonnage.server.cli import main

@@ -1,7 +1,7 @@
-"""What the grammar of one request may not do to the engine and to others: hf's, and trials beside vLLM's
-(tests/server/vllm/served/test_grammars.py has the rest of those).
+"""Limits on what one request's grammar may do to the engine and to other requests, on the hf engine.
 
-The engine's loop runs in the test, step by step; grammars are tried in their own process, as in a server.
+tests/server/vllm/served/test_grammars.py has the remaining tests of vLLM's trials. The engine's loop runs in
+the test, step by step; grammars are compiled in their own process, as in a server.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def test_slow_grammars_of_one_tenant_do_not_delay_another(compiler: GrammarCompi
     compiler.ask(request("simple", DIGITS, tenant="other"))
     names = told(compiler, 2)
     assert "simple" in names
-    for letter in "bc":  # who hangs up is not waited for
+    for letter in "bc":  # a disconnected client is not waited for
         compiler.cancel(f"slow {letter}")
     compiler.ask(request("last", Grammar("regex", "[a-f]"), tenant="one"))
     assert told(compiler, 1) == ["last"]
@@ -383,7 +383,7 @@ def test_custom_tokenizer_code_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_broken_tokenizer_rejects_grammars_without_stopping_the_engine(tmp_path: Path) -> None:
-    """Whoever asks for a grammar is told, as at fault; the engine serves the others."""
+    """Reject every request with a grammar as a client error; the engine serves the other requests."""
     folder = folder_with(
         tmp_path, **{"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "M"}'}
     )

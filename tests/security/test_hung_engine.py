@@ -1,4 +1,4 @@
-"""An engine process that neither works nor ends is ended, and everybody who waits for it is told."""
+"""A hung engine process is killed, and every client that waits for it gets an error."""
 
 from __future__ import annotations
 

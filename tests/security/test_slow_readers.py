@@ -1,4 +1,4 @@
-"""Clients that do not read: what is computed for them ends, what is kept for them is bounded."""
+"""Clients that do not read: their computation ends, and the bytes kept for them are bounded."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_total_of_buffered_stream_output_is_bounded(
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
         assert (engine.stats().running, engine.stats().pool.used) == (0, 0)
         assert b"[DONE]" not in await glutton.read()
-        assert b"[DONE]" in await reader.read()  # who is not the furthest behind loses nothing
+        assert b"[DONE]" in await reader.read()  # a client that is not the furthest behind loses nothing
         assert (server.state.outboxes.held, server.state.outboxes.behind) == (0, 0)
         assert (await server.complete(max_tokens=2)).status_code == 200
 

@@ -1,4 +1,4 @@
-"""What the key of one tenant may not do to the others."""
+"""Isolation of tenants: limits on what one tenant's key may do to the others."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_cache_salts_of_tenants_never_collide(run_server, small_plan, tmp_
             assert await cached(BOB, cache_salt=salt) == 0, salt
         assert await cached(ALICE, cache_salt="x") == 0
         assert await cached(BOB, cache_salt="alice/x") == 0
-        # What sharing keys share is as it was: prompts without a salt, and those of the same salt.
+        # Sharing keys share as before: prompts without a salt, and prompts of the same salt.
         assert [await cached(BOB), await cached(WATCH)] == [0, 48]
         assert [await cached(BOB, cache_salt="y"), await cached(WATCH, cache_salt="y")] == [0, 48]
 

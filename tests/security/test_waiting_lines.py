@@ -1,5 +1,7 @@
-"""Who waits for whom: a tenant over its quota holds up nobody. What a priority is worth in front of vLLM is in
-../server/vllm/test_queue_position."""
+"""Queue isolation: a tenant over its quota delays no other tenant.
+
+../server/vllm/test_queue_position tests the effect of priorities in front of vLLM.
+"""
 
 from __future__ import annotations
 
