@@ -1,7 +1,8 @@
 """Compile all kernels before the first start: ``python -m tonnage.server.engines.hf.ahead [--all]``.
 
-It writes one archive per instruction set beside the package (`tonnage.cache.ahead`). Every start on a processor
-with these instructions reads it. Meant for images, wheels, and once after an installation.
+It writes one archive of machine code per instruction set (such as AVX-512) beside the package. A start reads
+the archive for its processor, see `tonnage.cache.ahead`. Run it when an image or a wheel is built, or once
+after an installation.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.hf.compile import SAY_SECONDS, Part
 
 OK, FAILED = 0, 1
-_SECONDS = 40  # processor time for one instruction set
+_SECONDS = 40  # seconds of processor time that compiling for one instruction set takes
 
-# The KV cache groups that most models have, in every mode. Other groups are compiled at their first start.
+# KV cache groups that most models have, in every admission mode. Code for other groups is compiled at a model's
+# first start.
 _FULL, _SLIDING = KVGroup("full", (0,)), KVGroup("sliding", (1,), window=32)
 _LAYOUTS = tuple(KVLayout(groups, 16, 1, 1, 8, "float32", 4) for groups in ((_FULL,), (_FULL, _SLIDING)))
 _MANAGERS = [
@@ -44,13 +46,13 @@ PARTS = {"kernels": [Part(None)], "manager": _MANAGERS}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The output of one compiling process.
+    """The machine code that one compiling process has produced.
 
     Attributes:
-        name: name of the archive.
-        members: content by member name.
-        signatures: (module, function, argument types) of each compiled function; with them another process
-            compiles the same functions without running them.
+        name: name of the compiler's cache, and of the archive part that the code goes to.
+        members: content of each archive member, by member name.
+        signatures: (module, function, argument types) of each compiled function. Another process can compile
+            the same functions from them without running the functions.
     """
 
     name: str
@@ -59,7 +61,14 @@ class Compiled:
 
 
 def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, str, Any]] | None) -> Compiled:
-    """Compile the parts for the processor that numba targets, by running them or by their ``signatures``."""
+    """Compile ``parts`` for the processor that numba targets, and return the machine code.
+
+    Args:
+        compiler: compiler whose cache the parts belong to.
+        parts: code to compile by running it; only named in the result if ``signatures`` is given.
+        signatures: (module, function, argument types) of each function to compile without running it; None to
+            run the parts.
+    """
     compiler.archive.collect()
     if signatures is None:
         for part in parts:
@@ -80,12 +89,12 @@ def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, s
 
 
 def named() -> list[str]:
-    """Return the names in `PARTS` that this installation can run; the kernels need torch."""
+    """Return the keys of `PARTS` that this installation can compile; "kernels" needs torch."""
     return [name for name in PARTS if name != "kernels" or find_spec("torch")]
 
 
 def is_there(level: Level, names: list[str]) -> bool:
-    """Return whether the level's archive has these parts, compiled from the current sources."""
+    """Return whether the archive of instruction set ``level`` has the parts ``names``, from the current sources."""
     return all(
         {part.note for part in PARTS[name]}
         <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()
@@ -94,7 +103,7 @@ def is_there(level: Level, names: list[str]) -> bool:
 
 
 def write(level: Level, found: list[Compiled]) -> None:
-    """Write the archive of ``level`` atomically."""
+    """Write the compiled code to the archive of instruction set ``level``, atomically."""
     level.path.parent.mkdir(parents=True, exist_ok=True)
     partial = level.path.with_suffix(f".{os.getpid()}")
     try:
@@ -105,16 +114,19 @@ def write(level: Level, found: list[Compiled]) -> None:
 
 
 class _Processes:
-    """Compiling processes, one per core at a time, with progress lines on stderr."""
+    """A pool of compiling processes, at most one per core, which prints progress lines on stderr."""
 
     def __init__(self, work: Path, pool: ThreadPoolExecutor) -> None:
         self._work = work
         self._pool = pool
         self._begun = time.monotonic()
-        self._told: dict[Path, str] = {}  # progress of each running process, by its output file
+        self._told: dict[Path, str] = {}  # progress line of each running process, by output file
 
     def start(self, level: Level, name: str, signatures: Path | None) -> Future[Path]:
-        """Start one compilation; the result is its output file, or CalledProcessError."""
+        """Start compiling part ``name`` for instruction set ``level``; return a future of the output file.
+
+        The future raises CalledProcessError if the process fails.
+        """
         return self._pool.submit(self._run, level, name, signatures)
 
     def _run(self, level: Level, name: str, signatures: Path | None) -> Path:
@@ -151,20 +163,25 @@ def _say(text: str) -> None:
 
 
 def _tell(compiler: Compiler) -> None:
-    """Print the progress on stdout twice a second, for the parent process."""
+    """Print the number of compiled functions on stdout twice a second; the parent process reads it."""
     while True:
         done, of = compiler.progress()
-        os.write(1, f"{done} of {of} functions\n".encode())  # not print: Python aborts if it exits during one
+        # os.write, because an exit during print aborts Python
+        os.write(1, f"{done} of {of} functions\n".encode())
         time.sleep(0.5)
 
 
 def read(path: Path) -> Compiled:
-    """Return the output that a compiling process has written to ``path``."""
+    """Return the compiled code that a compiling process has pickled to ``path``."""
     return Compiled(*pickle.loads(path.read_bytes()))
 
 
 def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
-    """Compile ``here`` by running every part, then the other levels by its signatures; write the archives."""
+    """Compile the parts ``names`` for each instruction set in ``levels``, and write the archives.
+
+    This processor's instruction set, ``here``, comes first: running the code yields the functions' signatures.
+    The other instruction sets are compiled from these signatures.
+    """
     what = ", ".join(level.name for level in levels)
     _say(
         f"compiling {' and '.join(names)} for {what}, once: {_SECONDS * len(levels)} s of processor time or so"
@@ -185,7 +202,7 @@ def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
 
 
 def main() -> int:
-    """Parse the command line and compile what is missing; return the exit status."""
+    """Parse the command line and compile the parts missing from the archives; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help=f"for {', '.join(level.name for level in LEVELS)}")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -211,7 +228,7 @@ def main() -> int:
         return OK
     try:
         compile_ahead(levels, here, names)
-    # RuntimeError: Python was built without lzma.
+    # Python raises RuntimeError if it was built without lzma.
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         _say(f"nothing is compiled ahead: {error}")
         return FAILED

@@ -17,8 +17,9 @@ Int64 = NDArray[np.int64]
 class Batch:
     """A flat (unpadded) batch of S sequences and T tokens, with prefill chunks and decodes mixed.
 
-    ``slots[g]`` is where group g writes each token's K and V (block * block_size + offset). ``tables[g]`` has
-    the block tables of the S sequences. ``kv_len`` is the context length after this step.
+    ``slots[g]`` has the pool slot (block * block_size + offset) to which KV cache group g writes the K and V of
+    each token. ``tables[g]`` has the block tables of the S sequences in group g. ``kv_len`` is each sequence's
+    context length after this step.
     """
 
     token_ids: Int64  # [T]
@@ -28,9 +29,9 @@ class Batch:
     slots: tuple[Int64, ...]  # per group [T]
     tables: tuple[Int32, ...]  # per group [S, max blocks]
     logits_at: Int64  # [L], flat indices of the tokens that need logits
-    copies: tuple[BlockCopy, ...] = ()  # copy-on-write, before any write of the step
+    copies: tuple[BlockCopy, ...] = ()  # blocks to copy before the step writes K and V (copy-on-write)
 
     @property
     def sequences(self) -> int:
-        """The number of sequences."""
+        """The number of sequences in the batch."""
         return len(self.kv_len)

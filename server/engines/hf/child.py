@@ -1,6 +1,7 @@
 """The engine process: a loop that receives requests, computes steps, and sends chunks and statistics.
 
-``__main__.py`` starts it, and the first message on its socket is Load. It imports torch; its parent does not.
+``__main__.py`` starts it, and the first message on its socket is ``Load``. This process imports torch; the API
+process, its parent, does not.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ from tonnage.server.text.grammar import NO_TOKEN
 
 
 def main(descriptor: int, threads: int) -> None:
-    """Load the model and serve until a Stop message, or until the parent has ended."""
+    """Load the model and serve until a Stop message arrives or the parent process has ended.
+
+    Args:
+        descriptor: file descriptor of the socket to the parent process.
+        threads: number of compute threads.
+    """
     connection = Connection(descriptor)
     load: Load = connection.recv()
     if load.plan.deployment.device == "cpu":
@@ -92,18 +98,19 @@ class EngineLoop:
         bfloat16_on_cpu = plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16"
         preparation = Preparation(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
         with no_collections():
-            import transformers  # here, so that a broken installation is reported like other load failures
+            import transformers  # imported here, so that a broken installation is reported as a failed load
 
             transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-            # These modules import transformers, too.
+            # Imported here, because these modules import transformers, too.
             from tonnage.server.engines.hf.model.loading import storage_bytes
             from tonnage.server.engines.hf.model.profile import device_bytes, profile
             from tonnage.server.engines.hf.model.runner import ModelRunner
             from tonnage.server.engines.hf.model.selfcheck import checked_attention
-        # The imported objects are permanent. Collections that visit them take a quarter of a second each: 0.9
-        # of the 8.5 s of processor time until the engine is ready.
+        # Exclude the imported objects from garbage collection, because they are permanent. Each collection that
+        # visits them takes 0.25 s. Together they take 0.9 of the 8.5 s of processor time until the engine is
+        # ready.
         gc.freeze()
         set_threads(threads)
 
@@ -112,7 +119,7 @@ class EngineLoop:
         preparation.load()
         self.runner = ModelRunner(plan)
         self.grammars = GrammarCompiler(model_files(plan.model.path), self.runner.vocab_size)
-        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # with the arrival time
+        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # each request with its arrival time
         self.scheduler = HFScheduler(plan, self.grammars.matcher, policy, sharing)
         self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
@@ -120,7 +127,7 @@ class EngineLoop:
         self.warm_weights_bytes = storage_bytes(self.runner.model)
 
     def ready(self) -> Ready:
-        """Return the Ready message with the measured bytes."""
+        """Return the Ready message with the memory measured during the load, in bytes."""
         return Ready(
             num_blocks=self.runner.pool.tensor.shape[0],
             weights_bytes=self.runner.weights_bytes,
@@ -134,7 +141,7 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute and no grammar to wait for."""
+        """Whether no sequence is waiting or running and no grammar is being compiled."""
         return self.scheduler.idle and not self._compiling
 
     def run(self) -> None:
@@ -161,7 +168,7 @@ class EngineLoop:
         return dataclasses.replace(stats, waiting=stats.waiting + len(self._compiling))
 
     def step(self) -> list[Chunk]:
-        """Compute one step; an error in it ends the requests of the step, not the engine."""
+        """Compute one step and return its chunks; a failed forward ends the step's requests, not the engine."""
         chunks = self._begin_compiled()
         batch, picked, rejected = self.scheduler.schedule()
         chunks += rejected
@@ -179,7 +186,8 @@ class EngineLoop:
             for draw in draws:
                 draw.token = tokens[draw.row]
             if not all(finite):
-                # Fail these before the step's blocks are published, because no other request may share NaN.
+                # Fail these sequences before the step's blocks are published in the prefix index. Otherwise
+                # another request could share blocks that contain NaN.
                 broken = [draw.sequence for draw in draws if not finite[draw.row]]
                 self._clear(batch, picked, broken)
                 chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
@@ -193,10 +201,16 @@ class EngineLoop:
         return chunks + self.scheduler.finish(draws)
 
     def _draw(self, logits: torch.Tensor, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
-        """Draw tokens by each sequence's grammar and parameters, with log probabilities where requested.
+        """Draw a token for each draw from its row of ``logits``, with log probabilities if requested.
+
+        Grammars, penalties and biases of the sequence adjust the row first.
+
+        Args:
+            logits: [rows, vocabulary].
+            draws: the draws, which name their rows.
 
         Returns:
-            The draws that have a token, and error chunks of the sequences that cannot go on.
+            The draws that have a token, and error chunks of sequences without a possible token.
         """
         draws, chunks = self._fill_masks(draws)
         logits = _rows(logits, draws).float()
@@ -218,7 +232,7 @@ class EngineLoop:
         return draws, chunks
 
     def add(self, request: GenerationRequest) -> list[Chunk]:
-        """Queue a request once its grammar is compiled; return error chunks if it is invalid."""
+        """Queue a request, or start compiling its grammar; return error chunks if the request is invalid."""
         arrival = time.monotonic()
         if request.params.grammar is None:
             return self._queue(request, arrival)
@@ -236,7 +250,7 @@ class EngineLoop:
     def _queue(self, request: GenerationRequest, arrival: float) -> list[Chunk]:
         try:
             self.scheduler.add(request, arrival)
-        except Exception as error:  # no request may end the engine
+        except Exception as error:  # An error of one request must not end the engine.
             if not isinstance(error, TonnageError):
                 traceback.print_exc()
                 error = TonnageError(f"the engine cannot queue this request: {type(error).__name__}")
@@ -248,13 +262,18 @@ class EngineLoop:
         chunks: list[Chunk] = []
         for outcome in self.grammars.outcomes():
             request, arrival = self._compiling.pop(outcome.request_id, (None, 0.0))
-            if request is None:  # aborted meanwhile
+            if request is None:  # The request was aborted while its grammar was being compiled.
                 continue
             chunks += _errors(request, outcome.error) if outcome.error else self._queue(request, arrival)
         return chunks
 
     def _fill_masks(self, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
-        """Compute the masks of all sequences with a grammar; end a sequence that exceeds the step's budget."""
+        """Compute the token masks of all sequences with a grammar.
+
+        Returns:
+            The draws that can go on, and error chunks of sequences whose mask took more time than a step
+                permits.
+        """
         matched = [draw for draw in draws if isinstance(draw.sequence.matcher, GrammarMatcher | TagMatcher)]
         matchers = [(draw.sequence.tenant, cast("GrammarMatcher", draw.sequence.matcher)) for draw in matched]
         errors = masks.fill(matchers) if matchers else {}
@@ -265,9 +284,10 @@ class EngineLoop:
         return [draw for draw in draws if draw not in failed], chunks
 
     def _clear(self, batch: Batch, picked: list[HFSequence], broken: list[HFSequence]) -> None:
-        """Write zeros to the slots that these sequences wrote in this step.
+        """Write zeros to the KV slots that the sequences in ``broken`` wrote in this step.
 
-        A kernel may multiply masked values by 0, so NaN left in a block would spoil its next user.
+        These slots may hold NaN. A kernel may multiply masked values by 0, and 0 times NaN is NaN. So NaN left
+        in a freed block would spoil the next sequence that gets the block.
         """
         lost = {sequence.id for sequence in broken}
         for at, sequence in enumerate(picked):
@@ -277,10 +297,10 @@ class EngineLoop:
                     self.runner.pool.clear(slots[rows])
 
     def _score_prompts(self, logits: torch.Tensor, picked: list[HFSequence]) -> torch.Tensor:
-        """Record the log probabilities of prompts that requested them.
+        """Record the log probabilities of prompt tokens for the requests that ask for them.
 
         Returns:
-            The logits to draw tokens from, [sequences that sample, vocabulary].
+            The rows of ``logits`` to draw tokens from, [sequences that sample, vocabulary].
         """
         if not any(sequence.scores for sequence in picked):
             return logits
@@ -288,7 +308,8 @@ class EngineLoop:
         for sequence in picked:
             rows = sequence.rows
             if sequence.scores:
-                # Row i predicts the token after it; the last row of the prompt predicts the answer.
+                # Row i has the logits of the token that follows token i. The last row of the prompt has the
+                # logits of the first output token.
                 following = sequence.tokens[sequence.computed + 1 : sequence.computed + 1 + rows]
                 best = [sequence.params.prompt_logprobs or 0] * len(following)
                 sequence.prompt_logprobs += logprobs(logits[row : row + len(following)], following, best)
@@ -299,19 +320,19 @@ class EngineLoop:
 
 
 def _takes_likeliest(sequence: HFSequence) -> bool:
-    """Return whether the sequence's next token is the likeliest one, without further computation."""
+    """Return whether the next token is the argmax of the logits (greedy, no log probabilities, no adjustment)."""
     params = sequence.params
     return is_greedy(params) and params.logprobs is None and not needs_adjusting(sequence)
 
 
 def _rows(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Return the row of each draw, in order; no copy is made if these are all rows of ``logits``."""
+    """Return the rows of ``logits`` that ``draws`` name, in order; no copy if these are all rows in order."""
     rows = [draw.row for draw in draws]
     return logits if rows == list(range(len(logits))) else logits[rows]
 
 
 def _errors(request: GenerationRequest, error: TonnageError) -> list[Chunk]:
-    """Return one error chunk per sequence, marked as refused if the request is at fault."""
+    """Return one error chunk per sequence, marked as refused if the request caused the error."""
     at_fault = isinstance(error, Refused)
     return [
         Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)

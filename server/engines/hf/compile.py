@@ -1,7 +1,8 @@
 """Compilation of the kernels in separate processes, before the weights are loaded.
 
-A compiler does not free its memory. Code compiled in the engine process takes about 190 MB more than
-code read from disk (demo model), so the plan would be wrong at the first start.
+A compiler does not free its memory. Code that the engine process compiles itself takes about 190 MB more than
+code that it reads from disk (demo model). So without separate processes the memory plan would be wrong at the
+first start.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from tonnage.cache.warm import compile_manager
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
-SAY_SECONDS = 5.0  # between two progress lines
+SAY_SECONDS = 5.0  # seconds between two progress lines
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The code that one process compiles: the block manager of ``layout``, or with None the CPU kernels."""
+    """The code that one process compiles: the block manager for a KV layout, or the CPU kernels.
+
+    Attributes:
+        layout: KV layout that the block manager is compiled for; None for the CPU kernels.
+        policy: admission policy that the block manager is compiled for; None for a manager without a policy.
+    """
 
     layout: KVLayout | None
     policy: Policy | None = None
@@ -40,7 +46,7 @@ class Part:
 
     @property
     def note(self) -> str:
-        """The name of this part, made of all that decides its functions and their argument types."""
+        """The name of this part, made of everything that its functions and their argument types depend on."""
         if self.layout is None:
             return "kernels"
         kinds = sorted({group.kind for group in self.layout.groups})
@@ -51,7 +57,7 @@ class Part:
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return
-        # Imported here, because it imports torch, which the other parts do not need.
+        # Imported here, because `warm` imports torch, which the block manager does not need.
         from tonnage.server.engines.hf.kernels.warm import compile_all
 
         compile_all()
@@ -60,8 +66,8 @@ class Part:
 class Preparation:
     """The compiled code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
 
-    Parts that are not on disk start to compile at once, each in a process of its own, with progress lines on
-    stderr.
+    Parts that are not on disk start to compile at once. Each part is compiled in a process of its own. Progress
+    is printed on stderr.
     """
 
     def __init__(self, layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
@@ -73,7 +79,7 @@ class Preparation:
             print("compiling for this machine, once", file=sys.stderr, flush=True)
 
     def load(self) -> None:
-        """Wait for the compilations, then load all parts; loading takes half a second."""
+        """Wait for the compiling processes, then load all parts from disk, which takes half a second."""
         said = self._begun
         while working := [each for each in self._missing if each.works()]:
             if time.monotonic() - said >= SAY_SECONDS:
@@ -89,7 +95,7 @@ class Preparation:
 
 
 class _Compilation:
-    """A process that compiles ``part``; ``done`` of ``of`` functions at its last report."""
+    """A process that compiles ``part``; it last reported ``done`` of ``of`` functions as compiled."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -101,14 +107,14 @@ class _Compilation:
         told.close()
 
     def works(self) -> bool:
-        """Receive progress reports; return whether the process is still running."""
+        """Receive pending progress reports; return whether the process is still running."""
         with contextlib.suppress(EOFError):
             while self._progress.poll():
                 self.done, self.of = self._progress.recv()
         return self.process.is_alive()
 
     def end(self) -> None:
-        """Wait for the process and record the part as compiled if it succeeded."""
+        """Wait until the process ends, and record the part as compiled if the process succeeded."""
         self.process.join()
         self._progress.close()
         if self.process.exitcode == 0:
@@ -116,9 +122,13 @@ class _Compilation:
 
 
 def _compile(part: Part, told: Connection) -> None:
-    """Compile ``part`` in this process; exit with status 1 if the code could not be stored on disk."""
-    # The compiler creates and drops millions of objects beside the permanent imports: of 35 s of processor time
-    # the collector took 7. With fewer collections it takes 1, and the peak is 30 MB higher.
+    """Compile ``part`` in this process; exit with status 1 if the code could not be stored on disk.
+
+    ``told`` is the pipe for progress reports to the parent process.
+    """
+    # The compiler creates and drops millions of objects, and each collection also visits the permanent imports.
+    # So the garbage collector took 7 of 35 s of processor time. With fewer collections it takes 1 s, and peak
+    # memory is 30 MB higher.
     gc.freeze()
     gc.set_threshold(50_000)
     threading.Thread(target=_tell, args=(part.compiler, told), daemon=True).start()
@@ -128,10 +138,10 @@ def _compile(part: Part, told: Connection) -> None:
 
 
 def _tell(compiler: Compiler, told: Connection) -> None:
-    """Send the progress to the parent twice a second; exit if it has ended."""
+    """Send the compiler's progress to the parent process twice a second; exit if the parent has ended."""
     try:
         while True:
             told.send(compiler.progress())
             time.sleep(0.5)
-    except OSError:  # the parent has ended, perhaps killed
+    except OSError:  # The pipe is closed: the parent has ended or was killed.
         os._exit(1)

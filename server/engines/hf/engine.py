@@ -1,4 +1,4 @@
-"""HFEngine: the API process's side of the Hugging Face engine. It imports no torch."""
+"""HFEngine: the part of the Hugging Face engine that runs in the API process and imports no torch."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 log = logging.getLogger("tonnage.server")
 
 # Environment of the engine process; a value set by the user has priority.
-# libgomp's GOMP_SPINCOUNT: OpenMP threads that spin without limit take a core from the threads they wait for.
-# With another process on one of two cores, a decode step took 1.8 s (demo model, one sequence). Threads that
-# sleep at once are woken about 200 times a step, 20 us each. 4,000 turns are some tens of microseconds: longer
-# than the gap between two layers, and an acceptable loss at a barrier. 16 streams of the demo model on two
-# cores, tokens per second: 1,000 turns 495 and 499; 4,000 616 and 541; 20,000 593 and 561.
-# glibc has up to 8 arenas per core, each holding freed memory; one is enough if one thread allocates. Blocks
-# over 1 MiB return to the kernel when freed. mallopt(3).
+# GOMP_SPINCOUNT (libgomp) is how many turns an idle OpenMP thread spins before it sleeps. Threads that spin
+# without limit take cores from the threads that they wait for. With another process on one of two cores, a
+# decode step took 1.8 s (demo model, one sequence). Threads that sleep at once are woken about 200 times a
+# step, at 20 us each. 4,000 turns are some tens of microseconds: longer than the gap between two layers, and an
+# acceptable loss at a barrier. 16 streams of the demo model on two cores, tokens per second in two runs: 1,000
+# turns 495 and 499; 4,000 turns 616 and 541; 20,000 turns 593 and 561.
+# The MALLOC variables (mallopt(3)) limit the memory that glibc keeps after it was freed. By default glibc has
+# up to 8 arenas per core, and each keeps freed memory. One arena is enough, because one thread allocates.
+# Blocks over 1 MiB return to the kernel when they are freed.
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "4000",
     "MALLOC_ARENA_MAX": "1",
@@ -70,18 +72,21 @@ _HONOURED = BASIC_PARAMS | {
 
 
 def capabilities() -> Capabilities:
-    """Return the capabilities of this engine in this installation; grammars need llguidance."""
+    """Return the optional features of the HF engine in this installation; grammars need llguidance."""
     return Capabilities(_HONOURED | {"grammar"} if find_spec("llguidance") else _HONOURED)
 
 
 def default_threads() -> int:
-    """Return the first number of OMP_NUM_THREADS if it is set, else the number of cores available."""
+    """Return the default number of compute threads.
+
+    It is the first number in OMP_NUM_THREADS if that is set, else the number of cores available to the process.
+    """
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))
 
 
 def _config(path: str) -> dict[str, Any]:
-    """Return config.json of a folder, or its equivalent made from a GGUF header.
+    """Return the model's config.json, or its equivalent made from the header of a GGUF file.
 
     Raises:
         ModelNotFound: the folder has no config.json.
@@ -99,7 +104,7 @@ class HFEngine(Engine):
     """An engine that runs a transformers model in a child process.
 
     Args:
-        plan: memory plan to load.
+        plan: memory plan of the model to load.
         policy: admission policy; None means the default.
         threads: number of compute threads; None means ``default_threads``.
         sharing: prefix cache settings; None means the default.
@@ -120,9 +125,10 @@ class HFEngine(Engine):
         self._limits = limits_of(plan)
         self._capabilities = capabilities()
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
-        # Unfinished sequences by request. It does not depend on how fast clients read.
+        # Number of unfinished sequences by request id. The count does not depend on how fast clients read
+        # chunks.
         self._unfinished: dict[str, int] = {}
-        self._messages = 0  # number of messages from the engine process
+        self._messages = 0  # number of messages received from the engine process
         self._watch: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -143,12 +149,12 @@ class HFEngine(Engine):
 
     @property
     def plan(self) -> Plan:
-        """The memory plan of the engine."""
+        """The memory plan that the engine runs with."""
         return self._plan
 
     @property
     def capabilities(self) -> Capabilities:
-        """The optional features of this engine."""
+        """The optional features that this engine supports."""
         return self._capabilities
 
     @property
@@ -200,7 +206,7 @@ class HFEngine(Engine):
         while (message := self._outbox.get()) is not None:
             try:
                 self._connection.send(message)
-            except OSError:  # the reader thread sees the same end and reports it
+            except OSError:  # The reader thread sees that the connection is closed and reports it.
                 return
 
     def _read(self, loop: asyncio.AbstractEventLoop, started: asyncio.Future[Ready]) -> None:
@@ -210,7 +216,7 @@ class HFEngine(Engine):
                 message = self._connection.recv()
                 self._messages += 1
                 loop.call_soon_threadsafe(self._receive, message, started)
-        except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
+        except (EOFError, OSError, RuntimeError):  # RuntimeError: the event loop is closed.
             pass
         dead = EngineDead("the engine process ended", hint="see its output; restart the server")
         if not started.done() and self._killed():
@@ -223,7 +229,12 @@ class HFEngine(Engine):
             loop.call_soon_threadsafe(self._die, dead, started)
 
     async def _watch_progress(self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]) -> None:
-        """Kill an engine process that has work but makes no progress, and fail its requests."""
+        """Kill an engine process that has work but makes no progress, and fail its requests.
+
+        Args:
+            process: the engine process.
+            started: future that is done when the load has ended.
+        """
         seconds = await watchdog.wait_until_hung(
             watchdog.Watchdog(process.pid), lambda: self._messages, self._check_limit
         )
@@ -238,7 +249,10 @@ class HFEngine(Engine):
         process.kill()
 
     def _check_limit(self) -> int | None:
-        """Return the permitted number of checks without progress, or None if the engine has no work."""
+        """Return how many consecutive checks may find no progress before the process is killed.
+
+        Returns None if the engine has no work.
+        """
         if self._ready is None:
             return watchdog.HANG_CHECKS_LOADING
         return watchdog.HANG_CHECKS if self._unfinished and self._dead is None else None
@@ -259,7 +273,7 @@ class HFEngine(Engine):
                     self._live[chunk.request_id].put_nowait(chunk)
         elif isinstance(message, Failed) and self._ready is not None:
             self._die(message.error, started)
-        elif started.done():  # the start was cancelled during the load
+        elif started.done():  # The start was cancelled during the load.
             return
         elif isinstance(message, Ready):
             started.set_result(message)
@@ -267,7 +281,7 @@ class HFEngine(Engine):
             started.set_exception(message.error)
 
     def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:
-        self._dead = error = self._dead or error  # the first error is the cause
+        self._dead = error = self._dead or error  # Keep the first error, because it is the cause of later ones.
         self._stats = dataclasses.replace(self._stats, ready=False, running=0, waiting=0)
         if not started.done():
             started.set_exception(error)
@@ -275,7 +289,7 @@ class HFEngine(Engine):
             waiting.put_nowait(error)
 
     def _ended(self, request_id: str) -> None:
-        """Count one sequence of the request as finished."""
+        """Count one more sequence of the request as finished."""
         unfinished = self._unfinished.pop(request_id, 0)
         if unfinished > 1:
             self._unfinished[request_id] = unfinished - 1
@@ -293,7 +307,7 @@ class HFEngine(Engine):
             while remaining:
                 chunk = await inbox.get()
                 if isinstance(chunk, TonnageError):
-                    remaining = 0  # the engine has ended, so there is no request to abort
+                    remaining = 0  # The engine has ended, so no request is left to abort.
                     raise chunk
                 remaining -= chunk.finish_reason is not None
                 yield chunk
@@ -306,7 +320,7 @@ class HFEngine(Engine):
                 self._idle.set()
 
     def _refuse(self, request: GenerationRequest) -> None:
-        """Raise the error of a request that cannot be queued: dead or draining engine, or it can never fit."""
+        """Raise an error if the engine is dead or draining, or if the request can never fit into the pool."""
         if self._dead is not None:
             raise self._dead
         if self._ready is None or self._draining:
@@ -321,11 +335,11 @@ class HFEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Send an abort of a request, or of one of its sequences, to the engine process."""
+        """Tell the engine process to abort a request, or only sequence ``index`` of the request."""
         self._outbox.put(Abort(request_id, index))
 
     def stats(self) -> EngineStats:
-        """Return the last statistics received, with measured memory and rejected requests added."""
+        """Return the last statistics received, plus measured memory and the number of rejected requests."""
         ready = self._ready
         return dataclasses.replace(
             self._stats,
@@ -344,7 +358,7 @@ class HFEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
-        """Return the capacity measured after the load; raise QueueFull before."""
+        """Return the capacity measured after the load; raise QueueFull before the load is complete."""
         ready = self._ready
         if ready is None or self._framework is None:
             raise QueueFull("the engine is not ready")
@@ -363,7 +377,7 @@ class HFEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
-        """Stop admitting requests and wait at most ``seconds`` for the running ones."""
+        """Stop admitting requests, and wait at most ``seconds`` for the running requests."""
         self._draining = True
         if self._live:
             try:
@@ -382,7 +396,7 @@ class HFEngine(Engine):
         self._outbox.put(Stop())
         self._outbox.put(None)
         loop = asyncio.get_running_loop()
-        patience = 5.0 if self._ready is not None else 0.0  # during the load it reads no messages
+        patience = 5.0 if self._ready is not None else 0.0  # During the load the process reads no messages.
         try:
             await loop.run_in_executor(None, self._process.wait, patience)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,8 @@
-"""Grammar compilation in the engine process: trials in another process, compilation in a thread."""
+"""Grammar compilation for the engine process, beside its step loop.
+
+Another process first tries each grammar, so that a grammar that needs too much time or memory ends only that
+process. The engine process then compiles accepted grammars.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,17 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class GrammarOutcome:
-    """The result for the grammar of a request: ready to be matched, or an ``error``."""
+    """The result of compiling a request's grammar: success if ``error`` is None, else the error."""
 
     request_id: str
     error: TonnageError | None = None
 
 
 class GrammarCompiler:
-    """A compiler for the grammars of requests, which works beside the step loop.
+    """A compiler of the requests' grammars that runs beside the step loop.
 
-    ``fileno`` becomes readable when outcomes wait, so that an idle engine can wait for them, too.
+    The descriptor of ``fileno`` is readable while outcomes are pending. So an idle engine can wait for messages
+    and outcomes together.
 
     Args:
         folder: folder with the model's tokenizer.json.
@@ -45,12 +50,12 @@ class GrammarCompiler:
         self._trials = None if self._cache.broken else TrialClient(folder, self._tried)
 
     def fileno(self) -> int:
-        """Return the file descriptor that becomes readable when outcomes wait."""
+        """Return the file descriptor that is readable while compilation outcomes are pending."""
         return self._told
 
     @property
     def pid(self) -> int:
-        """Process id of the process that tries grammars."""
+        """Process id of the child process that tries grammars."""
         assert self._trials is not None
         return self._trials.pid
 
@@ -69,18 +74,18 @@ class GrammarCompiler:
             self._trials.cancel(request_id)
 
     def close(self) -> None:
-        """End the trial client's thread and its process."""
+        """Stop the thread and the child process that try grammars."""
         if self._trials is not None:
             self._trials.close()
 
     def outcomes(self) -> list[GrammarOutcome]:
-        """Return the outcomes since the last call."""
+        """Return the grammar compilation outcomes since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._told)
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> GrammarMatcher | TagMatcher:
-        """Return a new matcher for a grammar that compiled."""
+        """Return a new matcher, at its start state, for a grammar that was compiled before."""
         return self._cache.begin(grammar, stop_token_ids)
 
     def _tried(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
@@ -88,7 +93,7 @@ class GrammarCompiler:
             self._tell(request_id, error)
             return
         assert tried is not None
-        if grammar.kind == "structural_tag":  # xgrammar may take long
+        if grammar.kind == "structural_tag":  # xgrammar may take long to compile it
             self._tag_thread.submit(self._compile, request_id, grammar, tried)
         else:
             self._compile(request_id, grammar, tried)

@@ -9,12 +9,12 @@ SMALLER = "lower --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-to
 
 
 def gib(count: int) -> str:
-    """Format a number of bytes, also in GiB."""
+    """Format a number of bytes as bytes and GiB."""
     return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
 
 
 def available_memory() -> int:
-    """Return the bytes available without swapping (MemAvailable, proc_meminfo(5))."""
+    """Return the bytes of the machine's memory available without swapping (MemAvailable, proc_meminfo(5))."""
     with open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -23,7 +23,7 @@ def available_memory() -> int:
 
 
 def require_available(plan: Plan, available: int) -> None:
-    """Raise DoesNotFit if the plan needs more memory than other programs leave available now."""
+    """Raise DoesNotFit if the plan needs more than ``available``, the bytes that other programs leave free."""
     needed = plan.rank.used_bytes
     if needed > available:
         raise DoesNotFit(
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
-    """Return the error to report if memory ran out during the load: the plan and the available memory."""
+    """Return the error for a load that ran out of memory; it states planned and available memory."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return DoesNotFit(
         f"out of memory while loading ({first[:200]}); the plan needs {gib(plan.rank.used_bytes)} of "
@@ -61,7 +61,12 @@ def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
 
 
 def require_fits(forecast: Plan, measured: Plan) -> None:
-    """Raise DoesNotFit if the memory measured after the load exceeds the device."""
+    """Raise DoesNotFit if the memory measured after the load exceeds the device's memory.
+
+    Args:
+        forecast: plan made before the load.
+        measured: the same plan with measured instead of forecast bytes.
+    """
     rank, before = measured.rank, forecast.rank
     if rank.used_bytes <= rank.total_bytes:
         return

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process."""
+"""Messages between the API process and the engine process, which are pickled on a socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tonnage.server.engines.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The first message: the plan to load, the admission policy and the prefix cache settings."""
+    """The first message to the engine process: memory plan, admission policy and prefix cache settings."""
 
     plan: Plan
     policy: Policy
@@ -24,14 +24,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A request to generate tokens."""
+    """A message to the engine process to generate tokens for a request."""
 
     request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """An abort of a request, or with ``index`` of one of its n sequences."""
+    """A message to the engine process to abort a request, or with ``index`` only one of its n sequences."""
 
     request_id: str
     index: int | None = None
@@ -39,21 +39,22 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A request to end the engine process."""
+    """A message to the engine process to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The message that the engine is ready: load, self-check and profile run have succeeded.
+    """The engine process's message after load, self-check and profile run have succeeded.
 
     Attributes:
-        num_blocks: first dimension of the pool.
-        weights_bytes: storages of the weights after the load.
-        warm_weights_bytes: the same after a full step, in which a kernel may have repacked weights.
-        kv_pool_bytes: storages of the pool.
-        activation_bytes: additional memory that one full step took (``model.profile``).
+        num_blocks: number of blocks of the KV pool, the first dimension of its tensor.
+        weights_bytes: bytes of the weights' storages after the load.
+        warm_weights_bytes: bytes of the weights' storages after a full step, in which a kernel may have
+            repacked weights.
+        kv_pool_bytes: bytes of the KV pool's storages.
+        activation_bytes: additional bytes that one full step took (``model.profile``).
         self_check_error: largest relative error of the logits in the self-check.
-        stats: first statistics.
+        stats: statistics before the first request.
         device_bytes: bytes taken on the GPU after the profile run; None on a CPU.
     """
 
@@ -67,10 +68,11 @@ class Ready:
     device_bytes: int | None = None
 
     def framework_bytes(self, resident: int) -> int:
-        """Return the memory that the plan's other terms do not name.
+        """Return the bytes that the plan counts as framework: measured memory minus the plan's other terms.
 
-        On a CPU it is the rest of the processes' ``resident`` memory. On a GPU it is the rest of the taken
-        device memory, where torch's allocator keeps the peak of the profile run.
+        On a CPU it is the processes' ``resident`` memory in bytes, minus weights and KV pool. On a GPU it is
+        the taken device memory, minus weights, KV pool and activations. torch's allocator keeps the peak of the
+        profile run, so taken device memory includes the activations.
         """
         named = self.weights_bytes + self.kv_pool_bytes
         if self.device_bytes is None:
@@ -80,14 +82,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine process could not start, or must end, with this error."""
+    """The engine process's message that it cannot start or must end, with the error that caused it."""
 
     error: TonnageError
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The chunks of one step and the statistics after it."""
+    """The engine process's message after each step: the step's chunks, and the statistics."""
 
     chunks: tuple[Chunk, ...]
     stats: EngineStats

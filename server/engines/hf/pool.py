@@ -1,4 +1,4 @@
-"""The KV pool of one rank: one tensor (and its scales), allocated at start with every page touched."""
+"""The KV pool of one rank: a tensor, plus scales for some dtypes, with every page touched at start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tonnage.planner.model.dtypes import KV_SCALE_BYTES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.batch import Int64
 
-# --kv-cache-dtype -> dtype in which K and V are stored
+# Each value of --kv-cache-dtype, and the dtype in which the pool stores K and V.
 STORED = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -38,10 +38,11 @@ def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 class PagedPool:
     """The KV pool, a tensor [blocks, layer slots, 2 (K, V), block size, KV heads, head size].
 
-    A block belongs to the group that the manager gave it to; layer i of that group lives in layer slot i.
+    The block manager gives each block to one KV cache group. In a block of that group, the group's layer i uses
+    layer slot i.
 
     ``scales`` [blocks, layer slots, 2, block size, KV heads] float32 exists for dtypes with a scale per token
-    and head; a stored value times its scale is the original value. fp8 without scales is clipped at 448, as in
+    and head. A stored value times its scale is the original value. fp8 without scales is clipped at 448, as in
     vLLM without calibrated scales.
     """
 
@@ -50,10 +51,10 @@ class PagedPool:
         self.dtype = STORED[layout.dtype]
         shape = (num_blocks, layout.layer_slots, 2, layout.block_size, layout.kv_heads, layout.head_size)
         self.tensor = torch.empty(shape, dtype=self.dtype, device=device)
-        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # a row per token, layer, and K or V
-        # torch does not index or fill 8-bit floats on every device, so their bytes are moved.
+        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # one row per token, layer, and K or V
+        # torch cannot index or fill 8-bit floats on every device, so they are moved as uint8.
         self.rows = rows.view(torch.uint8) if self.dtype.itemsize == 1 else rows
-        self.rows.zero_()  # touches every page, so that the planned memory is really held
+        self.rows.zero_()  # touch every page, so that the planned memory is resident
         self.scales: torch.Tensor | None = None
         if layout.dtype in KV_SCALE_BYTES:
             self.scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
@@ -65,17 +66,23 @@ class PagedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool and its scales."""
+        """Bytes of the pool's tensor and its scales."""
         scales = 0 if self.scales is None else self.scales.untyped_storage().nbytes()
         return self.tensor.untyped_storage().nbytes() + scales
 
     def row_index(self, slots: Int64) -> Int64:
-        """Return the row of K in layer slot 0 for each slot (block * block_size + offset); -1 is kept."""
+        """Return the pool row that holds K of layer slot 0 for each slot (block * block_size + offset).
+
+        A slot of -1 (padding) gives row -1.
+        """
         size = self.layout.block_size
         return (slots // size) * (self.layout.layer_slots * 2 * size) + slots % size
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Store ``values`` [T, KV heads, head size] in ``rows`` [T]."""
+        """Store ``values`` [T, KV heads, head size] in the pool rows ``rows`` [T], in the pool's dtype.
+
+        int8 and scaled fp8 values are divided by their scale, which is stored, too.
+        """
         largest = _LARGEST.get(self.dtype)
         if largest is None:
             self.rows[rows] = values.to(self.dtype)
@@ -90,7 +97,7 @@ class PagedPool:
         self.rows[rows] = values.clamp_(-largest, largest).to(self.dtype).view(torch.uint8)
 
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values in ``rows`` [T] converted to ``dtype``: [T, KV heads, head size]."""
+        """Return the values [T, KV heads, head size] of the pool rows ``rows`` [T], converted to ``dtype``."""
         stored = self.rows.index_select(0, rows)
         if stored.dtype != self.dtype:
             stored = stored.view(self.dtype)
@@ -100,7 +107,7 @@ class PagedPool:
         return (stored.float() * scale[..., None]).to(dtype)
 
     def clear(self, slots: Int64) -> None:
-        """Write zeros to ``slots`` (block * block_size + offset) in every layer slot."""
+        """Write zeros to K and V of every layer in the token slots ``slots`` (block * block_size + offset)."""
         size = self.layout.block_size
         blocks, offsets = (on_device(part, self.tensor.device) for part in (slots // size, slots % size))
         rows = self.rows.view(len(self.tensor), -1, size, *self.rows.shape[1:])
@@ -109,7 +116,7 @@ class PagedPool:
             self.scales.view(len(self.tensor), -1, size, self.layout.kv_heads)[blocks, :, offsets] = 0
 
     def copy_blocks(self, source: Int64, destination: Int64) -> None:
-        """Copy whole blocks (copy-on-write) in all layer slots at once."""
+        """Copy the blocks ``source`` to the blocks ``destination``, with K and V of every layer (copy-on-write)."""
         if not len(source):
             return
         to, start = (on_device(array, self.tensor.device) for array in (destination, source))

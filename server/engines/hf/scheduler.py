@@ -1,7 +1,7 @@
-"""The request scheduler of the engine process: requests in, batches out, chunks back.
+"""The request scheduler of the engine process: it turns requests into batches, and tokens into chunks.
 
-`tonnage.cache.scheduler` decides what a step computes, and which requests wait or are preempted. The scheduler
-here turns its decisions into arrays for the model runner, and drawn tokens into chunks.
+`tonnage.cache.scheduler` decides what a step computes, and which requests wait or are preempted. This module
+converts its decisions to arrays for the model runner, and drawn tokens to chunks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.text.grammar import Grammar
 
-# Returns the matcher of a grammar, given the stop tokens of a request; raises TonnageError.
+# A function that returns the matcher of a grammar, given the stop tokens of a request. It raises TonnageError
+# for an invalid grammar.
 MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
 
 
 class HFScheduler:
-    """The state of all requests on this rank.
+    """The scheduler of one rank, with the state of all waiting and running requests.
 
-    A step is ``schedule``, the model's forward, ``publish``, ``fork``, drawing tokens, and ``finish``.
+    Each step calls ``schedule``, the model's forward, ``publish`` and ``fork``, draws tokens, and calls
+    ``finish``.
     """
 
     def __init__(
@@ -54,16 +56,16 @@ class HFScheduler:
         self.counters = self.core.counters
         self.generation_tokens = 0
         self._matcher = matcher
-        self._begun = 0.0  # start time of the current step
+        self._begun = 0.0  # start time of the current step, in seconds
 
     @property
     def entries(self) -> dict[int, HFSequence]:
-        """The waiting sequences by id."""
+        """The waiting sequences by sequence id."""
         return self.core.waiting
 
     @property
     def running(self) -> dict[int, HFSequence]:
-        """The running sequences by id."""
+        """The running sequences by sequence id."""
         return self.core.running
 
     @property
@@ -72,11 +74,11 @@ class HFScheduler:
         return self.core.idle
 
     def add(self, request: GenerationRequest, arrival: float | None = None) -> None:
-        """Queue a request that can fit, as checked by the API process.
+        """Queue a request; the API process has checked that it can fit into the pool.
 
         Args:
-            request: the request.
-            arrival: time of arrival on the monotonic clock; None: now.
+            request: the request to queue.
+            arrival: time of arrival on the monotonic clock in seconds; None means now.
 
         Raises:
             TonnageError: the grammar is invalid; the request is then not queued.
@@ -85,9 +87,10 @@ class HFScheduler:
         self.core.add(first_sequence(request, arrival, self._match(request)))
 
     def abort(self, request_id: str, index: int | None = None) -> list[Chunk]:
-        """Drop a request in any state, or one of its n sequences, and free its blocks.
+        """Drop a request in any state, or only its sequence ``index``, and free the blocks.
 
-        A sequence that is not forked yet can be dropped only with the whole request.
+        The n sequences of a request share one prefill and fork after it. Before the fork they can only be
+        dropped together.
 
         Returns:
             One chunk per dropped sequence; none if the request is unknown.
@@ -103,11 +106,11 @@ class HFScheduler:
         """Schedule one step and build its batch.
 
         Returns:
-            The batch (None if there is nothing to compute), its sequences in order, and chunks of rejected
-            requests.
+            The batch (None if there is nothing to compute), its sequences in batch order, and error chunks of
+                rejected requests.
 
         Raises:
-            InvariantViolation: a mode that never preempts would have to preempt.
+            InvariantViolation: the pool is full in an admission mode that never preempts.
         """
         sample_laws(self.manager, self.core.steps + 1)
         self._begun = time.perf_counter()
@@ -167,13 +170,19 @@ class HFScheduler:
         )
 
     def publish(self, picked: list[HFSequence]) -> None:
-        """Record the step as computed and publish its blocks in the prefix index; call it after the forward."""
+        """Record the step's tokens as computed and add its full blocks to the prefix index.
+
+        Call it after the model's forward; ``picked`` are the sequences of the batch.
+        """
         tokens = sum([sequence.chunk for sequence in picked])
         self.core.computed(picked)
         self.core.took(tokens, len(picked), time.perf_counter() - self._begun)
 
     def fork(self, draws: list[Draw]) -> list[Draw]:
-        """Fork the sequences with n > 1, after `publish`; a fork draws from its parent's row."""
+        """Fork each sequence whose request wants n > 1 answers; return the draws of parents and forks.
+
+        Call it after `publish`. A fork draws its first token from the row of logits of its parent.
+        """
         drawing = []
         for draw in draws:
             drawing.append(draw)
@@ -196,7 +205,8 @@ class HFScheduler:
             one = () if draw.logprobs is None else (draw.logprobs,)
             try:
                 complete = sequence.matcher is not None and sequence.matcher.accept(token)
-            except TonnageError as error:  # fails this sequence only: its grammar exceeds the matcher's limits
+            # The grammar exceeds the matcher's limits, which fails this sequence only.
+            except TonnageError as error:
                 chunks += self.fail([sequence], str(error), refused=isinstance(error, Refused))
                 continue
             if token in params.stop_token_ids:
@@ -214,7 +224,7 @@ class HFScheduler:
         return chunks
 
     def fail(self, picked: list[HFSequence], error: str, *, refused: bool = False) -> list[Chunk]:
-        """End these sequences with an error, caused by the request (``refused``) or by the engine."""
+        """End these sequences with an error; ``refused`` means that the request caused it, not the engine."""
         chunks = []
         for sequence in picked:
             self.core.drop(sequence)
@@ -253,5 +263,5 @@ class HFScheduler:
         return self._said(sequence, token_ids, reason, scored)
 
     def stats(self) -> EngineStats:
-        """Return the statistics of scheduler and pool."""
+        """Return the current statistics of the scheduler and the block pool."""
         return engine_stats(self.core, self.generation_tokens)

@@ -1,4 +1,4 @@
-"""A sequence of a request in the Hugging Face engine, with its tokens, random stream and matcher."""
+"""A sequence of a request in the Hugging Face engine, with its tokens, random stream and grammar matcher."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HFSequence(scheduler.Sequence):
-    """One of the n sequences of a request. ``tokens`` is the prompt followed by the output."""
+    """One of the n sequences of a request; ``tokens`` is the prompt followed by the output so far."""
 
     request: GenerationRequest
     tokens: list[int]
     random: np.random.Generator
     queued: float | None = None  # seconds from arrival to admission
-    matcher: Matcher | None = None  # of the request's grammar
+    matcher: Matcher | None = None  # matcher of the request's grammar
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """Return ``tokens`` as an array, converted once while the sequence waits for admission."""
+        """Return prompt and output as an int32 array, cached while the sequence waits for admission."""
         if self.asked is None:
             self.asked = np.array(self.tokens, np.int32)
         return self.asked
 
     @property
     def salt(self) -> str | bytes:
-        """The prefix cache salt; random if prompt log probabilities are requested, to compute all tokens."""
+        """The prefix cache salt, which restricts sharing of blocks to requests with an equal salt.
+
+        It is random if prompt log probabilities are requested: the sequence then hits no cached block, and all
+        its tokens are computed.
+        """
         return secrets.token_bytes(16) if self.scores else self.request.cache_salt
 
     @property
@@ -45,17 +49,17 @@ class HFSequence(scheduler.Sequence):
 
     @property
     def decodes(self) -> bool:
-        """Whether all tokens but the last drawn one are computed."""
+        """Whether the sequence is decoding: every token except the one drawn last has been computed."""
         return self.generated > 0 and self.length - self.computed == 1
 
     @property
     def rows(self) -> int:
-        """Number of rows of logits that the sequence needs in the current step."""
+        """Number of rows of logits that the sequence needs from the current step."""
         return self.chunk if self.scores else int(self.samples)
 
 
 def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> HFSequence:
-    """Return the first sequence of a new request, which stands for all n until they fork."""
+    """Return the first sequence of a new request; it represents all n sequences until they fork."""
     return HFSequence(
         prompt=len(request.prompt_token_ids),
         max_tokens=request.params.max_tokens,
@@ -72,7 +76,7 @@ def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher 
 
 
 def forked(parent: HFSequence, index: int, matcher: Matcher | None) -> HFSequence:
-    """Return sequence ``index`` of the request, forked from ``parent``, its first sequence."""
+    """Return sequence ``index`` of a request, forked from ``parent``, the request's first sequence."""
     return HFSequence(
         prompt=parent.prompt,
         max_tokens=parent.max_tokens,
@@ -89,13 +93,13 @@ def forked(parent: HFSequence, index: int, matcher: Matcher | None) -> HFSequenc
 
 @dataclass(slots=True, eq=False)
 class Draw:
-    """The next token of one sequence in one step.
+    """The choice of the next token for one sequence in one step.
 
     Attributes:
-        sequence: the sequence that draws.
-        row: row of the step's logits to draw from; a fork has its parent's row.
-        token: the token, first the likeliest of the row.
-        logprobs: its log probability, if the request asked for it.
+        sequence: sequence that gets the token.
+        row: row of the step's logits to draw from; a fork uses the row of its parent.
+        token: the chosen token; until sampling, the likeliest token of the row.
+        logprobs: log probability of the token, if requested.
     """
 
     sequence: HFSequence
@@ -105,15 +109,15 @@ class Draw:
 
 
 def draws_of(picked: Iterable[HFSequence]) -> list[Draw]:
-    """Return a draw for each sequence that this step computes to its last token, with rows in order."""
+    """Return a draw for each sequence whose last known token this step computes, with rows in batch order."""
     return [Draw(sequence, row) for row, sequence in enumerate(s for s in picked if s.samples)]
 
 
 def generator(seed: int | None, index: int) -> np.random.Generator:
-    """Return the random stream of sequence ``index`` of a request.
+    """Return the random number generator of sequence ``index`` of a request.
 
-    A seed gives the same tokens regardless of the other sequences in the batch. Without a seed the stream
-    starts from fresh entropy.
+    With a seed, a sequence gets equal tokens regardless of the other sequences in the batch. Without a seed
+    (None) the generator starts from fresh entropy.
     """
     if seed is None:
         return np.random.Generator(np.random.Philox())
