@@ -94,7 +94,7 @@ def named() -> list[str]:
 
 
 def is_there(level: Level, names: list[str]) -> bool:
-    """Return whether the archive of instruction set ``level`` has the parts ``names``, from the current sources."""
+    """Return whether the archive of this instruction set has the parts ``names`` of the current sources."""
     return all(
         {part.note for part in PARTS[name]}
         <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()

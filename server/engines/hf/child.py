@@ -320,7 +320,7 @@ class EngineLoop:
 
 
 def _takes_likeliest(sequence: HFSequence) -> bool:
-    """Return whether the next token is the argmax of the logits (greedy, no log probabilities, no adjustment)."""
+    """Return whether the next token is the argmax of the logits: greedy, without logprobs or adjustment."""
     params = sequence.params
     return is_greedy(params) and params.logprobs is None and not needs_adjusting(sequence)
 

@@ -81,7 +81,7 @@ class PagedPool:
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Store ``values`` [T, KV heads, head size] in the pool rows ``rows`` [T], in the pool's dtype.
 
-        int8 and scaled fp8 values are divided by their scale, which is stored, too.
+        For a dtype with scales, the pool stores the values divided by their scale, and the scale.
         """
         largest = _LARGEST.get(self.dtype)
         if largest is None:
@@ -116,7 +116,7 @@ class PagedPool:
             self.scales.view(len(self.tensor), -1, size, self.layout.kv_heads)[blocks, :, offsets] = 0
 
     def copy_blocks(self, source: Int64, destination: Int64) -> None:
-        """Copy the blocks ``source`` to the blocks ``destination``, with K and V of every layer (copy-on-write)."""
+        """Copy whole blocks in all layers at once: ``source[i]`` to ``destination[i]`` (copy-on-write)."""
         if not len(source):
             return
         to, start = (on_device(array, self.tensor.device) for array in (destination, source))

@@ -1,8 +1,9 @@
 """Selection of an attention kernel for a GPU: the first of `KERNELS` that is installed and can read the pool.
 
-No kernel here has run on a GPU in this project yet. The tests run each with the reference's arithmetic
-(FlexAttention with its own, on a CPU) and compare. At every start the self-check (``model.selfcheck``) compares
-the selected kernel with the model's own attention on the real device. If they differ, it tries the next kernel.
+No kernel here has run on a GPU in this project yet. The tests run each kernel on a CPU with a stand-in for its
+arithmetic, the reference implementation. FlexAttention runs its own CPU code. At every start the self-check
+(``model.selfcheck``) compares the selected kernel with the model's own attention on the real device. If they
+differ, the next kernel is tried.
 """
 
 from __future__ import annotations
@@ -21,17 +22,26 @@ from tonnage.server.engines.hf.pool import PagedPool
 VLLM_FLASH, FLASH, FLASHINFER, FLEX = "FlashAttention of vLLM", "FlashAttention", "FlashInfer", "FlexAttention"
 KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)
 
-# Divisors of the block size that kernels require: flash_attn 2 csrc/flash_attn/flash_api.cpp (mha_varlen_fwd,
-# "Paged KV cache block size must be divisible by 256"), vLLM's fork of it 16; Triton's tl.dot needs 16 keys.
+# The block size must be a multiple of these. flash_attn 2: csrc/flash_attn/flash_api.cpp (mha_varlen_fwd),
+# "Paged KV cache block size must be divisible by 256". vLLM's fork of flash_attn needs 16. FlexAttention needs
+# 16 keys for Triton's tl.dot.
 BLOCK_MULTIPLE = {VLLM_FLASH: 16, FLASH: 256, FLASHINFER: 1, FLEX: 16}
 LARGEST_HEAD = 256  # flash_api.cpp: "head dimension at most 256", in steps of 8
-FLASHINFER_HEADS = (64, 128, 256)  # head sizes its wheels and its just-in-time compiler are tested with
+# head sizes that FlashInfer's wheels and just-in-time compiler are tested with
+FLASHINFER_HEADS = (64, 128, 256)
 HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The data that a kernel must read: model dtype, pool dtype (``stored``), block size and head size."""
+    """The properties of model and KV pool that a kernel must support: dtypes, block size and head size.
+
+    Attributes:
+        dtype: name of the dtype in which the model computes.
+        stored: name of the dtype in which the pool stores K and V.
+        block_size: tokens per block.
+        head_size: values per head.
+    """
 
     dtype: str
     stored: str
@@ -40,11 +50,12 @@ class Wanted:
 
 
 def why_not(name: str, wanted: Wanted, capability: tuple[int, int]) -> str | None:
-    """Return why a kernel cannot be used on a device of this compute capability, or None if it can."""
+    """Return why kernel ``name`` cannot run on a GPU of this compute capability, or None if it can."""
     missing = _missing(name)
     if missing:
         return missing
-    least = (7, 0) if name == FLEX else (8, 0)  # Triton's; FlashAttention 2's, and what bfloat16 needs
+    # 7.0 is Triton's minimum; FlashAttention 2 and bfloat16 need 8.0
+    least = (7, 0) if name == FLEX else (8, 0)
     if capability < least:
         return f"needs compute capability {least[0]}.{least[1]}, this is {capability[0]}.{capability[1]}"
     if wanted.stored != wanted.dtype:
@@ -74,12 +85,12 @@ def _missing(name: str) -> str | None:
 
 
 def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
-    """Load a kernel; return a function that makes a step's attention from its batch.
+    """Load a kernel; return a function that makes the attention of a step from its batch.
 
     Raises:
-        Exception: any error that a broken installation causes.
+        Exception: any error, because a broken installation may raise any.
     """
-    # Imported here, because flex brings torch's compiler.
+    # Imported here, because ``flex`` imports torch's compiler.
     from tonnage.server.engines.hf.attention import flash, flash_infer, flex
 
     if name == FLASHINFER:

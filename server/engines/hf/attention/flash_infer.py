@@ -1,8 +1,8 @@
-"""FlashInfer on block tables: planned once per step and group, run in each layer.
+"""FlashInfer on block tables: planned once per step and KV cache group, run in each layer.
 
-One wrapper serves prefill chunks and decodes together: its prefill kernel packs the query heads of a KV head
-into one tile, as the decode wrapper does with tensor cores. Untested on a GPU. The arguments are tested with a
-stand-in that computes with the reference.
+One wrapper serves prefill chunks and decodes together. Its prefill kernel packs the query heads that share a KV
+head into one tile, as the decode wrapper does with tensor cores. It is untested on a GPU. The tests check the
+arguments on a CPU, with the reference attention in place of the kernel.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 
 def load(pool: PagedPool) -> list[Any]:
-    """Create one wrapper per group, all on one workspace, since layers run one after another."""
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # optional, for GPUs
+    """Create one FlashInfer wrapper per KV cache group.
+
+    All wrappers use one workspace, because layers run one after another.
+    """
+    # imported here, because it is optional and for GPUs only
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.tensor.device)
     return [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in pool.layout.groups]
@@ -32,14 +36,15 @@ class FlashInferAttention(PagedAttention):
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
         self._wrappers = wrappers
-        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # the host makes plans
+        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # on the CPU, where FlashInfer plans
         self._planned: dict[int, tuple[float, float | None]] = {}
 
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
         """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
-        if self._planned.get(group) != (scaling, softcap):  # equal in all layers of the known families
+        # planned once per step in practice: all layers of the known families have equal values
+        if self._planned.get(group) != (scaling, softcap):
             self._plan(group, query, scaling, softcap)
             self._planned[group] = (scaling, softcap)
         found: torch.Tensor = self._wrappers[group].run(query.contiguous(), self.layer(slot))

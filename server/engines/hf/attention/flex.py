@@ -1,12 +1,12 @@
 """torch's FlexAttention, in place on the blocks: always available, and compiled where Triton is installed.
 
-FlexAttention sees the pool as one long row of slots: K of a layer begins 2 x slot blocks into it, V one block
-later, and the slots of the other layers follow. The block mask names the blocks that a tile of queries reads,
-and the mask function selects the slots that a query sees.
+FlexAttention sees the pool as one long row of token slots. In each pool block, K of layer slot s begins 2 s
+block sizes after the start, and V one block size later. The block mask names the pool blocks that a tile of
+queries reads. The mask function selects the slots that a query may attend to.
 
-Uncompiled (on a CPU, in the tests), torch computes every query against every slot of the pool. Untested on a
-GPU. Tiles have 16 queries of one sequence: a decode reads each block once, a prefill chunk once per tile, more
-often than FlashAttention with its larger tiles.
+Uncompiled (on a CPU, in the tests), torch computes every query against every slot of the pool. It is untested
+on a GPU. A tile has 16 queries of one sequence, so a decode reads each block once, and a prefill chunk reads
+each block once per tile. FlashAttention has larger tiles and reads blocks less often.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.pool import PagedPool, on_device
 
-TILE = FLEX_TILE  # queries of one sequence; a matrix product of Triton (tl.dot) takes at least 16
+TILE = FLEX_TILE  # queries of one sequence per tile; Triton's matrix product (tl.dot) needs at least 16
 
 
 class Buffers:
-    """Arrays of fixed shape that live across steps, because a new shape would be compiled again.
+    """Arrays that keep their shape across steps, because a new shape would be compiled again.
 
     Attributes:
-        sequence: index of the sequence of each query row, [rows].
-        position: position of each query row, [rows]; -1: unused.
-        table: for each group, the visible blocks at their indices, [sequences, W]; -1: none.
-        place: index of each block in its block table, [blocks]. One array is enough, because a block belongs to
-            one group, and sequences that share a block share all blocks before it.
+        sequence: index of each query row's sequence, [rows].
+        position: position of each query row in its sequence, [rows]; -1 for an unused row.
+        table: one array per KV cache group, with the ids of visible blocks at their block table indices,
+            [sequences, W]; -1 for no block.
+        place: index of each block in its block table, [blocks]. One array serves all groups and sequences: a
+            block belongs to one group, and sequences that share a block share all blocks before it.
     """
 
     def __init__(self, pool: PagedPool, limits: Limits) -> None:
@@ -54,7 +55,10 @@ class Buffers:
         self.table = [self._zeros(sequences, self.width) for _ in range(self.groups)]
 
     def fit(self, rows: int, sequences: int) -> None:
-        """Enlarge the arrays if needed: the self-check's batch may exceed the limits of a small server."""
+        """Enlarge the arrays to at least ``rows`` query rows and ``sequences`` sequences.
+
+        The batch of the start-up self-check may exceed the configured limits of a small server.
+        """
         if rows > len(self.sequence) or sequences > len(self.table[0]):
             self._hold(max(rows, len(self.sequence)), max(sequences, len(self.table[0])))
 
@@ -67,16 +71,17 @@ class FlexAttention(PagedAttention):
         self._buffers = buffers
         queries = np.diff(batch.query_start)
         tiles = -(-queries // TILE)
-        tiles[-1] += tiles.sum() == 1  # torch would compile a size of 1 separately
-        self._sequence = np.repeat(np.arange(len(tiles)), tiles)  # sequence of each tile
+        tiles[-1] += tiles.sum() == 1  # at least two tiles, because torch compiles a size of 1 separately
+        self._sequence = np.repeat(np.arange(len(tiles)), tiles)  # index of each tile's sequence
         row = np.repeat(self._sequence, TILE)
         number = np.arange(len(row)) - ((np.cumsum(tiles) - tiles) * TILE)[row]
         position = np.where(number < queries[row], (batch.kv_len - queries)[row] + number, -1)
         buffers.fit(len(row), len(tiles))
         buffers.sequence[: len(row)] = self._put(row)
         buffers.position[: len(row)] = self._put(position)
-        self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)  # [T]
-        self._last = position.reshape(-1, TILE).max(1)  # last position in each tile; -1: none
+        # [T], the padded row of each query
+        self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)
+        self._last = position.reshape(-1, TILE).max(1)  # last position in each tile; -1 for an unused tile
         self._masks = [self._mask(group, len(row)) for group in range(len(self.pages))]
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
@@ -84,7 +89,8 @@ class FlexAttention(PagedAttention):
 
     def _mask(self, group: int, rows: int) -> BlockMask:
         layout, pages, buffers = self.pool.layout, self.pages[group], self._buffers
-        size, parts = layout.block_size, 2 * layout.layer_slots  # K and V blocks of all layers, side by side
+        # parts: K and V blocks of all layers, which lie side by side in a pool block
+        size, parts = layout.block_size, 2 * layout.layer_slots
         sequence, position = buffers.sequence, buffers.position
         table, place, window = buffers.table[group], buffers.place, self.windows[group]
         which, at = np.nonzero(pages.table >= 0)
@@ -142,7 +148,7 @@ class FlexAttention(PagedAttention):
 
 
 def capped(softcap: float) -> Callable[..., torch.Tensor]:
-    """Return the score function of FlexAttention that caps scores at ``softcap`` by tanh."""
+    """Return a FlexAttention score function that bounds scores by ``softcap`` x tanh(score / ``softcap``)."""
 
     def score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.tanh(score / softcap) * softcap

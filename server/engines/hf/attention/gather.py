@@ -1,7 +1,7 @@
 """The reference attention in plain torch: gather the slots in each block table, then ordinary attention.
 
 It runs on every device and with every dtype, and the tests compare the kernels with it. It gathers token by
-token, so it never reads an unwritten slot (the tail of a block, a freed block), even if that holds NaN.
+token, so it never reads an unwritten slot in the tail of a block or in a freed block. Such a slot may hold NaN.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from tonnage.planner.engines.runtime.hf import GATHERED_TOKENS
 from tonnage.server.engines.hf.batch import Batch, Int64
 from tonnage.server.engines.hf.pool import PagedPool, on_device
 
-# (group, layer slot, query, key, value, scaling, softcap) -> output; see GatherAttention.__call__
+# The attention of one step, called in each layer: (KV cache group, layer slot, query, key, value, scaling,
+# softcap) -> output. See GatherAttention.__call__.
 Attention = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor, float, float | None], torch.Tensor]
 Backend = Callable[[Batch], Attention]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries that attend together: neighbouring decodes of the step, or one prefill chunk.
+    """Queries of a step that attend together: consecutive decodes, or one prefill chunk.
 
     Attributes:
         start: index of the first query token in the flat batch.
-        sequences: number of sequences.
+        sequences: number of sequences, B.
         queries: query tokens per sequence.
-        rows: pool rows of K in layer slot 0, [B, S]; padding repeats the first row.
-        mask: True where a query may attend, [B, 1, groups * queries, S]; None: everywhere.
+        rows: pool rows of K in layer slot 0 of each sequence's S context tokens, [B, S]; padding repeats the
+            first row.
+        mask: True where a query may attend, [B, 1, query heads per KV head * queries, S]; None if everywhere.
     """
 
     start: int
@@ -43,7 +45,7 @@ class Span:
 
 
 class GatherAttention:
-    """The attention of one step; the indices that all layers of a group share are computed once."""
+    """The attention of one step; indices that all layers of a KV cache group use are computed once per step."""
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int) -> None:
         self._pool = pool
@@ -62,7 +64,7 @@ class GatherAttention:
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write K and V of one layer, then return the attention [T, heads, size].
+        """Write K and V of one layer to the pool, then return the layer's attention [T, heads, size].
 
         Args:
             group: index of the layer's KV cache group.
@@ -71,7 +73,7 @@ class GatherAttention:
             key: [T, KV heads, size].
             value: [T, KV heads, size].
             scaling: factor of the scores.
-            softcap: bound of the scores by tanh; None: no bound.
+            softcap: bound of the scores by tanh; None for no bound.
         """
         pool = self._pool
         size = pool.layout.block_size
@@ -86,7 +88,7 @@ class GatherAttention:
         for span in self._by_group[group]:
             tokens = span.sequences * span.queries
             shape = (span.sequences, span.queries, kv_heads, repeat, query.shape[-1])
-            # The query heads of a KV head become extra queries, so K and V need no repetition.
+            # The query heads that share a KV head become extra queries, so K and V need not be repeated.
             q = query[span.start : span.start + tokens].reshape(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
             gather = span.rows.flatten()
             kv_shape = (*span.rows.shape, kv_heads, query.shape[-1])
@@ -108,7 +110,7 @@ class GatherAttention:
         at = 0
         while at < batch.sequences:
             last = at + 1
-            if lengths[at] == 1:  # combine neighbouring decodes into one padded batch
+            if lengths[at] == 1:  # combine consecutive decodes into one padded batch
                 longest = int(batch.kv_len[at])
                 while last < batch.sequences and lengths[last] == 1:
                     longest = max(longest, int(batch.kv_len[last]))
@@ -122,17 +124,18 @@ class GatherAttention:
 
     def _span(self, start: int, table: Any, kv_len: Int64, queries: int, window: int | None) -> Span:
         size = self._pool.layout.block_size
-        first_query = kv_len - queries  # position of the first query
+        first_query = kv_len - queries  # position of each sequence's first query
         first = np.zeros_like(kv_len) if window is None else np.maximum(0, first_query - window + 1)
         width = int((kv_len - first).max())
-        position = first[:, None] + np.arange(width)  # [B, S]
+        position = first[:, None] + np.arange(width)  # [B, S], position of each context token
         valid = position < kv_len[:, None]
         safe = np.where(valid, position, first[:, None])
         slots = np.take_along_axis(table, safe // size, axis=1).astype(np.int64) * size + safe % size
         rows = self._put(self._pool.row_index(slots))
         if queries == 1 and valid.all():
             return Span(start, len(kv_len), 1, rows, None)
-        query = first_query[:, None, None] + np.arange(queries)[None, :, None]  # [B, Q, 1]
+        # [B, Q, 1], position of each query
+        query = first_query[:, None, None] + np.arange(queries)[None, :, None]
         see = (position[:, None, :] <= query) & valid[:, None, :]
         if window is not None:
             see &= position[:, None, :] > query - window
@@ -148,7 +151,16 @@ def attend(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Return softmax attention of [B, heads, Q, size] over [B, heads, S, size], with optional score capping."""
+    """Return softmax attention of ``q`` [B, heads, Q, size] over ``k`` and ``v`` [B, heads, S, size].
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: True where a query may attend; None if everywhere.
+        scaling: factor of the scores.
+        softcap: bound of the scores by tanh; None for no bound.
+    """
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     scores = torch.matmul(q, k.transpose(2, 3)) * scaling

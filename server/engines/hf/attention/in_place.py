@@ -1,4 +1,7 @@
-"""Attention by the CPU kernel of ``kernels.attention``, in place on the blocks, called like ``gather``."""
+"""Attention that the CPU kernel of ``kernels.attention`` computes in place on the pool's blocks.
+
+It has the same call interface as the reference implementation in ``gather``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tonnage.server.engines.hf.pool import PagedPool
 
 
 def serves(pool: PagedPool) -> bool:
-    """Return whether the kernel can read this pool: bfloat16 on the CPU, block size a multiple of the tile."""
+    """Return whether the CPU kernel can read this pool: bfloat16 on the CPU, block size a multiple of 16."""
     return (
         pool.tensor.dtype == torch.bfloat16
         and pool.tensor.device.type == "cpu"
@@ -23,7 +26,7 @@ def serves(pool: PagedPool) -> bool:
 
 
 class Scratch:
-    """Working memory of the kernel's threads, reused in every step."""
+    """Working memory of the CPU kernel's threads, reused in every step."""
 
     def __init__(self, pool: PagedPool, threads: int) -> None:
         self.threads = threads
@@ -57,7 +60,7 @@ class InPlaceAttention:
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write K and V of one layer, then return the attention [T, heads, size]."""
+        """Write K and V of one layer to the pool, then return the layer's attention [T, heads, size]."""
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = torch.empty_like(query)
         attend(
@@ -72,7 +75,7 @@ class InPlaceAttention:
     def arguments(
         self, group: int, slot: int, heads: int, scaling: float, softcap: float | None
     ) -> tuple[Any, ...]:
-        """Return the arguments of ``kernels.attention.attend`` that follow the addresses of q, k, v, output."""
+        """Return the arguments of ``kernels.attention.attend`` after q, k, v and out, for one layer."""
         layout = self._pool.layout
         return (
             self._base + slot * 2 * layout.block_size * self._token,
@@ -92,9 +95,9 @@ class InPlaceAttention:
         )
 
     def memory(self, values: int) -> tuple[int, int]:
-        """Return the addresses of ``values`` bfloat16 values and of `linear.matmul`'s gate memory.
+        """Return the addresses of ``values`` bfloat16 values and of `linear.matmul`'s scratch memory.
 
-        All layers of the step share this memory.
+        All layers of the step use the same memory.
         """
         gates = gate_values(self._scratch.threads)
         if self._memory is None or len(self._memory) < values + gates:

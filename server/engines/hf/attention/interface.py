@@ -1,7 +1,7 @@
 """The attention function that transformers calls, registered under one name, and its implementations.
 
-``in_place`` reads bfloat16 blocks in place on a CPU, and the kernels of ``cuda`` do so on a GPU. ``gather`` is
-plain torch for every device and dtype, and the reference of the tests.
+``in_place`` reads bfloat16 blocks on a CPU without copying them, and the kernels of ``cuda`` do so on a GPU.
+``gather`` is plain torch for every device and dtype; the tests use it as the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "tonnage_paged"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An implementation of attention; ``load`` prepares it and returns a function from batch to attention."""
+    """An attention implementation; ``load`` prepares it and returns a function from a batch to its attention."""
 
     name: str
     load: Callable[[], Backend]
@@ -34,7 +34,15 @@ class Candidate:
 def candidates(
     pool: PagedPool, query_heads: int, threads: int, dtype: torch.dtype, limits: Limits
 ) -> list[Candidate]:
-    """Return the implementations for this pool and compute dtype, best first and the reference last."""
+    """Return the attention implementations that can read this pool, best first and the reference last.
+
+    Args:
+        pool: KV pool.
+        query_heads: number of query heads of the model.
+        threads: number of CPU threads.
+        dtype: dtype in which the model computes.
+        limits: limits of a step, for buffers of fixed size.
+    """
     found = []
     if pool.tensor.device.type == "cuda":
         for name in cuda.usable(pool, dtype):
@@ -50,7 +58,7 @@ def candidates(
 
 
 class PagedBatch:
-    """The attention of one step, and the number of calls by the model."""
+    """The attention of one step, which the model passes to each layer, with a count of the layers' calls."""
 
     def __init__(self, attention: Attention, pool: PagedPool) -> None:
         self.attention = attention
@@ -72,16 +80,16 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention over the paged pool; transformers calls this function in each layer.
 
-    Windows come from the KV layout, not from the keyword argument of the same name.
+    Sliding windows come from the KV layout, not from a keyword argument of transformers.
 
     Args:
-        module: the attention module, which knows its layer index.
+        module: the attention module, whose ``layer_idx`` is the layer index.
         query: [1, heads, T, size].
         key: [1, KV heads, T, size].
         value: [1, KV heads, T, size].
         attention_mask: not used.
-        scaling: factor of the scores; None: 1 / sqrt(size).
-        softcap: bound of the scores by tanh; None: no bound.
+        scaling: factor of the scores; None for 1 / sqrt(size).
+        softcap: bound of the scores by tanh; None for no bound.
         paged_batch: the attention of this step.
         **_: not used.
 
@@ -105,11 +113,11 @@ def paged_attention(
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: attention builds its masks from block tables, once per step."""
+    """Return None as the attention mask; paged attention builds its masks from block tables, once per step."""
     return None
 
 
 def register() -> None:
-    """Register the attention function and its mask function with transformers."""
+    """Register the paged attention function and its mask function with transformers."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, no_mask)

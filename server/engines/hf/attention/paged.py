@@ -1,4 +1,4 @@
-"""Common parts of GPU kernels that read the pool through block tables: writing K and V, and their tables."""
+"""Common parts of the GPU attention kernels: writing K and V to the pool, and visible block tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The blocks of one group that the queries of a step can see.
+    """The blocks of one KV cache group that the queries of a step can attend to.
 
-    Kernels align queries with the end of their context, so blocks that the window has left can be omitted. The
-    manager may have reused such a block, and omitted blocks are never read.
+    Kernels align queries with the end of the context, so blocks outside the sliding window can be omitted.
+    Omitted blocks are never read, because the block manager may have reused them.
 
     Attributes:
-        table: visible blocks of each sequence, [S, W]; -1: unused.
-        length: tokens from the first block of the row on, [S].
-        skipped: omitted blocks before the first one, [S].
+        table: ids of the visible blocks of each sequence, [S, W]; -1 for unused entries.
+        length: tokens from the first visible block to the end of the context, [S].
+        skipped: number of omitted blocks before the first visible block, [S].
     """
 
     table: Int32
@@ -31,7 +31,10 @@ class Pages:
 
 
 def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Pages:
-    """Return the visible blocks of ``group``."""
+    """Return the blocks of KV cache group ``group`` that the batch's queries can attend to.
+
+    ``window`` is the group's sliding window in tokens, or None for full attention.
+    """
     queries = np.diff(batch.query_start)
     first = 0 * batch.kv_len if window is None else np.maximum(0, batch.kv_len - queries - window + 1)
     skipped = first // block_size
@@ -44,7 +47,10 @@ def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Page
 
 
 class PagedAttention(ABC):
-    """The attention of one step, called like ``gather.GatherAttention``; a subclass reads K and V."""
+    """The attention of one step by a GPU kernel; a subclass computes it from the pool's blocks.
+
+    It has the same call interface as ``gather.GatherAttention``.
+    """
 
     def __init__(self, batch: Batch, pool: PagedPool) -> None:
         self.pool, self.device = pool, pool.tensor.device
@@ -64,7 +70,7 @@ class PagedAttention(ABC):
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write K and V of one layer, then return the attention [T, heads, size]."""
+        """Write K and V of one layer to the pool, then return the layer's attention [T, heads, size]."""
         size = self.pool.layout.block_size
         self.pool.write(self._rows[group] + 2 * slot * size, key)
         self.pool.write(self._rows[group] + (2 * slot + 1) * size, value)
@@ -77,5 +83,5 @@ class PagedAttention(ABC):
         """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
 
     def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of the layer in ``slot``: views [blocks, block size, KV heads, size] of the pool."""
+        """Return K and V of layer slot ``slot``, views [blocks, block size, KV heads, size] of the pool."""
         return self.pool.tensor[:, slot, 0], self.pool.tensor[:, slot, 1]

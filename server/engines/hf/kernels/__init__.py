@@ -1,4 +1,4 @@
-"""CPU kernels for bfloat16, compiled by numba: linear layers, attention on blocks, norms and rotation."""
+"""CPU kernels for bfloat16, compiled by numba: linear layers, attention on blocks, norms, rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,5 +12,8 @@ COMPILER = Compiler(Path(__file__).parent)
 
 
 def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that compiles a kernel to machine code that runs without the GIL."""
+    """Return a decorator that compiles a kernel by numba to machine code that runs without the GIL.
+
+    With ``parallel`` the kernel's prange loops run in several threads.
+    """
     return lambda function: COMPILER(function, parallel=parallel, nogil=True)

@@ -1,10 +1,10 @@
 """Attention in place on the blocks of the KV pool, for bfloat16 on a CPU, for decodes and prefill chunks.
 
-The work is divided into items of one sequence, one KV head and some queries. Each item visits the blocks of its
-sequence once with a running softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
-arXiv:2205.14135). So scores are never stored as a whole, and K and V are neither gathered nor repeated for the
-query heads that share them. Sums are float32. Slots after the last query of an item are never used, even if
-they hold NaN.
+The work is divided into items; an item is one sequence, one KV head and up to 32 queries. Each item visits the
+blocks of its sequence once with a running softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
+arXiv:2205.14135). So the full score matrix is never stored. K and V are neither gathered nor repeated for the
+query heads that share a KV head. Sums are float32. Slots after the last query of an item are never used, even
+if they hold NaN.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tonnage.server.engines.hf.kernels.rows import (
 from tonnage.server.engines.hf.kernels.vector import dot_tile
 
 ROWS = 32  # query rows (queries x heads) that share one pass over the blocks
-CHUNK = 64  # tokens between two corrections of the running softmax
+CHUNK = 64  # tokens between two rescalings of the running softmax
 AHEAD = 32  # tokens to prefetch; the hardware's prefetcher cannot predict the address of the next block
-TILE = 16  # tokens of a score tile; the block size is a multiple of it
+TILE = 16  # tokens per score tile; the block size is a multiple of it
 
 _dots_4 = dot_tile(4, 4, float_out=True)
 _dots_2 = dot_tile(2, 8, float_out=True)
@@ -37,18 +37,29 @@ _add_4, _add_2, _add_1 = weighted_sum(4), weighted_sum(2), weighted_sum(1)
 
 
 def scratch_floats(head_size: int) -> int:
-    """Return the float32 values that one thread needs: scores, sums padded to 32 values, and two columns."""
+    """Return the number of float32 values of working memory that one thread needs.
+
+    They are scores, sums padded to 32 values, and the maximum and total of each query row.
+    """
     return ROWS * (CHUNK + -(-head_size // 32) * 32 + 2)
 
 
 def cut(
     query_start: NDArray[np.int64], kv_len: NDArray[np.int64], kv_heads: int, group: int, threads: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide a step's attention into items, and the items into shares of about equal cost.
+    """Divide a step's attention into items, and the items into one share of about equal cost per thread.
+
+    Args:
+        query_start: cumulative query lengths, [S + 1].
+        kv_len: context length of each sequence, [S].
+        kv_heads: number of KV heads.
+        group: query heads per KV head.
+        threads: number of threads.
 
     Returns:
-        Items [n, 5]: sequence, first flat query, queries, position of the first query, KV head.
-        Bounds of each thread's run of items, [threads + 1].
+        Items [n, 5]: sequence, first query in the flat batch, number of queries, position of the first query,
+            KV head.
+        Bounds of each thread's consecutive items, [threads + 1].
     """
     counts = np.diff(query_start)
     pieces = -(-counts // ROWS)
@@ -69,7 +80,11 @@ def cut(
 
 @compiled()
 def _scores(q: int, stride: int, rows: int, keys: int, token: int, size: int, to: int) -> None:
-    """Write the [rows, 16] scores of one tile to ``to``, with rows CHUNK float32 apart."""
+    """Write the scores [rows, 16] of query rows against one tile of 16 keys.
+
+    ``q``, ``keys`` and ``to`` are addresses. Rows of q are ``stride`` bytes apart and keys ``token`` bytes;
+    ``size`` is the head size. Rows of the float32 scores are CHUNK values apart.
+    """
     row = 0
     while row + 4 <= rows:
         for c in range(0, 16, 4):
@@ -103,7 +118,11 @@ def _scores(q: int, stride: int, rows: int, keys: int, token: int, size: int, to
 
 @compiled()
 def _values(p: int, rows: int, values: int, token: int, tokens: int, sums: int, size: int, padded: int) -> None:
-    """Add p[row] V to sums[row], over ``tokens`` slots of one tile."""
+    """Add the product of softmax weights and V, over ``tokens`` slots of one tile, to the sums of each row.
+
+    ``p`` (weights), ``values`` (V) and ``sums`` are addresses. V's slots are ``token`` bytes apart; ``size`` is
+    the head size and ``padded`` the distance of rows of ``sums``, in values.
+    """
     for d in range(0, size, 32):
         row = 0
         while row + 4 <= rows:
@@ -130,11 +149,11 @@ def _walk(  # type: ignore[no-untyped-def]
     q, stride, rows, same, first, out, pool, table, block_size, block_bytes, token, values, size, scale, cap,
     window, scratch, work,
 ):  # fmt: skip
-    """Compute ``rows`` query rows, ``stride`` bytes apart, against one KV head of one sequence.
+    """Compute the attention of ``rows`` query rows, ``stride`` bytes apart, over one KV head of one sequence.
 
-    Row r is at position ``first`` if ``same``, else at ``first + r``. ``pool`` is the address of the head's K
-    in block 0, and ``values`` the distance from K to V in bytes. ``work`` is the memory at ``scratch`` as an
-    array.
+    The rows are either query heads at one position or queries at consecutive positions. With ``same``, all rows
+    are at position ``first``; else row r is at ``first + r``. ``pool`` is the address of the head's K in block
+    0, and ``values`` the distance from K to V in bytes. ``scratch`` is the address of the array ``work``.
     """
     padded = (size + 31) // 32 * 32
     sums = scratch + 4 * ROWS * CHUNK
@@ -167,7 +186,7 @@ def _walk(  # type: ignore[no-untyped-def]
                     work[line + c] = -np.inf
             best = scale_scores(scratch + 4 * line, wide, scale, cap)
             before = work[highest + r]
-            if cap > 0.0:  # tanh made -inf finite
+            if cap > 0.0:  # mask again, because tanh made -inf finite
                 for c in range(max(0, position + 1 - chunk), wide):
                     work[line + c] = -np.inf
                 if window > 0:
@@ -197,10 +216,11 @@ def attend(  # type: ignore[no-untyped-def]
     q, k, v, out, pool, write, tables, items, shares, block_size, block_bytes, heads, kv_heads, size, scale,
     cap, window, work,
 ):  # fmt: skip
-    """Write K and V of a step to the pool, then compute its attention, in parallel threads.
+    """Write K and V of a step to the pool, then compute the attention of one layer in parallel threads.
 
     ``q``, ``k``, ``v`` and ``out`` are addresses of bfloat16 rows; ``pool`` is the address of the layer's K in
-    block 0. ``items`` and ``shares`` come from `cut`, and ``work`` has `scratch_floats` values per thread.
+    block 0. ``write`` has the pool row of each token. ``items`` and ``shares`` come from `cut`, and ``work``
+    has `scratch_floats` values per thread.
     """
     threads = len(shares) - 1
     token = 2 * kv_heads * size
@@ -212,7 +232,7 @@ def attend(  # type: ignore[no-untyped-def]
             copy_bytes(to, k + t * token, token)
             copy_bytes(to + values, v + t * token, token)
     group = heads // kv_heads
-    row = 2 * size  # bytes of one head
+    row = 2 * size  # bytes of one head of one token
     for thread in prange(threads):
         mine = work[thread]
         scratch = mine.ctypes.data
@@ -221,7 +241,8 @@ def attend(  # type: ignore[no-untyped-def]
             base = (flat * heads + head * group) * row
             keys = pool + head * row
             table = tables[sequence]
-            # One query: the rows are its heads that share the KV head. More: the queries of a head.
+            # With one query, the rows are the query heads that share the KV head. With more, they are the
+            # queries of one query head.
             one = queries == 1
             stride = row if one else heads * row
             for g in range(0, group, ROWS if one else 1):

@@ -1,8 +1,8 @@
-"""A whole decoder layer in one call, composed of the kernels that replace its modules.
+"""A kernel that computes a whole decoder layer in one call, composed of the kernels that replace its modules.
 
-Norm, projections, rotary embedding, attention on the pool's blocks, output projection, gated MLP and both
-residual sums run without a return to Python. At a few rows that return takes longer than a small matrix
-product, and the compute threads fall asleep. Results are rounded where the modules round, so they are
+It runs norms, projections, rotary embedding, attention on the pool's blocks, gated MLP and both residual sums
+without a return to Python. With a few rows, a return to Python takes longer than a small matrix product, and
+meanwhile the compute threads fall asleep. The kernel rounds where the modules round, so results are
 bit-identical.
 """
 
@@ -16,7 +16,7 @@ from tonnage.server.engines.hf.kernels.linear import block_of_columns, matmul, p
 from tonnage.server.engines.hf.kernels.rows import add_row
 from tonnage.server.engines.hf.kernels.small import SERIAL, norm_rows, rotate_rows
 
-# Indices in the array of weight addresses; an address is 0 if the layer has no such weight.
+# Indices in the array of weight addresses. The address of a weight that the layer does not have is 0.
 WEIGHTS = (
     "input norm",
     "q",
@@ -28,25 +28,25 @@ WEIGHTS = (
     "q norm",
     "k norm",
     "o",
-    "attention norm",  # applied to the output of attention
+    "attention norm",  # applied to the output of attention, before the residual sum
     "mlp norm",
     "gate",
     "up",
     "down",
-    "output norm",  # applied to the output of the MLP
+    "output norm",  # applied to the output of the MLP, before the residual sum
 )
 INPUT_NORM, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM = range(9)
 OUT, ATTENTION_NORM, MLP_NORM, GATE, UP, DOWN, OUTPUT_NORM = range(9, len(WEIGHTS))
 
 
 def work_values(hidden: int, heads: int, kv_heads: int, size: int, inner: int) -> int:
-    """Return the bfloat16 values of working memory that a row needs in addition to its input and output."""
+    """Return the working memory of one token in a layer call, in bfloat16 values, besides input and output."""
     return 2 * hidden + max((2 * heads + 2 * kv_heads) * size, inner)
 
 
 @compiled(parallel=True)
 def _project(x, q, k, v, to_q, to_k, to_v, rows, hidden, wide, narrow, threads):  # type: ignore[no-untyped-def]
-    """Compute q, k and v of ``rows`` rows; q has ``wide`` columns, k and v ``narrow``."""
+    """Compute q, k and v of ``rows`` rows of x in parallel; q has ``wide`` columns, k and v have ``narrow``."""
     panel = panel_rows(hidden)
     border, end = wide // 16, (wide + narrow) // 16
     for thread in prange(threads):
@@ -68,7 +68,7 @@ def _project(x, q, k, v, to_q, to_k, to_v, rows, hidden, wide, narrow, threads):
 
 @compiled()
 def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon, shift):  # type: ignore[no-untyped-def]
-    """Apply bias, norm of each head and rotary embedding to rows ``first`` to ``last``, in place."""
+    """Add biases, norm each head and rotate q and k (rotary embedding) of rows ``first`` to ``last``, in place."""
     wide, narrow = heads * size, kv_heads * size
     if w[Q_BIAS]:
         for row in range(first, last):
@@ -84,7 +84,7 @@ def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon,
 
 @compiled(parallel=True)
 def _turns(q, k, v, w, cosine, sine, rows, heads, kv_heads, size, epsilon, shift, threads):  # type: ignore[no-untyped-def]
-    """Apply bias, norm of each head and rotary embedding to all rows in parallel."""
+    """Add biases, norm each head and rotate q and k (rotary embedding) of all rows, in place and in parallel."""
     for thread in prange(threads):
         _turn(
             q, k, v, w, cosine, sine, thread * rows // threads, (thread + 1) * rows // threads, heads, kv_heads,
@@ -94,10 +94,10 @@ def _turns(q, k, v, w, cosine, sine, rows, heads, kv_heads, size, epsilon, shift
 
 @compiled()
 def _sum(x, more, out, after, then, to, first, last, n, epsilon, shift):  # type: ignore[no-untyped-def]
-    """Compute out = x + more for rows ``first`` to ``last``, and to = norm(out).
+    """Compute the residual sum out = x + more for rows ``first`` to ``last``, and its norm to = norm(out).
 
-    ``more`` first goes through the norm ``after``, an address or 0 for none. ``then`` is the address of the
-    norm for ``to``, or 0 to leave ``to`` unchanged.
+    ``after`` is the address of the norm weight applied to ``more`` before the sum, or 0 for none. ``then`` is
+    the address of the norm weight for ``to``, or 0 to leave ``to`` unchanged.
     """
     if after:
         norm_rows(more, after, more, first, last, n, epsilon, shift)
@@ -109,7 +109,7 @@ def _sum(x, more, out, after, then, to, first, last, n, epsilon, shift):  # type
 
 @compiled(parallel=True)
 def _sums(x, more, out, after, then, to, rows, n, epsilon, shift, threads):  # type: ignore[no-untyped-def]
-    """Compute the residual sum, and the norm of it, of all rows in parallel."""
+    """Compute the residual sum of all rows and its norm, in parallel."""
     for thread in prange(threads):
         first, last = thread * rows // threads, (thread + 1) * rows // threads
         _sum(x, more, out, after, then, to, first, last, n, epsilon, shift)
@@ -126,11 +126,12 @@ def layer(  # type: ignore[no-untyped-def]
     x, out, work, gates, w, cosine, sine, rows, hidden, inner, epsilon, shift, linear, cubic, pool, write,
     tables, items, shares, block_size, block_bytes, heads, kv_heads, size, scale, cap, window, scratch,
 ):  # fmt: skip
-    """Compute a decoder layer: ``out`` from ``x``, both addresses of [rows, hidden] bfloat16.
+    """Compute a decoder layer from ``x`` to ``out``, both addresses of [rows, hidden] bfloat16 values.
 
-    ``work`` has `work_values` per row, and ``gates`` the scratch memory of `linear.matmul`. ``w`` is int64
-    addresses by `WEIGHTS`, ``cosine`` and ``sine`` are [rows, size], ``linear`` and ``cubic`` as in
-    `rows.gate_row`. The arguments after these belong to `attention.attend`.
+    ``work`` is the address of `work_values` values per row, and ``gates`` of the scratch memory of
+    `linear.matmul`. ``w`` has the int64 weight addresses in the order of `WEIGHTS`. ``cosine`` and ``sine`` are
+    addresses of [rows, size]. ``linear`` and ``cubic`` are the activation's coefficients as in `rows.gate_row`.
+    The arguments from ``pool`` on are passed to `attention.attend`.
     """
     threads = len(shares) - 1
     serial = rows * (heads + 2 * kv_heads) * size < SERIAL and rows * hidden < SERIAL
@@ -140,7 +141,7 @@ def layer(  # type: ignore[no-untyped-def]
     k = q + 2 * rows * heads * size
     v = k + 2 * rows * kv_heads * size
     seen = v + 2 * rows * kv_heads * size
-    opened = q  # reuses the memory of q, k, v and seen, which the MLP does not need
+    opened = q  # reuses the memory of q, k, v and the attention output, which the MLP does not need
     if serial:
         norm_rows(x, w[INPUT_NORM], normed, 0, rows, hidden, epsilon, shift)
     else:

@@ -1,8 +1,8 @@
 """Linear layers y = x W^T for bfloat16 on a CPU, which read W [out, in] as stored in the checkpoint.
 
-Each output is a dot product of a row of W and a row of x. So W is neither repacked nor copied, and a head tied
-to the embedding stays tied. An output depends on its own row of x alone, so it does not change with the rest of
-the batch.
+Each output is a dot product of a row of W and a row of x. So W is neither repacked nor copied, and an output
+layer that shares its weight with the embedding needs no second copy. An output depends only on its own row of
+x, so it does not change with the rest of the batch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from tonnage.server.engines.hf.kernels.vector import dot_tile
 
 _ZERO = np.float32(0)
 
-# Rows of x that are computed with one block of columns before the next block, and their maximum bytes.
+# A panel is the rows of x that are multiplied with one block of columns before the next block. It has at most
+# 64 rows and 128 KiB.
 PANEL, PANEL_BYTES = 64, 1 << 17
 
-# A block has 16 columns (rows of W), which stay in the first-level cache while all rows of x are computed.
-# Tiles are named by their rows of x. The last number is how many rows of the next block a tile prefetches, such
-# that all tiles of a block together prefetch 16.
+# A block has 16 columns of the output (16 rows of W), which stay in the first-level cache while all rows of x
+# are multiplied. A tile is named by its number of rows of x. The number after "ahead" is how many rows of the
+# next block the tile prefetches, so that all tiles of a block together prefetch 16.
 _tile_4 = dot_tile(4, 4)
 _tile_4_ahead_1 = dot_tile(4, 4, 1)
 _tile_4_ahead_2 = dot_tile(4, 4, 2)
@@ -35,7 +36,10 @@ _tile_1_ahead = dot_tile(1, 16, 16)
 
 @compiled()
 def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -> None:
-    """Compute 16 columns of ``out`` from 16 rows of ``w`` (addresses), with ``stride`` bytes per row of out."""
+    """Compute 16 columns of ``out`` from ``rows`` rows of ``x`` and 16 rows of ``w``, all given as addresses.
+
+    ``k`` is the row length of x and w in values, ``stride`` the bytes per row of out.
+    """
     size = 2 * k
     row = 0
     while row + 4 <= rows:
@@ -60,7 +64,8 @@ def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -
         row += 2
     if row < rows:
         xr, to = x + row * size, out + row * stride
-        if row == 0:  # one row: a block takes about as long as a memory access, so fetch two blocks ahead
+        # with one row, computing a block takes about as long as a memory access, so prefetch two blocks ahead
+        if row == 0:
             _tile_1_ahead(xr, size, w, size, k, to, stride, w + 32 * size)
         else:
             _tile_1(xr, size, w, size, k, to, stride, 0)
@@ -68,10 +73,10 @@ def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -
 
 @compiled()
 def share(thread: int, threads: int, rows: int, blocks: int) -> tuple[int, int, int, int]:
-    """Return (first row, last row, first block, last block) of a thread.
+    """Return (first row, last row, first block, last block) of a thread in a matrix product.
 
-    Threads divide the columns. With at least a panel of rows per thread they divide the rows, so that a panel
-    stays in its thread's cache.
+    Threads divide the columns, in blocks of 16. With at least `PANEL` rows per thread they divide the rows
+    instead, so that a thread's rows of x stay in its cache.
     """
     if rows >= PANEL * threads:
         return thread * rows // threads, (thread + 1) * rows // threads, 0, blocks
@@ -80,7 +85,10 @@ def share(thread: int, threads: int, rows: int, blocks: int) -> tuple[int, int, 
 
 @compiled()
 def panel_rows(k: int) -> int:
-    """Return how many rows of x to compute per block of columns, such that they fit the second-level cache."""
+    """Return how many rows of x, of length ``k``, to multiply per block of columns.
+
+    These rows fit the second-level cache.
+    """
     return max(16, min(PANEL, PANEL_BYTES // (2 * k) // 16 * 16))
 
 
@@ -89,9 +97,11 @@ def matmul(
     x: int, w: int, up: int, out: int, scratch: int, rows: int, columns: int, k: int, linear: float,
     cubic: float, threads: int,
 ) -> None:  # fmt: skip
-    """Compute out = x w^T, or with ``up`` (an address, else 0) out = act(x w^T) * (x up^T).
+    """Compute out = x w^T, or, if ``up`` is not 0, the gated product out = act(x w^T) * (x up^T).
 
-    With ``up``, ``scratch`` needs 32 bytes per thread and panel row.
+    ``x``, ``w``, ``up``, ``out`` and ``scratch`` are addresses. ``linear`` and ``cubic`` are the coefficients
+    of act as in ``rows.gate_row``. With ``up``, ``scratch`` needs 32 bytes per thread and row of a panel
+    (`PANEL`).
     """
     panel = panel_rows(k)
     for thread in prange(threads):
@@ -109,12 +119,15 @@ def matmul(
 
 
 def gate_values(threads: int) -> int:
-    """Return the bfloat16 values of scratch memory that `matmul` needs with ``up``."""
+    """Return the size of the scratch memory that a gated `matmul` needs, in bfloat16 values."""
     return 16 * PANEL * threads
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Return whether the kernel can read this weight: contiguous bfloat16 on the CPU, rows a multiple of 16."""
+    """Return whether the kernel can read ``weight``.
+
+    It must be contiguous bfloat16 on the CPU, and its number of rows a multiple of 16.
+    """
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
@@ -140,7 +153,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def gated(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: tuple[float, float]
 ) -> torch.Tensor:
-    """Return act(x gate^T) * (x up^T); ``activation`` is (linear, cubic) as in ``rows.gate_row``."""
+    """Return act(x gate^T) * (x up^T); ``activation`` is act's (linear, cubic) as in ``rows.gate_row``."""
     columns, k = gate.shape
     if not x.is_contiguous():
         x = x.contiguous()

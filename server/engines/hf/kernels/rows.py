@@ -1,6 +1,6 @@
-"""Operations on one row of bfloat16 or float32 values as LLVM IR: norms, rotation, gates, softmax, sums.
+"""LLVM IR operations on one row of bfloat16 or float32 values: norms, rotary embedding, gates, softmax, sums.
 
-Lengths are multiples of 16 unless stated otherwise; addresses are int64 in bytes.
+Row lengths are multiples of 16 unless stated otherwise. Addresses are int64, in bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from tonnage.server.engines.hf.kernels.vector import (
 )
 
 _LOG2E = math.log2(math.e)
-# ln 2 in two parts, the first exact in a few bits, so that x - n ln 2 keeps its precision (Cody, Waite, 1980).
+# ln 2 is the sum of two parts, the first exact in a few bits, so that x - n ln 2 keeps its precision (Cody,
+# Waite, 1980).
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
-_SMALLEST, _LARGEST = -87.0, 88.0  # beyond them float32 would be subnormal or infinite
+_SMALLEST, _LARGEST = -87.0, 88.0  # beyond these arguments e^x is subnormal or infinite in float32
 
 
 def exp16(builder: Any, x: Any) -> Any:
@@ -58,7 +59,7 @@ def exp16(builder: Any, x: Any) -> Any:
 
 
 def _widen(builder: Any, address: Any, offset: Any) -> Any:
-    """Emit a load of 16 bfloat16 values as float32."""
+    """Emit a load of 16 bfloat16 values, converted to 16 float32 lanes."""
     half = load(builder, address, V16H, offset)
     return builder.bitcast(builder.shl(builder.zext(half, V16I), constant(V16I, 16)), V16F)
 
@@ -66,7 +67,7 @@ def _widen(builder: Any, address: Any, offset: Any) -> Any:
 def _loop(
     builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emit ``for i in range(0, count, 16)``, with the values in ``carried`` passed from turn to turn."""
+    """Emit ``for i in range(0, count, 16)``, with the values in ``carried`` updated by each iteration."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("row.head", "row.body", "row.after"))
     builder.branch(head)
@@ -94,7 +95,7 @@ def _bytes(builder: Any, index: Any, shift: int) -> Any:
 
 
 def _fold(builder: Any, name: str, value: Any) -> Any:
-    """Emit the reduction of 16 lanes to one by a tree of fixed order."""
+    """Emit the reduction of 16 lanes to one scalar by the operation ``name``, in a fixed order."""
     width = 8
     while width:
         other = builder.shuffle_vector(value, value, lanes([(i + width) % 16 for i in range(16)]))
@@ -164,7 +165,7 @@ def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
-    """Apply the rotary embedding in place to a row of 2 x ``half`` values; cosine and sine have as many."""
+    """Apply the rotary embedding in place to a row of 2 x ``half`` values, given as many cosines and sines."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, cosine, sine, half = args
@@ -190,10 +191,10 @@ def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) -> Any:
-    """Compute gate = g sigmoid(linear g + cubic g^3) up, bfloat16 in place.
+    """Compute gate = g sigmoid(linear g + cubic g^3) up in place, where g is the old gate, all bfloat16.
 
-    SiLU is (1, 0). GELU's tanh form is (2 sqrt(2 / pi), 0.044715 times that), since (1 + tanh z) / 2 =
-    sigmoid(2 z).
+    SiLU has (linear, cubic) = (1, 0). The tanh form of GELU has c = 2 sqrt(2 / pi) and (c, 0.044715 c), because
+    (1 + tanh z) / 2 = sigmoid(2 z).
     """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -218,7 +219,10 @@ def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
-    """Compute x scale, or cap tanh(x scale / cap) if cap > 0, float32 in place; return the maximum."""
+    """Scale ``n`` float32 scores in place and return their maximum.
+
+    The result is x scale, or with cap > 0 the bounded cap tanh(x scale / cap).
+    """
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, n, scale, cap = args
@@ -252,7 +256,7 @@ def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
-    """Compute e^(x - shift), float32 in place; return the sum."""
+    """Replace ``n`` float32 values x by e^(x - shift) in place; return their sum."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, n, shift = args
@@ -272,7 +276,7 @@ def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_floats(_typing: Any, x: Any, n: Any, factor: Any) -> Any:
-    """Multiply float32 values by ``factor`` in place."""
+    """Multiply ``n`` float32 values by ``factor`` in place."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, n, factor = args
@@ -290,10 +294,11 @@ def scale_floats(_typing: Any, x: Any, n: Any, factor: Any) -> Any:
 
 
 def weighted_sum(rows: int) -> Callable[..., None]:
-    """Return an intrinsic that adds the sum over tokens of p[r, t] v[t] to sums[r], 32 values wide.
+    """Return an intrinsic that adds the sum over tokens of p[r, t] v[t] to sums[r], for ``rows`` rows r.
 
-    Its arguments are ``(p, p_stride, v, v_stride, tokens, sums, sums_stride, width)``. p and sums are float32,
-    v is bfloat16, and ``width`` <= 32 of its values are read. sums hold the even values, then the odd ones.
+    The intrinsic's arguments are ``(p, p_stride, v, v_stride, tokens, sums, sums_stride, width)``. p and sums
+    are float32, v is bfloat16. A call handles the first ``width`` <= 32 values of v. sums holds the values of
+    even index, then the values of odd index.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -349,7 +354,10 @@ def weighted_sum(rows: int) -> Callable[..., None]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store_sums(_typing: Any, sums: Any, out: Any, width: Any, factor: Any) -> Any:
-    """Store ``width`` <= 32 bfloat16 values: the even and odd ``sums`` of `weighted_sum` times ``factor``."""
+    """Store a row of `weighted_sum`'s sums times ``factor`` as ``width`` <= 32 bfloat16 values.
+
+    It restores the order of the values: sums has first the even, then the odd indices.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         sums, out, width, factor = args
@@ -386,7 +394,7 @@ def copy_bytes(_typing: Any, destination: Any, source: Any, count: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_rows(_typing: Any, address: Any, stride: Any, rows: Any, width: Any) -> Any:
-    """Prefetch ``rows`` rows of ``width`` bytes into the second-level cache."""
+    """Prefetch ``rows`` rows of ``width`` bytes, ``stride`` bytes apart, into the second-level cache."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         address, stride, rows, width = args

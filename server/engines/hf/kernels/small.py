@@ -9,7 +9,8 @@ from numba import prange
 from tonnage.server.engines.hf.kernels import compiled
 from tonnage.server.engines.hf.kernels.rows import rotate_row, scale_row, square_sum
 
-# Elements below which waking a second thread (about 2 us) takes longer than the work it takes over.
+# Below this number of elements one thread does the work, because waking a second one takes about 2 us, longer
+# than it saves.
 SERIAL = 32768
 
 
@@ -17,7 +18,10 @@ SERIAL = 32768
 def norm_rows(
     x: int, weight: int, out: int, first: int, last: int, n: int, epsilon: float, shift: float
 ) -> None:
-    """Apply RMS norm to rows ``first`` to ``last`` of ``x``, each of ``n`` bfloat16 values."""
+    """Write the RMS norm of rows ``first`` to ``last`` of ``x``, each of ``n`` bfloat16 values, to ``out``.
+
+    The factor of each value is its weight plus ``shift``.
+    """
     for row in range(first, last):
         mean = square_sum(x + 2 * n * row, n) / np.float32(n)
         factor = np.float32(1.0) / np.sqrt(mean + epsilon)
@@ -28,13 +32,16 @@ def norm_rows(
 def _norms(
     x: int, weight: int, out: int, rows: int, n: int, epsilon: float, shift: float, threads: int
 ) -> None:
-    """Apply RMS norm to all rows in parallel."""
+    """Write the RMS norm of all rows of ``x`` to ``out``, in parallel."""
     for thread in prange(threads):
         norm_rows(x, weight, out, thread * rows // threads, (thread + 1) * rows // threads, n, epsilon, shift)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * (weight + shift) over the last dimension, a multiple of 16."""
+    """Return x / sqrt(mean(x^2) + epsilon) * (weight + shift) over the last dimension.
+
+    The last dimension is a multiple of 16.
+    """
     if not x.is_contiguous():
         x = x.contiguous()
     out = torch.empty_like(x)
@@ -53,7 +60,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float
 def rotate_rows(
     x: int, heads: int, first: int, last: int, size: int, rotated: int, cosine: int, sine: int
 ) -> None:
-    """Apply the rotary embedding in place to tokens ``first`` to ``last``, to all ``heads`` of each."""
+    """Apply the rotary embedding in place to all ``heads`` of tokens ``first`` to ``last``.
+
+    The first ``rotated`` of the ``size`` values of a head are rotated.
+    """
     for token in range(first, last):
         for head in range(heads):
             at = x + 2 * size * (token * heads + head)
@@ -66,7 +76,7 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
     rotate_rows(x.data_ptr(), heads, 0, tokens, size, cosine.shape[-1], cosine.data_ptr(), sine.data_ptr())
 
 
-_INFINITE = np.int16(0x7F80)  # larger magnitudes are NaN
+_INFINITE = np.int16(0x7F80)  # bfloat16 bits of infinity; larger magnitudes are NaN
 _HALVES = np.int16(0x7FFF)
 CHUNK = 512  # values per chunk of the search for the first maximum
 
@@ -83,7 +93,8 @@ def _peaks(bits, first, finite):  # type: ignore[no-untyped-def]
                 value = values[i]
                 size = np.int16(value & _HALVES)
                 largest = max(largest, size)
-                # As integers in the order of the numbers: negative ones are reversed, and -0 becomes 0.
+                # Map the bits of each value to an integer with the same order: negative values are reversed,
+                # and -0 becomes 0.
                 top = max(top, np.int16(-size) if value < 0 else size)
             if top > best:
                 best, at = top, start

@@ -1,8 +1,8 @@
 """Vector operations that numba's code generator does not offer, as LLVM IR.
 
-Values have 512 bits: 32 bfloat16 as <16 x i32>, or 16 float32. On a CPU with AVX512-BF16 one instruction
-multiplies 32 pairs and adds them to 16 float32 sums. On others two float32 FMAs compute the same product, which
-LLVM splits to the available width. Addresses are plain integers (bytes).
+Vectors have 512 bits: 32 bfloat16 values as <16 x i32>, or 16 float32 values. On a CPU with AVX512-BF16, one
+instruction multiplies 32 pairs and adds the products to 16 float32 sums. On other CPUs two float32 FMAs compute
+the same sums, and LLVM splits them to the available vector width. Addresses are integers, in bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from numba.extending import intrinsic
 from tonnage.cache.ahead import has
 
 NATIVE = has("avx512bf16")
-# Without these instructions LLVM emits a branch per value: `linear.matmul` took 41 s to compile, not 3.
+# Masked loads and stores need AVX512BW. Without it LLVM emits a branch per value, and `linear.matmul` took 41 s
+# to compile instead of 3 s.
 MASKED = has("avx512bw")
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -46,14 +47,14 @@ _V32B, _V16B = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
 def constant(kind: ir.Type, value: float) -> ir.Constant:
-    """Return a constant scalar, or a vector with the value in every lane."""
+    """Return an LLVM constant of type ``kind``: a scalar, or a vector with the value in every lane."""
     if isinstance(kind, ir.VectorType):
         return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
     return ir.Constant(kind, value)
 
 
 def lanes(indices: Sequence[int]) -> ir.Constant:
-    """Return a shuffle mask of the given lanes."""
+    """Return the shuffle mask that selects the lanes ``indices``."""
     return ir.Constant(ir.VectorType(I32, len(indices)), [ir.Constant(I32, i) for i in indices])
 
 
@@ -65,14 +66,14 @@ def at(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
 
 
 def load(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
-    """Emit a load that needs an alignment of 2 bytes only."""
+    """Emit a load of type ``kind`` that needs an alignment of only 2 bytes."""
     value = builder.load(at(builder, address, kind, offset))
     value.align = 2
     return value
 
 
 def store(builder: Any, value: Any, address: Any, offset: Any = None) -> None:
-    """Emit a store that needs an alignment of 2 bytes only."""
+    """Emit a store that needs an alignment of only 2 bytes."""
     builder.store(value, at(builder, address, value.type, offset)).align = 2
 
 
@@ -89,7 +90,10 @@ def call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> 
 
 
 def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
-    """Emit the even and the odd elements of bfloat16 pairs <16 x i32> as float32, by a shift and a mask."""
+    """Emit the even and the odd elements of bfloat16 pairs <16 x i32> as two float32 vectors.
+
+    A bfloat16 value is the upper half of a float32, so a shift and a mask convert it.
+    """
     even = builder.shl(pairs, constant(V16I, 16))
     odd = builder.and_(pairs, constant(V16I, 0xFFFF0000))
     return builder.bitcast(even, V16F), builder.bitcast(odd, V16F)
@@ -101,7 +105,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def to_bfloat(builder: Any, value: Any) -> Any:
-    """Emit <16 x float> as <16 x i16> bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
+    """Emit the conversion of <16 x float> to bfloat16 <16 x i16>, rounded to nearest even; NaN stays NaN."""
     if NATIVE:
         half = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _V16B, [value])
         return builder.bitcast(half, V16H)
@@ -114,7 +118,7 @@ def to_bfloat(builder: Any, value: Any) -> Any:
 
 
 def multiply_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Emit total[i] += a[2i] b[2i] + a[2i+1] b[2i+1] on <16 x i32> of bfloat16 pairs."""
+    """Emit total[i] + a[2i] b[2i] + a[2i+1] b[2i+1] in float32, for bfloat16 pairs a and b <16 x i32>."""
     if NATIVE:
         a, b = builder.bitcast(a, _V32B), builder.bitcast(b, _V32B)
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V16F, [total, a, b])
@@ -122,10 +126,10 @@ def multiply_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return fma(builder, a1, b1, fma(builder, a0, b0, total))
 
 
-# Shuffles that reduce two vectors of partial sums to one, level by level. Each pair of lane orders is one
-# instruction (unpack single, unpack double, and twice a shuffle of 128-bit lanes).
+# Shuffle masks that reduce two vectors of partial sums to one, level by level. A level has two masks, and each
+# mask is one instruction: unpack single, unpack double, and for two levels a shuffle of 128-bit lanes.
 _QUARTERS = range(0, 16, 4)
-_EVEN, _ODD = (0, 8, 16, 24), (4, 12, 20, 28)  # 128-bit lanes 0 and 2 of either vector, 1 and 3
+_EVEN, _ODD = (0, 8, 16, 24), (4, 12, 20, 28)  # 128-bit lanes 0 and 2 of both vectors, then lanes 1 and 3
 _LEVELS = (
     [[q + i for q in _QUARTERS for i in order] for order in ((0, 16, 1, 17), (2, 18, 3, 19))],
     [[q + i for q in _QUARTERS for i in order] for order in ((0, 1, 16, 17), (2, 3, 18, 19))],
@@ -134,7 +138,7 @@ _LEVELS = (
 
 
 def sum_lanes(builder: Any, sums: list[Any]) -> Any:
-    """Emit a vector with the sum of the lanes of vector i in lane i, for 16 vectors."""
+    """Emit a vector whose lane i is the sum of all lanes of ``sums[i]``, for 16 vectors."""
     for low, high in _LEVELS:
         sums = [
             builder.fadd(builder.shuffle_vector(a, b, lanes(low)), builder.shuffle_vector(a, b, lanes(high)))
@@ -144,7 +148,7 @@ def sum_lanes(builder: Any, sums: list[Any]) -> Any:
 
 
 def first_lanes(builder: Any, count: Any) -> Any:
-    """Emit a mask of the first ``count`` (int64) of 32 values."""
+    """Emit a mask of 32 lanes of which the first ``count`` (int64) are set."""
     index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
     return builder.icmp_signed("<", index, splat(builder, builder.trunc(count, I16), V32H))
 
@@ -157,7 +161,10 @@ def copy_values(builder: Any, to: Any, start: Any, count: Any) -> None:
 
 
 def load_first(builder: Any, address: Any, offset: Any, count: Any) -> Any:
-    """Emit a load of only the first ``count`` of 32 bfloat16 values, as <16 x i32> padded with 0."""
+    """Emit a load of the first ``count`` of 32 bfloat16 values, as <16 x i32> padded with 0.
+
+    It reads no memory after these values.
+    """
     pointer = at(builder, address, V32H, offset)
     if MASKED:
         mask, zero = first_lanes(builder, count), constant(V32H, 0)
@@ -170,7 +177,7 @@ def load_first(builder: Any, address: Any, offset: Any, count: Any) -> Any:
 
 
 def store_first(builder: Any, values: Any, address: Any, count: Any) -> None:
-    """Emit a store of the first ``count`` of 32 16-bit ``values``."""
+    """Emit a store of the first ``count`` of 32 16-bit ``values``; memory after them is unchanged."""
     pointer = at(builder, address, V32H)
     if MASKED:
         arguments = [values, pointer, ir.Constant(I32, 2), first_lanes(builder, count)]
@@ -185,9 +192,9 @@ def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = Fa
     """Return an intrinsic for ``rows`` x ``columns`` (16 in all) dot products of bfloat16 rows of length k.
 
     Its arguments ``(x, x_stride, w, w_stride, k, out, out_stride, ahead)`` are int64, addresses and strides in
-    bytes. It writes out[r, c] = x[r] . w[c] as bfloat16, or as float32 with ``float_out``. Meanwhile it
-    prefetches ``prefetch`` rows of w_stride bytes from ``ahead`` into the second-level cache. A result depends
-    on its own two rows and k alone, not on the tile.
+    bytes. It writes out[r, c] = x[r] . w[c] as bfloat16, or as float32 with ``float_out``. While it computes,
+    it prefetches ``prefetch`` rows of w_stride bytes from the address ``ahead`` into the second-level cache.
+    Each result depends only on its two rows and k, not on the shape of the tile.
     """
     if rows * columns != 16:
         raise ValueError(f"{rows} x {columns} is not 16")
@@ -220,7 +227,7 @@ def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = Fa
 
             whole = builder.shl(
                 builder.lshr(k, ir.Constant(I64, 5)), ir.Constant(I64, 6)
-            )  # bytes in full vectors
+            )  # bytes of a row that fill whole 512-bit vectors
             before = builder.block
             head, body, after = (builder.append_basic_block(name) for name in ("k.head", "k.body", "k.after"))
             builder.branch(head)

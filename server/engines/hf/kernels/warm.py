@@ -1,6 +1,7 @@
-"""Compilation (or loading from the cache) of every kernel before the weights are loaded.
+"""Compilation of every CPU kernel, or loading from the cache, before the weights are loaded.
 
-The compiler's memory is then free again before the pool is touched, and the process's peak matches the plan.
+The compiler's memory is then free again before the KV pool is touched. So the peak memory of the process
+matches the plan.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from tonnage.server.engines.hf.kernels import attention, layer, linear, small
 
 
 def compile_all() -> None:
-    """Run each kernel once on the smallest input; takes half a second from the cache, about ten without."""
+    """Run each kernel once on the smallest input, so that its machine code is in memory.
+
+    It takes half a second if the code is cached on disk, else about ten seconds.
+    """
     rows = torch.zeros(16, 32, dtype=torch.bfloat16)
     linear.linear(rows[:1], rows)
     small.rms_norm(rows[:1], rows[0], 1e-5, 0.0)
@@ -30,7 +34,7 @@ def compile_all() -> None:
     numbers = (np.float32(1.0), np.float32(0.0))
     step = (write, tables, items, shares, *geometry, *numbers, 0, scratch)
     attention.attend(*places, *step)
-    # A layer of one row, with all weights zero.
+    # Run a whole decoder layer on one row, with all weights zero.
     memory = torch.zeros(2048 + linear.gate_values(1), dtype=torch.bfloat16)
     weights = np.full(len(layer.WEIGHTS), memory.data_ptr(), np.int64)
     answer = torch.zeros_like(token)

@@ -14,8 +14,9 @@ from typing import Any
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.plans import Plan
 
-# scheme of the plan -> (module, how to install it). GPTQModel needs newer torch and transformers than vLLM, and
-# so an environment of its own (7.7.0: torch >= 2.14.1, transformers >= 5.20.2).
+# For each quantization scheme of the plan, the required module and how to install it. GPTQModel needs newer
+# torch and transformers than vLLM (7.7.0: torch >= 2.14.1, transformers >= 5.20.2), and therefore an
+# environment of its own.
 NEEDS = {
     "int8": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
     "nf4": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
@@ -27,8 +28,9 @@ NEEDS = {
 }
 MADE_BY_FLAG = ("int8", "nf4", "nf4-double", "fp4", "fp4-double")
 
-# quantization_config.quant_method -> why the hf engine does not load it on a CPU (transformers 5.19,
-# quantizers/). An unpacked model would hold two to four times the planned bytes.
+# For each quantization_config.quant_method, the reason why the HF engine does not load it on a CPU
+# (transformers 5.19, quantizers/). transformers would unpack the weights to two to four times the planned
+# bytes.
 _NOT_ON_CPU = {
     "fp8": "transformers has FP8 kernels for GPUs only and would unpack every matrix",
     "fbgemm_fp8": "transformers refuses FBGEMM's FP8 without a GPU",
@@ -41,7 +43,7 @@ _NOT_ON_CPU = {
 
 
 def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Raise an error if this engine cannot load the model on this device.
+    """Raise an error if this engine cannot load the model's checkpoint format on this device.
 
     Args:
         plan: the memory plan.
@@ -49,7 +51,7 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
 
     Raises:
         UnsupportedArchitecture: the format does not run on this device.
-        DeploymentError: a package is missing, or the quantization cannot be made during the load.
+        DeploymentError: a package is missing, or the weights cannot be quantized during the load.
         CheckpointError: the weights are not safetensors.
     """
     require_weights(plan.model.path)
@@ -114,14 +116,18 @@ def require_gguf(path: str) -> None:
 
 
 def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """Return the arguments of from_pretrained: location and quantization. ``dtype`` is a torch.dtype."""
+    """Return the arguments of from_pretrained for checkpoint location and quantization.
+
+    ``dtype`` is the torch.dtype in which the model computes.
+    """
     path = plan.model.path
     if path.endswith(".gguf"):
-        from transformers import GgufConfig  # not at the top: the API process imports this module
+        # imported here, because the API process imports this module and must not import transformers
+        from transformers import GgufConfig
 
         require_gguf(path)
-        # Loaded packed, the model would need the `kernels` package, which has no kernel for CPUs
-        # (integrations/gguf).
+        # Unpack the weights: packed, they need the `kernels` package, which has no kernel for CPUs
+        # (transformers, integrations/gguf).
         return {
             "pretrained_model_name_or_path": str(Path(path).parent),
             "gguf_file": Path(path).name,
@@ -135,12 +141,13 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def _stored(path: str) -> bool:
-    """Return whether the checkpoint is quantized already, according to its config.json."""
+    """Return whether the checkpoint in ``path`` is already quantized, according to its config.json."""
     return bool(json.loads((Path(path) / "config.json").read_text()).get("quantization_config"))
 
 
 def _bitsandbytes(quantization: str, dtype: Any) -> Any:
-    from transformers import BitsAndBytesConfig  # not at the top: the API process imports this module
+    # imported here, because the API process imports this module and must not import transformers
+    from transformers import BitsAndBytesConfig
 
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]

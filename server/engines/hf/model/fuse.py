@@ -1,8 +1,8 @@
-"""Replacement of modules of a loaded model by CPU kernels with the same arithmetic, for bfloat16.
+"""Replacement of a loaded model's modules by bfloat16 CPU kernels with the same arithmetic.
 
-Each replacement is first compared with its module on random input. A module whose result differs keeps its own
-code, so an architecture needs no entry here. Weights are shared, not copied. The self-check at start compares
-the whole model with its own code.
+Each kernel is first compared with its module on random input. A module whose result differs keeps its own code,
+so no list of architectures is needed. The kernels use the module's weights without a copy. The self-check at
+start compares the whole model with its own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tonnage.server.engines.hf.kernels import linear, small
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP module as recognized by ``_is_gated_mlp``."""
+    """The type of a module that ``_is_gated_mlp`` recognizes: down_proj(act(gate_proj(x)) * up_proj(x))."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -29,17 +29,17 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """An RMS norm module as recognized by ``_is_rms_norm``; some families name ``eps`` ``variance_epsilon``."""
+    """The type of a module that ``_is_rms_norm`` accepts; some families call ``eps`` ``variance_epsilon``."""
 
     weight: nn.Parameter
     eps: float
 
 
-# Relative difference (L2) up to which two bfloat16 results count as equal. One rounding is 2^-9, a gated
-# MLP rounds four times. Another formula (another activation, a norm without its 1 + weight) differs by more
-# than 0.1.
+# Relative difference (L2) up to which two bfloat16 results count as equal. One rounding changes a value by up
+# to 2^-9, and a gated MLP rounds four times. A different formula (another activation, or a norm with weight
+# instead of 1 + weight) changes the result by more than 0.1.
 _SAME = 0.02
-_SAME_NORM = 2**-8  # a norm rounds its result once; in some families also an intermediate
+_SAME_NORM = 2**-8  # a norm rounds its result once, and in some families also an intermediate value
 
 
 def fuse(model: nn.Module) -> Counter[str]:
@@ -92,7 +92,10 @@ def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
 
 
 def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor) -> torch.Tensor:
-    """Return down_proj(act(gate_proj(x)) * up_proj(x)) by kernels, with ``activation`` as (linear, cubic)."""
+    """Return down_proj(act(gate_proj(x)) * up_proj(x)) by the linear kernels.
+
+    ``activation`` has the coefficients (linear, cubic) of act, see ``rows.gate_row``.
+    """
     inner = linear.gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear.linear(inner, module.down_proj.weight)
 
@@ -101,13 +104,14 @@ def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor
 def _try(
     module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float, width: int
 ) -> bool:
-    """Replace the module's forward by the best candidate if both give equal output; return whether it was.
+    """Replace a module's forward by its best replacement if both give equal output; return whether it was.
 
-    Candidates are compared on random rows of ``width``, and the nearest counts, not the first within ``same``:
-    if a norm's weights are in the hundreds, Gemma's 1 + weight differs from weight by less than a rounding.
+    Outputs on random rows of ``width`` values are equal if they differ by at most ``same``, relative (L2). The
+    replacement nearest to the module counts, not the first within ``same``. For example, if a norm's weights
+    are in the hundreds, the formulas with weight and 1 + weight differ by less than a rounding.
     """
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
-    x[2:4] *= 10  # activations differ only for values away from 0
+    x[2:4] *= 10  # larger values, because activation functions are nearly equal close to 0
     x[4:] *= 100
     x = x.bfloat16()
     own = module(x).float()
@@ -123,15 +127,15 @@ def _try(
     return True
 
 
-_ROTATION = "apply_rotary_pos_emb"  # its name in every family of transformers 5
+_ROTATION = "apply_rotary_pos_emb"  # name of the rotary embedding function in every family of transformers 5
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[..., object] | None:
-    """Return the module's forward with the rotary embedding by a kernel, or None.
+    """Return the module's forward with its rotary embedding computed by a kernel, or None if impossible.
 
-    The result has the same code with one global name replaced. None means that the forward does not use that
-    name plainly, or that the two functions give different results.
+    The new forward has the same code, with the global name of the rotary embedding function replaced. It is
+    impossible if the forward does not call the function by this name, or if kernel and function differ.
     """
     code = type(module).forward
     own = getattr(code, "__globals__", {}).get(_ROTATION)
@@ -162,9 +166,10 @@ def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[.
 
 
 def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
-    """Return a rotary embedding by kernel, in place on [1, heads, T, size] views of [1, T, heads, size].
+    """Return a rotary embedding function that rotates q and k in place by the kernel ``rotate``.
 
-    It calls ``own`` for other shapes or arguments.
+    q and k are [1, heads, T, size] views of [1, T, heads, size]. For other shapes or arguments the result calls
+    ``own``, the model's function.
     """
 
     def apply(
@@ -187,7 +192,8 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
             or not (cosine.is_contiguous() and sine.is_contiguous())
         ):
             return own(q, k, cosine, sine, *args, **kwargs)
-        flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()  # a copy only after a norm of each head
+        # makes a copy only if a norm of each head came before
+        flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()
         rotate(flat_q, cosine[0], sine[0])
         rotate(flat_k, cosine[0], sine[0])
         return flat_q.transpose(0, 1)[None], flat_k.transpose(0, 1)[None]
@@ -197,7 +203,7 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
 
 @contextlib.contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """Restore the model's own forward methods for the duration of the context."""
+    """Restore the model's own forward methods while the context is open."""
     aside = [
         (module, module.__dict__.pop("forward")) for module in model.modules() if "forward" in module.__dict__
     ]

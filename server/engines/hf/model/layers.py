@@ -1,8 +1,8 @@
 """Replacement of whole decoder layers by one kernel call each (``kernels.layer``).
 
 It runs after ``fuse.fuse`` and considers a layer only if a kernel replaced each of its modules. The layer's own
-code and the one call must give identical bits and write identical K and V. So a layer that does anything else
-(a factor on the residual, another order) keeps its own code.
+code and the single call must give identical bits and write identical K and V. A layer with extra arithmetic,
+such as a factor on the residual, fails this test and keeps its own code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tonnage.server.engines.hf.pool import PagedPool
 
 
 def fuse_layers(model: nn.Module, layout: KVLayout, query_heads: int, threads: int) -> int:
-    """Replace decoder layers of a fused model by one call each; return how many were replaced."""
+    """Replace decoder layers of a model after `fuse.fuse` by one kernel call each; return how many."""
     trial = _Trial(layout, query_heads, threads)
     return sum(
         trial.adopt(module, parts) for module in model.modules() if (parts := _parts(module)) is not None
@@ -36,28 +36,39 @@ def fuse_layers(model: nn.Module, layout: KVLayout, query_heads: int, threads: i
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The weights and constants of a decoder layer, as its one-call kernel needs them."""
+    """The weights and constants that the one-call kernel of a decoder layer needs.
 
-    weights: dict[str, torch.Tensor]  # by the names of `kernel.WEIGHTS`
+    Attributes:
+        weights: weight tensors by their names in `kernels.layer.WEIGHTS`.
+        epsilon: epsilon of the layer's RMS norms.
+        shift: value added to norm weights, 0 or 1.
+        activation: coefficients (linear, cubic) of the MLP's activation, see ``rows.gate_row``.
+    """
+
+    weights: dict[str, torch.Tensor]  # by the names in `kernel.WEIGHTS`
     epsilon: float
     shift: float
     activation: tuple[float, float]
 
 
 def _kernel_of(module: Any, function: Callable[..., Any]) -> functools.partial[Any] | None:
-    """Return the kernel that `fuse` has put in place of the module's forward, if it is ``function``."""
+    """Return the kernel that replaced the module's forward, if it calls ``function``; else None."""
     forward = getattr(module, "__dict__", {}).get("forward")
     return forward if isinstance(forward, functools.partial) and forward.func is function else None
 
 
 def _parts(module: nn.Module) -> _Parts | None:
-    """Return the parts of a layer whose modules all run as kernels and have the Llama family's names."""
+    """Return the weights and constants of a decoder layer, or None if the layer does not qualify.
+
+    All its modules must already run as kernels and have the attribute names of the Llama or Gemma family.
+    """
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     gated = _kernel_of(mlp, gated_mlp)
     if attention is None or gated is None:
         return None
     names = {"input norm": "input_layernorm", "mlp norm": "post_attention_layernorm"}
-    if hasattr(module, "pre_feedforward_layernorm"):  # Gemma also has norms before the residual sums
+    # Gemma also norms the outputs of attention and MLP before the residual sums
+    if hasattr(module, "pre_feedforward_layernorm"):
         names["attention norm"] = "post_attention_layernorm"
         names["mlp norm"], names["output norm"] = "pre_feedforward_layernorm", "post_feedforward_layernorm"
     norms = {name: getattr(module, own, None) for name, own in names.items()}
@@ -85,7 +96,7 @@ def _parts(module: nn.Module) -> _Parts | None:
 
 
 class OneCall:
-    """The forward of one decoder layer as a single kernel call."""
+    """A replacement for the forward of one decoder layer, which computes the layer in a single kernel call."""
 
     def __init__(
         self, module: nn.Module, parts: _Parts, layout: KVLayout, scaling: float, softcap: float | None
@@ -110,7 +121,7 @@ class OneCall:
         paged_batch: PagedBatch | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute the layer by its kernel, or by its own code for unexpected arguments."""
+        """Compute the layer by one kernel call, or by the module's own code if the arguments are unexpected."""
         step = None if paged_batch is None else paged_batch.attention
         if (
             not isinstance(step, InPlaceAttention)
@@ -147,7 +158,7 @@ class OneCall:
         return out
 
     def _turns(self, cosine: torch.Tensor, sine: torch.Tensor, rows: int) -> bool:
-        """Return whether cosine and sine have one row of head size per token, as the kernel expects."""
+        """Return whether cosine and sine are bfloat16 [1, rows, head size], as the kernel expects."""
         return (
             cosine.shape == sine.shape == (1, rows, self._size)
             and cosine.dtype == sine.dtype == torch.bfloat16
@@ -157,7 +168,7 @@ class OneCall:
 
 
 class _Recorded:
-    """An attention that records the scaling and the softcap of each call."""
+    """A wrapper of an attention that records the scaling and the softcap of each call."""
 
     def __init__(self, attention: InPlaceAttention) -> None:
         self._attention = attention
@@ -169,7 +180,11 @@ class _Recorded:
 
 
 class _Trial:
-    """A comparison of a layer and its kernel on a batch of three tokens and one token, in separate pools."""
+    """A comparison of decoder layers with the one-call kernel.
+
+    The batch has two sequences, with three tokens and one token. Layer and kernel write to separate pools, so
+    that K and V can be compared, too.
+    """
 
     def __init__(self, layout: KVLayout, query_heads: int, threads: int) -> None:
         size, groups = layout.block_size, len(layout.groups)
@@ -195,7 +210,7 @@ class _Trial:
 
     @torch.inference_mode()
     def adopt(self, module: nn.Module, parts: _Parts) -> bool:
-        """Replace the layer's forward by the kernel if both give equal output; return whether they do."""
+        """Replace the layer's forward by the kernel if outputs, K and V are equal; return whether they are."""
         hidden = parts.weights["gate"].shape[1]
         q, kv = (self._layout.head_size * heads for heads in (self._heads, self._layout.kv_heads))
         shapes = {name: tuple(weight.shape) for name, weight in parts.weights.items()}
@@ -204,7 +219,7 @@ class _Trial:
         ]:  # fmt: skip
             return False
         x = torch.randn(1, 4, hidden, generator=self._draw)
-        x[:, ::2] *= 30  # rows that are small and rows that are large beside the residual sums
+        x[:, ::2] *= 30  # rows that are small and rows that are large compared with the residual sums
         x = x.bfloat16()
         for pool in self._pools:
             pool.tensor.zero_()

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint through transformers, and the count of its real bytes."""
+"""Loading of a checkpoint through transformers, and the measurement of its bytes in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def load_model(plan: Plan) -> PreTrainedModel:
-    """Return the model in evaluation mode, with weights in anonymous memory (not mapped from the file).
+    """Load the planned model; return it in evaluation mode, with weights in anonymous (not mapped) memory.
 
     Raises:
         DeploymentError: the device does not compute in the plan's dtype.
-        CheckpointError: the checkpoint's tensors are not exactly this model's. transformers would initialize
-            missing weights at random and drop surplus ones.
+        CheckpointError: tensors are missing from the checkpoint, or do not belong to the model. transformers
+            would initialize missing weights at random and drop surplus tensors.
     """
     register()
     dtype = DTYPES[plan.deployment.dtype]
@@ -41,7 +41,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported together with the other errors below
+            ignore_mismatched_sizes=True,  # reported below, together with missing and surplus tensors
             **options,
         )
     model: PreTrainedModel = loaded[0]
@@ -71,7 +71,7 @@ def require_computed(dtype: torch.dtype, device: str) -> None:
 def _require_complete(info: dict[str, Any]) -> None:
     """Raise CheckpointError if from_pretrained reported tensors that do not match the model.
 
-    ``info`` is its loading report, by transformers' own rules about optional and surplus keys.
+    ``info`` is the loading report of from_pretrained, which already leaves out optional keys.
     """
     for what, keys in (
         ("lacks {}", info["missing_keys"]),
@@ -90,10 +90,10 @@ def _require_complete(info: dict[str, Any]) -> None:
 
 
 def _own_memory(model: torch.nn.Module) -> None:
-    """Copy parameters that still point into the mapped file to anonymous memory, which a plan counts.
+    """Copy parameters that still point into the mapped file to anonymous memory, which the plan counts.
 
-    The kernel may drop mapped pages and read them again in the middle of a request. Copying one tensor at a
-    time keeps the peak low. bitsandbytes' parameter classes are computed and never mapped.
+    The kernel may drop mapped pages and would then read them again during a request. Copying one tensor at a
+    time keeps the peak low. bitsandbytes' parameter classes are skipped: their values are computed, not mapped.
     """
     if next(model.parameters()).device.type != "cpu":
         return
@@ -101,12 +101,12 @@ def _own_memory(model: torch.nn.Module) -> None:
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only: returns freed loading buffers
+    with contextlib.suppress(OSError, AttributeError):  # glibc only: return freed loading buffers to the kernel
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def storage_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the storages behind parameters, buffers and quantization state, each counted once."""
+    """Return the bytes of the storages of parameters, buffers and quantization state, each counted once."""
     sizes: dict[int, int] = {}
     for tensor in _tensors(model, set()):
         storage = tensor.untyped_storage()
@@ -116,7 +116,7 @@ def storage_bytes(model: torch.nn.Module) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield every tensor reachable from a module, including attributes, where bitsandbytes keeps its state."""
+    """Yield every tensor of a module and of its attributes, in which bitsandbytes keeps quantization state."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -1,7 +1,7 @@
 """The profile run: one full step before the first request, whose measured memory corrects the plan.
 
-The step has max_num_batched_tokens tokens in max_num_seqs rows (decodes and one prefill chunk), and its tokens
-are drawn. The activations are the peak memory of the process minus its memory before the step.
+The step has max_num_batched_tokens tokens in max_num_seqs sequences (decodes and one prefill chunk), and
+samples a token for each. The activations are the peak memory of the process minus its memory before the step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _INTERVAL = 0.005
 def profile(runner: ModelRunner) -> int:
     """Return the bytes that one full step takes in addition to weights, pool and framework.
 
-    It writes to blocks of the pool, so it must run before the first request. On a GPU the device memory counts
-    instead of the process memory.
+    It writes to blocks of the pool, so it must run before the first request. On a CPU the process memory is
+    measured, on a GPU the device memory of torch's allocator.
     """
     if runner.device.type == "cuda":
         return _profile_cuda(runner)
@@ -42,14 +42,15 @@ def _profile_cuda(runner: ModelRunner) -> int:
     torch.cuda.reset_peak_memory_stats(runner.device)
     _step(runner)
     torch.cuda.synchronize(runner.device)
-    # Workspaces that kernels allocated during the load count as activations, too.
+    # Workspaces that kernels allocated during the load are included as activations.
     return torch.cuda.max_memory_allocated(runner.device) - runner.weights_bytes - runner.pool.nbytes
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the bytes taken on a GPU by all processes, or None on a CPU.
+    """Return the bytes that all processes take on a GPU, or None on a CPU.
 
-    They include the CUDA context and the allocator's unused memory, which no other figure includes.
+    They include the CUDA context and the unused memory of torch's allocator, which the other measurements leave
+    out.
     """
     if device.type != "cuda":
         return None
@@ -66,10 +67,10 @@ def _step(runner: ModelRunner) -> None:
 
 
 def full_batch(runner: ModelRunner) -> Batch:
-    """Return a batch of max_num_seqs rows: decodes, and one prefill chunk as the last row.
+    """Return the largest batch of a step: max_num_seqs sequences, decodes and one prefill chunk at the end.
 
-    For the gather attention, whose memory grows with the context, the first and the last row have the longest
-    possible context.
+    With the gather attention, whose memory grows with the context, the first and the last sequence have the
+    longest possible context.
     """
     limits = limits_of(runner.plan)
     layout = runner.plan.kv_cache.layout
@@ -83,7 +84,7 @@ def full_batch(runner: ModelRunner) -> Batch:
     start = np.concatenate(([0], np.cumsum(counts)))
     owner = np.repeat(np.arange(rows), counts)
     positions = np.arange(start[-1]) - start[:-1][owner] + (kv_len - counts)[owner]
-    # Rows share blocks: the results are not used, and so the batch fits every pool.
+    # Sequences share blocks, so the batch fits every pool. The results are not used.
     width = -(-int(kv_len.max()) // layout.block_size)
     blocks = 1 + np.arange(width) % max(1, runner.pool.tensor.shape[0] - 1)
     table = np.tile(blocks.astype(np.int32), (rows, 1))

@@ -1,4 +1,4 @@
-"""The model runner: one model, one KV pool, one forward per step."""
+"""The model runner, which holds one model and one KV pool, and computes one forward per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """The model and its KV pool. ``weights_bytes`` is measured after the load, before any forward."""
+    """A model and its KV pool; ``weights_bytes`` is measured after the load, before any forward."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -43,7 +43,7 @@ class ModelRunner:
     def next_attention(self, why: str = "") -> bool:
         """Switch to the next implementation of attention that loads; return False if none is left.
 
-        ``why`` is the reason for the log, such as a failed self-check; empty at the first call.
+        ``why`` is the reason to log, such as a failed self-check. It is empty at the first call.
         """
         while self._candidates:
             chosen = self._candidates.pop(0)
@@ -52,7 +52,8 @@ class ModelRunner:
             try:
                 self._step = chosen.load()
             except Exception as error:
-                # A broken installation may raise any error. The last candidate, the reference, always loads.
+                # A broken installation may raise any error. The last candidate, the reference implementation,
+                # always loads.
                 why = f"{chosen.name} does not load ({type(error).__name__}: {error})"
                 continue
             self.attention = chosen.name

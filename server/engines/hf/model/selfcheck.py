@@ -1,8 +1,8 @@
 """The start-up self-check: a comparison of paged attention with the model's own attention.
 
-A mixed flat batch (prefill chunks and decodes of several sequences, scattered blocks) is compared with
-transformers' eager attention, one sequence at a time. It shows that every layer of the loaded model calls the
-paged attention, that sequences do not mix, and that masks and positions are correct.
+The check computes a mixed flat batch: prefill chunks and decodes of several sequences, in scattered blocks. It
+compares the logits with transformers' eager attention, one sequence at a time. It shows that every layer of the
+loaded model calls the paged attention, that sequences do not mix, and that masks and positions are correct.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.fuse import plain
 from tonnage.server.engines.hf.model.runner import ModelRunner
 
-# Relative error of logits (L2) of one prompt. Measured on SmolLM2-135M: float32 2e-6, float16 0.002; bfloat16
-# 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens. On these prompts the model's own bfloat16 code
-# differs from float32 by up to 0.06. A model that mixes sequences or ignores a mask differs by more than 0.3.
+# Permitted relative error (L2) of the logits of one prompt. Measured on SmolLM2-135M: float32 2e-6, float16
+# 0.002; bfloat16 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens. On these prompts the model's own
+# bfloat16 code differs from float32 by up to 0.06. A model that mixes sequences or ignores a mask differs by
+# more than 0.3.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# The same for K and V stored in a narrower dtype, measured on SmolLM2-135M in float32: float16 0.0005, bfloat16
-# 0.005, fp8 0.04 (with and without scales), int8 0.03; in bfloat16 fp8 0.05, int8 0.07.
+# Permitted relative error of the logits if K and V are stored in a narrower dtype than the model's. Measured on
+# SmolLM2-135M in float32: float16 0.0005, bfloat16 0.005, fp8 0.04 (with and without scales), int8 0.03; in
+# bfloat16: fp8 0.05, int8 0.07.
 STORED_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1, torch.float8_e4m3fn: 0.2, torch.int8: 0.2}
 
-# A longer window is not filled, because the check would take seconds.
+# The check's prompts fill sliding windows up to this length in tokens. Filling a longer window would take
+# seconds.
 LONGEST_WINDOW = 1024
 
 
 class OtherLogits(UnsupportedArchitecture):
-    """The model gives other logits through this attention than through its own."""
+    """An error of the self-check: the logits differ between paged attention and the model's own attention."""
 
 
 def self_check(runner: ModelRunner) -> float:
-    """Return the largest relative error of the logits through paged attention.
+    """Return the largest relative error of the logits through paged attention, over a few test prompts.
 
     It uses blocks of the pool, so it must run before the first request.
 
@@ -86,7 +89,7 @@ def self_check(runner: ModelRunner) -> float:
 
 
 def checked_attention(runner: ModelRunner) -> float:
-    """Try implementations of attention until one passes `self_check`; return its relative error.
+    """Try implementations of attention until one passes `self_check`; return its relative error of the logits.
 
     Failures are logged. If the last implementation, the reference, fails too, its error is raised.
     """
@@ -95,14 +98,18 @@ def checked_attention(runner: ModelRunner) -> float:
             return self_check(runner)
         except Exception as error:  # a kernel may raise any error on a device it was not built for
             if isinstance(error, TonnageError) and not isinstance(error, OtherLogits):
-                raise  # caused by the model or the plan, so all implementations would fail
+                raise  # the model or the plan caused the error, so every implementation would fail
             said = str(getattr(error, "message", error)).strip().splitlines() or [type(error).__name__]
             if not runner.next_attention(f"{runner.attention} failed the self-check ({said[0][:300]})"):
                 raise
 
 
 def _chunk(length: int, done: int, step: int) -> int:
-    """Return the tokens to compute: first half, then all but the last token, then the last one."""
+    """Return how many tokens of a test prompt to compute in a step.
+
+    The first step computes half of the ``length`` tokens, the next step all but the last token, the third step
+    the last.
+    """
     target = (max(1, length // 2), max(1, length - 1), length)[step]
     return max(0, min(length, target) - done)
 
@@ -120,7 +127,10 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
 
 
 def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return block ids by [sequence][group], taken from both ends of the pool so that no table is ordered."""
+    """Return block tables by [sequence][group], with ids taken from both ends of the pool in turn.
+
+    The ids in a table are thus not ascending, so that the check detects code that assumes an order.
+    """
     free = list(range(1, num_blocks))
     tables = []
     for prompt in prompts:

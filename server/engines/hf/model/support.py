@@ -1,9 +1,9 @@
-"""The architectures that paged attention serves, and why other known ones are rejected. Imports no torch.
+"""The architectures that paged attention serves, and why others are rejected. It imports no torch.
 
-An architecture qualifies (transformers 5.19.0) if every layer calls the registered attention function with the
-step's own K and V and passes keyword arguments on. Positions and masks may affect it per token only. The
-self-check at start (``selfcheck``) verifies it for the loaded model; the reviewed list (``Family.hf``) prevents
-surprises.
+An architecture qualifies (transformers 5.19.0) if every layer passes the K and V of the current step, and its
+keyword arguments, to the registered attention function. Other uses of positions and masks must affect each
+token alone. The self-check at start (``selfcheck``) verifies this for the loaded model. ``Family.hf`` marks the
+reviewed families; other architectures are rejected before the load.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ REASONS: dict[Paged, str] = {
 
 
 def served() -> tuple[str, ...]:
-    """Return the reviewed model types.
+    """Return the model types that the HF engine serves, each reviewed and tested.
 
-    A tiny random model of each gives the tokens of transformers' generate in float32, passes the self-check in
-    bfloat16 and holds the planned bytes (tests/server/test_hf_runner.py, test_hf_families.py).
+    For each model type, a tiny random model gives the tokens of transformers' generate in float32, passes the
+    self-check in bfloat16, and takes the planned bytes (tests/server/test_hf_runner.py, test_hf_families.py).
     """
     return tuple(sorted(name for name, family in families().items() if family.hf == "served"))
 
@@ -61,8 +61,9 @@ def require_supported(model_type: str) -> None:
 def require_fixed_rotary(config: Mapping[str, Any], max_model_len: int) -> None:
     """Raise UnsupportedArchitecture if rotary frequencies would depend on other requests in the batch.
 
-    transformers takes LongRoPE's and dynamic NTK's frequencies from the largest position of the whole forward
-    (5.19, modeling_rope_utils.py dynamic_rope_update). Up to the original context they are equal for all.
+    transformers derives the frequencies of LongRoPE and dynamic NTK from the largest position in the whole
+    batch (5.19, modeling_rope_utils.py, dynamic_rope_update). They are fixed if ``max_model_len`` is at most
+    the model's original context length.
     """
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)

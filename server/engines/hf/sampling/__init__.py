@@ -1,1 +1,1 @@
-"""From logits to tokens: adjustments requested by clients, grammar masks, and random draws."""
+"""Sampling: adjustments of logits that requests ask for, grammar masks, and random draws of tokens."""

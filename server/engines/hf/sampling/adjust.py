@@ -1,7 +1,7 @@
 """Adjustments of logits that a request asks for before sampling, and log probabilities.
 
-The order is that of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties,
-then temperature and truncation in ``draw``. Log probabilities come from the unadjusted logits.
+The order is that of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties.
+Temperature and truncation follow in ``draw``. Log probabilities come from the unadjusted logits.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from tonnage.server.engines.request import SamplingParams
 
 
 class Matcher(Protocol):
-    """The state of one answer in its grammar, as `adjust` uses it."""
+    """The state of one sequence's output in its grammar."""
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
+        """Set the logits of tokens that the grammar does not permit next to -inf, in place; [vocabulary]."""
 
     def accept(self, token: int) -> bool:
-        """Advance by one token; return whether the text is complete and no token may follow."""
+        """Advance the grammar by one token; return whether the output is complete and no token may follow."""
 
 
 class Drawing(Protocol):
-    """A sequence that is about to draw a token, as `adjust` reads it."""
+    """A sequence that draws its next token, with the attributes that `adjust` reads."""
 
     tokens: list[int]
     matcher: Matcher | None
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters."""
+        """The sampling parameters of the sequence's request."""
 
     @property
     def generated(self) -> int:
-        """The number of output tokens so far."""
+        """The number of output tokens of the sequence so far."""
 
 
 def needs_adjusting(drawing: Drawing) -> bool:
-    """Return whether the sequence's grammar or parameters change its logits."""
+    """Return whether the sequence's grammar or sampling parameters change its logits."""
     params = drawing.params
     return (
         drawing.matcher is not None
@@ -55,7 +55,10 @@ def needs_adjusting(drawing: Drawing) -> bool:
 
 
 def adjust(logits: torch.Tensor, drawings: Rows[Drawing]) -> torch.Tensor:
-    """Return ``logits`` [L, vocabulary] adjusted for each row's sequence; the input itself if unchanged."""
+    """Return ``logits`` [L, vocabulary] with each row adjusted for its sequence.
+
+    ``drawings[i]`` is the sequence of row i. The result is ``logits`` itself if no row changes.
+    """
     asking = [row for row, drawing in enumerate(drawings) if needs_adjusting(drawing)]
     if not asking:
         return logits
@@ -90,8 +93,8 @@ def _adjust_row(logits: torch.Tensor, drawing: Drawing) -> None:
 def logprobs(logits: torch.Tensor, tokens: Rows[int], best: Rows[int]) -> list[TokenLogprobs]:
     """Return the log probability of ``tokens[i]`` and of the ``best[i]`` likeliest tokens, for each row i.
 
-    ``logits`` is [L, vocabulary]. Rows are computed one at a time, so that the copies stay small beside the
-    planned activations.
+    ``logits`` is [L, vocabulary]. Rows are computed one at a time, so that the copies are small compared with
+    the planned activations.
     """
     answers = []
     for row, token, count in zip(logits, tokens, best, strict=True):

@@ -13,16 +13,16 @@ import torch
 from tonnage.server.engines.hf.kernels.small import peaks
 from tonnage.server.engines.request import SamplingParams
 
-ROWS = 16  # rows drawn at a time, so that copies [rows, vocabulary] stay small beside the activations
+ROWS = 16  # rows drawn at a time, so that copies [rows, vocabulary] are small compared with the activations
 GREEDY_BELOW = 1e-5  # vLLM's threshold (sampling_params.py: _SAMPLING_EPS)
-TOP = 1024  # candidates tried before the whole vocabulary is sorted (49,152 tokens take 3 ms per row)
+TOP = 1024  # likeliest tokens to try before sorting the whole vocabulary (3 ms per row for 49,152 tokens)
 
 
 def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     """Return the first maximum of each row of ``logits`` [L, vocabulary], and whether the row is valid.
 
-    A valid row has no NaN and a finite maximum. transformers' generate takes the same token at temperature 0.
-    bfloat16 on a CPU takes one pass.
+    A valid row has no NaN and a finite maximum. transformers' generate chooses the same token at temperature 0.
+    bfloat16 logits on a CPU are read only once.
     """
     if logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
         first, good = peaks(logits)
@@ -32,17 +32,17 @@ def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the temperature is so low that the likeliest token is taken."""
+    """Return whether the temperature is so low (below `GREEDY_BELOW`) that the likeliest token is taken."""
     return params.temperature < GREEDY_BELOW
 
 
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
 ) -> list[int]:
-    """Draw one token per row of ``logits`` [L, vocabulary]; at temperature 0 it is the `most_likely`.
+    """Draw one token per row of ``logits`` [L, vocabulary]; at temperature 0 it is the likeliest.
 
-    Temperatures below `GREEDY_BELOW` count as 0: any other token has probability 0 in float32, and the
-    quotients would overflow.
+    ``params[i]`` and ``generators[i]`` belong to row i. Temperatures below `GREEDY_BELOW` count as 0: other
+    tokens have probability 0 in float32, and logits divided by the temperature would overflow.
     """
     tokens, _ = most_likely(logits)
     random = [row for row, p in enumerate(params) if not is_greedy(p)]
@@ -69,12 +69,18 @@ def _column(values: list[float], like: torch.Tensor, dtype: torch.dtype = torch.
 
 
 def _draw(probabilities: torch.Tensor, _: Sequence[SamplingParams], draws: torch.Tensor) -> list[int]:
-    """Draw by inverse CDF from ``probabilities`` [rows, vocabulary], with uniform ``draws`` [rows, 1]."""
+    """Draw a token per row of ``probabilities`` by inverse CDF.
+
+    ``probabilities`` is [rows, vocabulary], and ``draws`` [rows, 1] has uniform random numbers.
+    """
     return _invert(probabilities, draws).tolist()
 
 
 def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Return the first column whose cumulative weight exceeds draw x total, [rows]; never one of weight 0."""
+    """Return the first column of each row whose cumulative weight exceeds draw x total weight, [rows].
+
+    It is never a column of weight 0.
+    """
     total = weights.cumsum(dim=-1, dtype=torch.float64)
     picked = torch.searchsorted(total, draws * total[:, -1:], right=True)
     last = (weights > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True)
@@ -84,13 +90,17 @@ def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def _draw_truncated(
     probabilities: torch.Tensor, params: Sequence[SamplingParams], draws: torch.Tensor
 ) -> list[int]:
-    """Draw after truncation by top_k, top_p of the rest, then min_p: the order of vLLM and transformers."""
+    """Draw a token per row after truncation by top_k, then top_p, then min_p.
+
+    vLLM and transformers truncate in the same order.
+    """
     width = probabilities.shape[-1]
     values, order = probabilities.topk(min(TOP, width), dim=-1)
     tokens = []
     for row, wish in enumerate(params):
         top, ids = values[row], order[row]
-        # min_p alone bounds the candidates only without top_p and top_k. Check whether the first TOP hold all.
+        # Check whether the TOP likeliest tokens include every token that truncation keeps. min_p alone bounds
+        # the kept tokens only without top_p and top_k.
         enough = 0 < wish.top_k <= len(top) or (wish.top_k == 0 and float(top.sum()) >= wish.top_p)
         if (
             wish.min_p > 0
@@ -106,7 +116,7 @@ def _draw_truncated(
 
 
 def _kept(top: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return ``top`` (descending probabilities) with excluded tokens set to 0."""
+    """Return ``top`` (probabilities in descending order) with the tokens that truncation excludes set to 0."""
     kept = top.clone()
     if params.top_k:
         kept[params.top_k :] = 0
