@@ -25,7 +25,7 @@ NAME = "tonnage_paged"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An attention implementation; ``load`` prepares it and returns a function from a batch to its attention."""
+    """An attention implementation; ``load`` prepares it and returns a function from batch to attention."""
 
     name: str
     load: Callable[[], Backend]

@@ -68,7 +68,10 @@ def _project(x, q, k, v, to_q, to_k, to_v, rows, hidden, wide, narrow, threads):
 
 @compiled()
 def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon, shift):  # type: ignore[no-untyped-def]
-    """Add biases, norm each head and rotate q and k (rotary embedding) of rows ``first`` to ``last``, in place."""
+    """Add biases, norm each head and rotate q and k (rotary embedding), in place, for some rows.
+
+    The rows are ``first`` (inclusive) to ``last`` (exclusive).
+    """
     wide, narrow = heads * size, kv_heads * size
     if w[Q_BIAS]:
         for row in range(first, last):
@@ -84,7 +87,7 @@ def _turn(q, k, v, w, cosine, sine, first, last, heads, kv_heads, size, epsilon,
 
 @compiled(parallel=True)
 def _turns(q, k, v, w, cosine, sine, rows, heads, kv_heads, size, epsilon, shift, threads):  # type: ignore[no-untyped-def]
-    """Add biases, norm each head and rotate q and k (rotary embedding) of all rows, in place and in parallel."""
+    """Add biases, norm each head and rotate q and k (rotary embedding), in place, for all rows in parallel."""
     for thread in prange(threads):
         _turn(
             q, k, v, w, cosine, sine, thread * rows // threads, (thread + 1) * rows // threads, heads, kv_heads,
