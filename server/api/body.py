@@ -1,7 +1,7 @@
 """Request bodies: from bytes to a validated protocol model, or an error that names the field.
 
-FastAPI does not read the bodies, because its validation errors would return a copy of the input. Here an
-invalid field too ends in a small OpenAI error (see ``json_body``).
+FastAPI does not read the bodies, because its validation errors would return a copy of the input. This module
+instead reports an invalid field by a short error in OpenAI's format, as ``json_body`` does for invalid JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from tonnage.server.errors import ApiError, ErrorCode
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# Limit of unknown names inside known fields that a lenient server drops, since each may cost a validation.
+# Lenient mode drops at most this many unknown nested fields, because each may need another validation of the
+# body.
 _MAX_UNKNOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Fields(Generic[Model]):
-    """A protocol model with its field table; ``expected`` describes fields of several types."""
+    """A pydantic model of a request body, with the table that says which fields the API honours.
+
+    ``expected`` describes fields of several types in words, for error messages.
+    """
 
     model: type[Model]
     table: FieldTable
@@ -48,7 +52,7 @@ def parse_body(
         fields: The model and the field table of the endpoint.
         honours: Names of the sampling parameters that the engine honours.
         lenient: Whether to drop unknown fields instead of rejecting the request.
-        most: Upper bound of the number of JSON values (``most_values``).
+        most: Maximum number of JSON values in the body (``most_values``).
 
     Returns:
         The validated model, and the names of the fields that had no effect.
@@ -81,7 +85,10 @@ def parse_body(
 def _apply(
     document: dict[str, Any], table: FieldTable, honours: frozenset[str], lenient: bool, prefix: str
 ) -> list[str]:
-    """Remove from ``document`` the fields that are not for the model; return the names of the ignored ones."""
+    """Remove the fields that the model does not define from ``document``; return the names of the ignored ones.
+
+    Raises ApiError for a field that the API or the engine does not support.
+    """
     ignored: list[str] = []
     for name in list(document):
         rule, value = table.get(name), document[name]
@@ -112,7 +119,7 @@ def _apply(
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # bool is a subclass of int in Python: 0 must not equal False, nor 1 True.
+    # In Python bool is a subclass of int, and a field's value 0 must not equal False, nor 1 True.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -128,10 +135,7 @@ def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
 
 
 def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -> list[list[str]]:
-    """Delete at most ``most`` unknown fields inside known ones, and return the dotted places of each.
-
-    In a list, the field is deleted from every item, because the models report only the first invalid item.
-    """
+    """Delete at most ``most`` unknown fields that are nested inside known fields; return their dotted paths."""
     dropped: list[list[str]] = []
     for found in error.errors(include_url=False, include_context=False, include_input=False):
         if len(dropped) == most:
@@ -140,7 +144,8 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
             continue
         *path, last = found["loc"]
         names = []
-        for place, where in _places(document, path):  # empty in a union, where the path holds the member's tag
+        # yields nothing in a union, where the path holds the tag of the union's member
+        for place, where in _places(document, path):
             if isinstance(where, dict) and last in where:
                 del where[last]
                 names.append(".".join(str(part)[:60] for part in (*place, last)))
@@ -150,7 +155,10 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
 
 
 def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Yield each value that ``path`` leads to, with its place; a list on the way is followed in every item."""
+    """Yield each value in a JSON document to which ``path`` leads, together with its exact path.
+
+    An index in ``path`` stands for every item of its list.
+    """
     if not path:
         yield (), value
     elif isinstance(value, list) and isinstance(path[0], int):
@@ -163,7 +171,7 @@ def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int |
 
 
 def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Model]) -> ApiError:
-    """Return pydantic's first error as one sentence."""
+    """Convert pydantic's first validation error to an ApiError with a message of one sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location = first["type"], first["loc"]
     if kind == "missing":
@@ -174,7 +182,7 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        # In a union the location holds the name of the member, which is not in the value.
+        # In a union, pydantic's location includes the name of the union's member, which is no key of the value.
         if isinstance(value, dict):
             value = value.get(part, value)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
@@ -191,9 +199,9 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
 
 
 def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
-    """Return the JSON schema of a body without ``$defs``, for the OpenAPI document.
+    """Return the JSON schema of a request body for the OpenAPI document, with all ``$defs`` inlined.
 
-    The schema also lists the fields that are accepted without effect, with the values they take.
+    The schema also lists the fields that are accepted without effect, with their types.
     """
     schema = fields.model.model_json_schema()
     definitions = schema.pop("$defs", {})

@@ -15,16 +15,16 @@ _FILES = "fastapi_offline"
 _SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
 _DAY = {"cache-control": "private, max-age=86400"}
 
-# Both pages insert inline styles. Scripts and requests are restricted to this server. ReDoc runs its search in
-# a worker that it creates from a blob.
+# Both pages need inline styles. The content security policy restricts scripts and requests to this server.
+# ReDoc runs its search in a worker that it creates from a blob.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src data:; connect-src 'self'; worker-src blob:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-# Paths are relative, because a proxy may serve the pages under a prefix. A page whose address contains a key
-# cannot fetch a relative address, so the script computes the absolute one.
+# Paths are relative, because a proxy may serve the pages under a prefix. A page whose URL contains a user name
+# or password cannot fetch a relative path, so the script computes the absolute URL.
 _DOCUMENT = 'new URL("openapi.json", location.origin + location.pathname).href'
 _STARTS = {
     "swagger.js": f'SwaggerUIBundle({{url: {_DOCUMENT}, dom_id: "#ui", deepLinking: true}});\n',
@@ -35,7 +35,8 @@ _STARTS = {
 def docs_router(title: str) -> APIRouter:
     """Return the routes of /docs, /redoc and their files; ``title`` is the title of both pages."""
     router = APIRouter(include_in_schema=False)
-    static = files(_FILES) / "static"  # looked up late, so that a command can first name the missing extra
+    # The package is looked up only here, so that a command can first name the missing extra.
+    static = files(_FILES) / "static"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'
 
@@ -58,7 +59,7 @@ def docs_router(title: str) -> APIRouter:
             return Response(_STARTS[name], media_type="text/javascript", headers=_DAY)
         if name not in _SHIPPED:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the documentation has no such file")
-        with as_file(static / name) as path:  # no copy, unless packages are in a zip file
+        with as_file(static / name) as path:  # as_file copies nothing, unless the packages are in a zip file.
             return FileResponse(path, headers=_DAY)
 
     return router

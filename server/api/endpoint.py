@@ -1,7 +1,7 @@
-"""The HTTP part of every endpoint that uses the engine: one request in, one counted outcome.
+"""The HTTP part that all endpoints of the engine share; each request gets exactly one counted outcome.
 
-Body, disconnects, time limit, streams, errors and headers are handled here for all of them. A ``Service`` holds
-the logic of one endpoint.
+It reads bodies, detects disconnects, applies the time limit, and sends streams, errors and headers. A
+``Service`` holds the logic of one endpoint.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ Body = TypeVar("Body", bound=EngineBody)
 
 
 class Service(Protocol[Body]):
-    """The logic of one endpoint, without HTTP; its methods raise ApiError or the engine's TonnageErrors."""
+    """Interface of one endpoint's logic without HTTP; methods raise ApiError or the engine's TonnageErrors."""
 
     @property
     def fields(self) -> Fields[Body]:
-        """The model and the field table of the body."""
+        """The pydantic model of the endpoint's request body, with the table of its fields."""
 
     async def complete(self, body: Body, ticket: Ticket) -> bytes:
-        """Return the whole answer as JSON; cancelling the call aborts the request."""
+        """Return the complete answer as JSON; cancelling the call aborts the request."""
 
 
 @runtime_checkable
 class StreamingService(Service[Body], Protocol[Body]):
-    """A service whose bodies may request a stream of events."""
+    """Interface of an endpoint's logic that can also stream its answer as server-sent events."""
 
     def stream(self, body: Body, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Yield complete events; closing the iterator aborts the request."""
+        """Yield server-sent events, each one complete; closing the iterator aborts the request."""
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
-        """Return the event that reports a failure after the first event."""
+        """Return the event that reports a failure after a stream has begun."""
 
     @property
     def last_event(self) -> bytes:
-        """The event that ends every stream."""
+        """The bytes of the event that ends every stream."""
 
 
 class OpenAIEvents:
-    """Error event and last event of the streams of completions and chat completions."""
+    """The error event and the last event (``[DONE]``) of streamed completions and chat completions."""
 
     last_event = b"data: [DONE]\n\n"
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
-        """Return the error as an event in OpenAI's envelope."""
+        """Return the error as a server-sent event with OpenAI's error object."""
         return error_event(error)
 
 
 class Endpoint(Generic[Body]):
-    """The handler of ``POST path`` for one service."""
+    """The handler of ``POST path`` for the endpoint whose logic is one service."""
 
     def __init__(self, path: str, state: ServerState, service: Service[Body]) -> None:
         self._path = path
@@ -92,7 +92,8 @@ class Endpoint(Generic[Body]):
         except ClientDisconnected:
             ticket.finish("aborted")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except asyncio.CancelledError:  # the server stops and the time to drain is over
+        # The server cancels handlers when it stops and the time limit for draining is over.
+        except asyncio.CancelledError:
             error = stopping()
         except Exception as exception:
             error = from_exception(exception)

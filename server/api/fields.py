@@ -1,9 +1,9 @@
-"""Tables of every request field of OpenAI's specification and of vLLM's extensions.
+"""The request fields of OpenAI's specification and of vLLM's extensions, and how the API treats each.
 
 Each field is honoured, accepted without effect (listed in the response header ``x-ignored-fields``) or rejected
-by name. A name in no table is unknown: it gets 400, or is ignored and listed with ``--lenient``. ``tonnage
-doctor --fields`` prints the tables; tests compare them with the openai package's parameter types and vLLM's
-protocol classes.
+by name. A request with a field in no table gets status 400; with ``--lenient`` the field is ignored and listed.
+``tonnage doctor --fields`` prints the tables. Tests compare the tables with the openai package's parameter
+types and vLLM's protocol classes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Standing(StrEnum):
-    """Treatment of a request field by the API."""
+    """How the API treats a request field: honour it, accept it without effect, or reject it."""
 
     HONOURED = "honoured"
     IGNORED = "accepted without effect"
@@ -24,7 +24,10 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """Type of a field without effect: its name in words, its JSON schema, and a check of a non-null value."""
+    """The type of a field that is accepted without effect.
+
+    ``name`` is the type in words, ``schema`` its JSON schema, and ``accepts`` checks a value that is not null.
+    """
 
     name: str
     schema: Mapping[str, Any]
@@ -33,15 +36,15 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """Treatment of one request field by the API.
+    """How the API treats one request field.
 
     Attributes:
         standing: Whether the field is honoured, accepted without effect, or rejected.
-        neutral: Values that request nothing and are always accepted, as null is.
-        needs: The field of SamplingParams (or ``priority``) that the engine must honour, else the field is
-            rejected.
-        why: The reason of a rejection; for an honoured field, what it requires.
-        takes: The type of an ignored field; None accepts any value.
+        neutral: Values that mean the same as leaving the field out (as null does); they are always accepted.
+        needs: The field of SamplingParams (or ``priority``) that the engine must support; with another engine
+            the field is rejected.
+        why: Why the field is rejected; for an honoured field, what it requires.
+        takes: The type of a field without effect; None accepts any value.
     """
 
     standing: Standing
@@ -70,7 +73,8 @@ def _needs(name: str, needs: str, *neutral: Any) -> dict[str, FieldRule]:
     return {name: FieldRule(Standing.HONOURED, neutral, needs)}
 
 
-# Types as in OpenAI's API reference. Names of service tiers and efforts change, so any string is accepted.
+# The types are from OpenAI's API reference. Any string is accepted as a service tier or an effort, because
+# OpenAI changes these names.
 _BOOLEAN = ValueType("a boolean", {"type": "boolean"}, lambda value: isinstance(value, bool))
 _STRING = ValueType("a string", {"type": "string"}, lambda value: isinstance(value, str))
 _METADATA = ValueType(
@@ -82,7 +86,7 @@ _METADATA = ValueType(
 )
 
 
-# -- fields of completions and chat completions alike ------------------------------------------------------
+# -- fields that completions and chat completions share ---------------------------------------------------
 
 _GENERATION: dict[str, FieldRule] = {
     **_honoured("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p"),
@@ -98,10 +102,10 @@ _GENERATION: dict[str, FieldRule] = {
     **_needs("response_format", "grammar", {"type": "text"}),
     **_needs("structured_outputs", "grammar"),
     **_needs("priority", "priority", 0),
-    # Harmless without effect: they control OpenAI's billing, storage and abuse detection, or other servers'
-    # logs.
+    # These fields are accepted without effect: they control OpenAI's billing, storage and abuse detection, or
+    # the logs of other servers.
     **_ignored("user", "session_id"),
-    # OpenAI's padding against traffic analysis; true only requests padding, which no client relies on.
+    # OpenAI adds padding against traffic analysis; true only requests padding, so no client depends on it.
     **_ignored("stream_options.include_obfuscation"),
     **_refused(
         include_stop_str_in_output=(False,),
@@ -146,7 +150,9 @@ COMPLETION: FieldTable = {
     **_honoured("prompt", "echo"),
     **_honoured("suffix", why="a model with fill-in-the-middle tokens"),
     **_needs("logprobs", "logprobs"),
-    **_honoured("best_of"),  # the n of best_of with the highest mean log probability; best_of = n ranks nothing
+    # best_of returns the n sequences with the highest mean log probability; with best_of = n there is nothing
+    # to select.
+    **_honoured("best_of"),
     **_refused("send the prompt as text or token ids", prompt_embeds=([],)),
 }
 

@@ -1,7 +1,7 @@
-"""From prompts to generated text: the part without HTTP that every generating endpoint shares.
+"""Generation of text from prompts: the logic without HTTP that every generating endpoint shares.
 
-It covers admission to the queue, merging the chunks of several prompts, detokenizing, stop strings, token
-counts and latencies. Closing the iterator of ``Generator.run`` aborts the request.
+It reserves places in the queue, merges the chunks of several prompts, detokenizes, applies stop strings, and
+counts tokens and latencies. Closing the iterator of ``Generator.run`` aborts the request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
 
-# Encoding takes about a microsecond per character. Longer texts are encoded in a thread, in slices of about
-# this size: the event loop is held for at most about ten milliseconds, and a disconnect ends the work.
+# Encoding takes about one microsecond per character. A longer text is encoded in a thread, in slices of about
+# this size. Each slice blocks the event loop for at most about ten milliseconds, and a disconnect stops the
+# work.
 _ENCODE_INLINE_CHARACTERS = 16_384
 
-# Encoding a text in one piece takes a hundred bytes of memory per character. A text above both limits (this
-# one, and _CHARACTERS_A_TOKEN per token of the context) is therefore first encoded in slices, to count its
-# tokens. Ordinary prompts have three to five characters per token.
+# Encoding a text in one piece takes a hundred bytes of memory per character. A text that exceeds this limit and
+# _CHARACTERS_A_TOKEN per token of the context is therefore first encoded in slices, to count its tokens.
+# Ordinary prompts have three to five characters per token.
 _ENCODE_WHOLE_CHARACTERS = 2**17
-# Limit over all requests: each encoding holds its memory, and the interpreter's lock while it makes the list.
+# At most this many requests encode long texts at once, because each needs memory and holds the interpreter's
+# lock while it builds the list.
 _ENCODED_AT_ONCE = 2
 _CHARACTERS_A_TOKEN = 8
 
@@ -43,9 +45,10 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Delta:
-    """New text of the choice ``index``, which is the prompt's number times n plus the sequence's number.
+    """New text of one choice of a request.
 
-    ``token_ids`` and ``logprobs`` describe the tokens that arrived; part of their text may still be held back.
+    ``index`` is the prompt's number times n plus the sequence's number. ``token_ids`` and ``logprobs`` describe
+    the tokens that arrived; the end of their text may be held back until a stop string is excluded.
     """
 
     index: int
@@ -59,26 +62,26 @@ class Delta:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One choice during its generation."""
+    """The state of one choice while it is generated: its decoder, stop strings and token limits."""
 
     detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
-    min_tokens: int  # stop strings take effect after this many tokens
+    min_tokens: int  # stop strings have no effect before this many tokens
     last: float | None = None
     finished: bool = False
 
 
 class Generator:
-    """Runner of one app's submissions on its engine."""
+    """Executor of generation requests: it queues submissions, runs them on the engine and yields their text."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._encoding = asyncio.Semaphore(_ENCODED_AT_ONCE)
-        self._sequences = 0  # unfinished sequences, waiting and running
+        self._sequences = 0  # sequences of unfinished requests, whether waiting or running
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that wait or run now."""
+        """Number of sequences of unfinished requests, whether waiting or running."""
         return self._sequences
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -89,19 +92,19 @@ class Generator:
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each prompt of a request."""
+        """Return the token ids of each prompt of a request, encoded in a thread when they are long."""
         tokenizer = self._state.tokenizer
         if sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS:
             return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
         found: list[tuple[int, ...]] = []
-        one: dict[int, int] = {}  # one int object per distinct token: 8 bytes per token, not 40
+        one: dict[int, int] = {}  # Equal tokens share one int object, so a token takes 8 bytes instead of 40.
         for part in _slices(texts):
             for ids in await self._in_thread(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
         return tuple(found)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself."""
+        """Return the text of each token id, decoded on its own."""
         found: list[str] = []
         for at in range(0, len(ids), _ENCODE_INLINE_CHARACTERS):
             found += await self._in_thread(
@@ -114,9 +117,9 @@ class Generator:
             return await asyncio.to_thread(work, *arguments)
 
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError (context_length_exceeded) for a text that has more than twice the context's tokens.
+        """Raise ApiError (context_length_exceeded) for a text that has over twice the context's tokens.
 
-        The text is encoded in slices. The cuts change some tokens, but by far less than a factor of two.
+        Long texts are encoded in slices. The cuts change the token count by far less than a factor of two.
         """
         tokenizer, limit = self._state.tokenizer, self._state.max_model_len
         for text in texts:
@@ -169,16 +172,19 @@ class Generator:
     def max_tokens(
         self, limit: int | None, longest_prompt: int, *, default: int | None = None, param: str = "max_tokens"
     ) -> int:
-        """Return the maximum number of completion tokens.
+        """Return the maximum number of completion tokens of a request.
 
         Args:
-            limit: The request's own limit; it must fit into the context.
+            limit: The request's own limit in tokens, which must fit into the context; None if the request sets
+                none.
             longest_prompt: Tokens of the longest prompt.
-            default: The limit of a request without one, reduced to the context; None for the whole context.
-            param: The field that an error names.
+            default: Limit for a request that sets none, in tokens, reduced to what the context leaves. None
+                allows the rest of the context.
+            param: The request field that an error message names.
 
         Raises:
-            ApiError: Prompt and completion exceed the context (context_length_exceeded); no retry helps.
+            ApiError: Prompt and completion exceed the context (context_length_exceeded); a retry cannot
+                succeed.
         """
         context = self._state.max_model_len
         left = context - longest_prompt
@@ -197,9 +203,9 @@ class Generator:
         return tokens
 
     def check_sequences(self, prompts: int, n: int, *, param: str = "prompt") -> None:
-        """Raise ApiError for a request that exceeds the queue or the batch; no retry helps.
+        """Raise ApiError for a request with more sequences than the queue or the batch can ever hold.
 
-        It runs before the prompts are encoded, because a request may have millions of prompts.
+        A retry cannot succeed. The check precedes the encoding, because a request may have millions of prompts.
         """
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = prompts * n
@@ -221,11 +227,11 @@ class Generator:
             )
 
     def _enqueue(self, submission: Submission, ticket: Ticket) -> None:
-        """Reserve the request's place in the queue.
+        """Reserve a place in the server's queue for a request.
 
         Raises:
-            ApiError: The request is too large for queue or batch, the queue is full, or the tenant's quota is
-                used up.
+            ApiError: The request is too large for the queue or the batch, the queue is full, or the tenant's
+                quota is used up.
         """
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = submission.sequences
@@ -233,7 +239,8 @@ class Generator:
             submission.params.grammar.check_size()
         self.check_sequences(len(submission.prompts), submission.n)
         tenant, drain = ticket.tenant, accounts.retry_after()
-        tenant.priority_of(submission.priority)  # checked before anything is reserved
+        # raises for a priority that the tenant may not use, so it comes before any reservation
+        tenant.priority_of(submission.priority)
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
             raise ApiError(
@@ -248,7 +255,9 @@ class Generator:
     async def run(
         self, submission: Submission, counts: TokenCounts, ticket: Ticket
     ) -> AsyncGenerator[Delta, None]:
-        """Generate, and yield the text of all choices as it arrives; each choice ends with one finish_reason.
+        """Generate text on the engine, and yield the text of all choices as it arrives.
+
+        The last Delta of each choice has its finish reason.
 
         Raises:
             ApiError: The request cannot be queued, or the engine ended it.
@@ -279,7 +288,7 @@ class Generator:
                     index = chunk.index
                     sequence = sequences[index]
                     if sequence.finished:
-                        continue  # a stop string ended it while its siblings still run
+                        continue  # a stop string ended this choice, and the prompt's other choices still run
                     if chunk.refused:
                         raise Refused(chunk.error or "the engine refused the request")
                     if chunk.finish_reason in ("error", "abort"):
@@ -296,8 +305,8 @@ class Generator:
                         delta.embedding = chunk.embedding
                     unfinished -= sequence.finished
                     if sequence.finished and chunk.finish_reason is None and unfinished:
-                        # A stop string ended this sequence; abort it alone, so that its blocks are freed at
-                        # once.
+                        # A stop string ended this sequence, so abort it alone: its blocks are freed while other
+                        # choices run.
                         await state.engine.abort(requests[index // n].request_id, index % n)
                     if (
                         delta.text
@@ -317,7 +326,7 @@ class Generator:
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
     def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
-        """Return one engine request per prompt."""
+        """Return one engine request for each prompt of a submission."""
         tenant = ticket.tenant
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         return [
@@ -336,7 +345,10 @@ class Generator:
 
 
 def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield ``texts`` in order, in groups that encode in about ten milliseconds, or one longer text alone."""
+    """Yield ``texts`` in order, in groups that take about ten milliseconds to encode.
+
+    A single text that takes longer is a group of its own.
+    """
     part: list[str] = []
     size = 0
     for text in texts:
@@ -350,9 +362,10 @@ def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _chunks(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of all prompts in the order of arrival, with ``index`` counted over all choices.
+    """Yield the engine's chunks for all prompts of a request, in order of arrival.
 
-    Closing the iterator aborts the requests that still run in the engine.
+    Each chunk's ``index`` is the number of its choice among the choices of all prompts. Closing the iterator
+    aborts the requests that still run in the engine.
     """
     return engine.generate(requests[0]) if len(requests) == 1 else _merged(engine, requests)
 
@@ -388,9 +401,10 @@ async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> Asyn
 
 
 def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts) -> Delta:
-    """Process the engine's chunk for a sequence and return its new text.
+    """Decode the engine's new tokens of a sequence and return its new text.
 
-    With stop strings it goes token by token, so that tokens after a stop string are neither shown nor counted.
+    With stop strings the tokens are decoded one by one, so that tokens after a stop string are neither shown
+    nor counted.
     """
     stop = sequence.stop
     if not stop.active:
@@ -413,7 +427,8 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     if chunk.finish_reason is None:
         return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason == "stop":
-        counts.choices[index] += 1  # the stop token, which the chunk does not list
+        # count the stop token, which ended the sequence and is not in the chunk's list
+        counts.choices[index] += 1
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:

@@ -1,7 +1,7 @@
-"""Request bodies: from bytes to a JSON object of bounded size.
+"""Reading of request bodies: from bytes to a JSON object of bounded size.
 
-FastAPI does not read the bodies, because the size has to be bounded during reading. Invalid UTF-8 and invalid
-JSON end in the same small OpenAI error, never in a copy of the input.
+FastAPI does not read the bodies, because the size must be bounded during reading. Invalid UTF-8 and invalid
+JSON are reported by a short error in OpenAI's format, which never contains a copy of the body.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.http.disconnect import ClientDisconnected
 
-# A body over the limit is read and discarded up to this many times the limit, because a client does not read
-# the answer while it is still sending.
+# A client that is still sending does not read the answer. So a body over the limit is read and discarded, up to
+# this many times the limit, before the error is sent.
 _DISCARD_FACTOR = 8
 
-# Limits of a body's contents, checked before objects are built. A conversation has at most MAX_ITEMS messages;
-# ten containers per message (parts, tool calls) exceed any known need.
+# Limits of the number of values in a body, checked before Python objects are built. A conversation has at most
+# MAX_ITEMS messages; ten objects and lists per message (parts, tool calls) are more than any known client
+# needs.
 MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10 * MAX_ITEMS
-# Building two million empty objects (6 MB of text) takes 150 MB and half a second, so the text is counted
-# first. The string limit, which includes member names, is 25 per message. Most other values are token ids:
-# 2**18 of them take 10 MB and 20 ms. Names cost ten times as much, and one object may hold all of them.
+# Values are counted in the text first, because two million empty objects (6 MB of text) would take 150 MB and
+# half a second to build. The limit of strings, which includes member names, is 25 per message. Most other
+# values are token ids: 2**18 of them take 10 MB and 20 ms. A member name costs ten times as much, and one
+# object may hold all of them.
 _MAX_BRACKETS = 2 * _MAX_CONTAINERS
 _MAX_NAMES = 12 * MAX_ITEMS
 _MAX_STRINGS = 25 * MAX_ITEMS
 MAX_VALUES = 2**18
-_COUNTED_AT_ONCE = 2**18  # bytes per slice, so that the pieces between quotes take little memory
-# JSON schemas are the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
+# Text is counted in slices of this many bytes, so that splitting it at quotes takes little memory.
+_COUNTED_AT_ONCE = 2**18
+# Limit of the members of one object. JSON schemas are the largest: OpenAI allows 5,000 properties (its guide to
+# structured outputs).
 _MAX_KEYS = 10_000
 
-_short = reprlib.Repr()  # an error message must not grow with the body that caused it
+_short = reprlib.Repr()  # Error messages show values shortened, so that a message does not grow with the body.
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 3
 _short.maxlevel = 2
@@ -47,23 +51,24 @@ shown = _short.repr
 async def read_body(
     request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
 ) -> bytearray:
-    """Read the request body; its bytes count in ``bodies`` during the read.
+    """Read the body of a request, up to a limit.
 
     Args:
         request: The request.
         limit: Upper bound of the body's bytes.
         seconds: Time limit for the whole body, or None.
-        bodies: The total over all requests, or None.
+        bodies: Counter of the body bytes that all requests hold in memory now, or None for no common limit.
 
     Raises:
-        ApiError: The media type is wrong, or the body is too large, too slow or one too many at once.
+        ApiError: The media type is wrong, or the body is too large, too slow, or exceeds the limit over all
+            requests.
         ClientDisconnected: The client disconnected.
     """
     media = request.headers.get("content-type")
     if media is None and "origin" in request.headers:
-        # A web page of any site may send such a body without a preflight request (Fetch standard), and so could
-        # use a server without keys on the machine of its reader. Browsers always add Origin to a POST. Other
-        # clients may leave out the content type.
+        # Reject a POST from a web page without the JSON content type: any site's page could send it without a
+        # preflight request (Fetch standard). It could then use a server without keys on the user's own machine.
+        # Browsers always add Origin to a POST. Other clients may leave out the content type.
         raise ApiError(
             ErrorCode.UNSUPPORTED_MEDIA_TYPE,
             "a web page (the request has an Origin) must send the header content-type: application/json",
@@ -84,7 +89,7 @@ async def read_body(
 
 
 async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
-    body = bytearray()  # grows in place, since joining parts would hold them twice
+    body = bytearray()  # A bytearray grows in place, whereas joining parts would hold the body twice.
     size = held = 0
     try:
         while True:
@@ -102,7 +107,9 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
             if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
                 break
     except BaseException:
-        body.clear()  # the error refers to this frame and may wait for the garbage collector
+        # Free the bytes now: the raised error refers to this frame and may live until the garbage collector
+        # runs.
+        body.clear()
         raise
     finally:
         bodies.release(held)
@@ -114,7 +121,7 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
 
 
 def most_values(max_model_len: int) -> int:
-    """Return the limit of JSON values in a body: two prompts of token ids as long as the context."""
+    """Return the maximum number of JSON values in a body: twice as many token ids as the context holds."""
     return max(MAX_VALUES, 2 * max_model_len)
 
 
@@ -123,7 +130,7 @@ def read_document(body: bytes | bytearray, most: int, names: Collection[str]) ->
 
     Args:
         body: The JSON text.
-        most: Upper bound of the number of values (``most_values``).
+        most: Maximum number of JSON values (``most_values``).
         names: Field names that an error message may repeat.
 
     Raises:
@@ -136,21 +143,22 @@ def read_document(body: bytes | bytearray, most: int, names: Collection[str]) ->
 
 
 def _check_values(body: bytes | bytearray, most: int) -> None:
-    """Raise ApiError when the text has more objects, lists, strings or other values than any request needs.
+    """Raise ApiError when the JSON text has more objects, lists, strings or other values than are allowed.
 
-    It counts the characters before any value is built. The counts are exact for valid JSON; the parser reports
-    invalid JSON later.
+    It counts characters, so no Python object is built for a body that is too large. The counts are exact for
+    valid JSON; the parser reports invalid JSON later.
     """
-    if len(body) <= 2 * _MAX_NAMES:  # each value takes at least two bytes
+    # A body this short cannot exceed a limit, because each value takes at least two bytes.
+    if len(body) <= 2 * _MAX_NAMES:
         return
     quotes = commas = brackets = names = 0
     more = ""
-    cut = b""  # a backslash that escapes the first character of the next slice
+    cut = b""  # the backslash at the end of a slice that escapes the first character of the next one
     for at in range(0, len(body), _COUNTED_AT_ONCE):
         text = (cut + body[at : at + _COUNTED_AT_ONCE]).replace(b"\\\\", b"")
         cut = b"\\" if text.endswith(b"\\") else b""
         pieces = text.replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[quotes % 2 :: 2])  # the text outside the strings
+        outside = b"".join(pieces[quotes % 2 :: 2])  # every second piece is text outside the JSON strings
         quotes += len(pieces) - 1
         if quotes // 2 > _MAX_STRINGS:
             more = " and more"
@@ -194,15 +202,15 @@ def _check_encoding(body: bytes | bytearray) -> None:
 
 
 def _check_size(document: dict[str, Any], names: Collection[str]) -> None:
-    """Raise ApiError when the document has too many objects and lists, or an object with too many names.
+    """Raise ApiError when the document has too many objects and lists, or an object with too many members.
 
-    pydantic keeps a record of about a kilobyte for each invalid item. A list whose first item is a scalar is
-    not searched, because the models read it with ``fail_fast``, only to its first invalid item.
+    pydantic keeps a record of about one kilobyte for each invalid item. A list whose first item is a scalar is
+    skipped: the models validate it with ``fail_fast``, so they stop at its first invalid item.
     """
     _check_keys(document, "the request", None)
     count = 0
     for name, field_value in document.items():
-        param = name if name in names else None  # the client's own key is not a field
+        param = name if name in names else None  # a name that the client made up is not repeated in the error
         waiting = [field_value]
         while waiting:
             value = waiting.pop()

@@ -8,7 +8,8 @@ from typing import Any
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.text.tokenizer import Tokenizer
 
-# JSON has no infinity. vLLM's API uses this value too, for tokens that a grammar or a bias excludes.
+# JSON has no infinity, so this value stands for it, as in vLLM's API; a grammar or a bias excludes tokens with
+# a log probability of minus infinity.
 LOWEST = -9999.0
 
 
@@ -34,7 +35,10 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, top: in
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of one completion: parallel lists, with each token's offset in the text."""
+    """Builder of ``choices[].logprobs`` of one completion: parallel lists with one entry per token.
+
+    ``text_offset`` is the position of each token's text, which continues from one call of ``take`` to the next.
+    """
 
     def __init__(self, tokenizer: Tokenizer, top: int) -> None:
         self._tokenizer = tokenizer

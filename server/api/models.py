@@ -11,14 +11,14 @@ from tonnage.server.state import ServerState
 
 
 class ModelCard(BaseModel):
-    """OpenAI's model object, with ``max_model_len`` as in vLLM's API."""
+    """OpenAI's description of a served model, with ``max_model_len`` as in vLLM's API."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "tonnage"
     max_model_len: int
-    parent: str | None = None  # for a LoRA adapter, the model it extends
+    parent: str | None = None  # the name of the base model, for a LoRA adapter
 
 
 class ModelList(BaseModel):
@@ -41,7 +41,8 @@ def models_router(state: ServerState) -> APIRouter:
         """List the model of this server and its LoRA adapters."""
         return ModelList(data=[card(name) for name in state.model_names])
 
-    @router.get("/v1/models/{model_id:path}", response_model_exclude_none=True)  # path, as hub ids have a slash
+    # a path parameter, because hub ids contain a slash
+    @router.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
     async def retrieve_model(model_id: str) -> ModelCard:
         """Return the model or the adapter named ``model_id``."""
         state.check_model(model_id)

@@ -21,7 +21,7 @@ from tonnage.server.state import ServerState
 
 
 def _sees_all(request: Request) -> bool:
-    """Return whether the client may see the load of all tenants, as any client may on a server without keys."""
+    """Return whether the client may see the load of all tenants, as all clients may without API keys."""
     return bool(request.scope.get("tonnage.sees_all", True))
 
 
@@ -42,10 +42,10 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.get("/load")
     async def load(request: Request) -> dict[str, int | None]:
-        """Return the requests and sequences of all tenants now.
+        """Return the requests and sequences of all tenants that are in flight now.
 
-        Values are null for a key that may not see them. ``server_load`` is vLLM's name for the requests in
-        flight.
+        Values are null for an API key without the right to see other tenants. ``server_load`` is vLLM's name
+        for the requests in flight.
         """
         stats = state.engine.stats()
         counts: dict[str, int | None] = {
@@ -71,7 +71,7 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.head("/health", include_in_schema=False)
     async def alive() -> Response:
-        """Answer load balancers that probe with HEAD."""
+        """Answer HEAD /health with status 200, for load balancers that probe with HEAD."""
         return Response()
 
     @router.head("/ready", include_in_schema=False)
@@ -83,14 +83,14 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
     async def memory(request: Request) -> dict[str, Any]:
         """Return the plan beside the measured bytes.
 
-        It also shows the pool by state, the tokens left to reserve, running and waiting requests, since when
-        the server is ready, and the time of a drain.
+        The report also has the KV pool by state, the tokens that can still be reserved, and running and waiting
+        requests. It says since when the server is ready, and how long all requests in flight will take.
         """
         return memory_report(state, metrics.capacity_forecast(), _sees_all(request))
 
     @router.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        """Return the metrics in Prometheus text format, from snapshots: a scrape never waits for the engine."""
+        """Return the metrics in Prometheus text format; a scrape never waits for the engine."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/metrics/vllm", include_in_schema=False)

@@ -23,7 +23,8 @@ class _Written:
     """A temporary folder that holds the page and is removed together with this object."""
 
     def __init__(self) -> None:
-        pyodide = present()  # raises first, so that without pyodide no folder is made
+        # present() raises when pyodide is missing, so it runs before the folder is created.
+        pyodide = present()
         place = tempfile.mkdtemp(prefix="tonnage-page-")
         finalize(self, shutil.rmtree, place, ignore_errors=True)
         self.folder = Path(place) / "page"
@@ -45,13 +46,17 @@ def plan_page_router() -> APIRouter:
 
     @router.get("/plan")
     async def slash() -> Response:
-        return RedirectResponse("plan/")  # the page refers to its files by relative address
+        # redirect to the path with a slash, because the page refers to its files by relative paths
+        return RedirectResponse("plan/")
 
     @router.get("/plan/{name:path}")
-    def file(name: str) -> Response:  # not async, so that it runs in a thread: the first request writes 15 MB
+    # The handler is not async, so that it runs in a thread: the first request writes 15 MB.
+    def file(name: str) -> Response:
         try:
             folder = written().folder
-        except PageError:  # its message names the server's folders and a command's flags
+        # The error's message names folders of the server and flags of a command, so the client gets another
+        # one.
+        except PageError:
             raise ApiError(
                 ErrorCode.UNKNOWN_URL,
                 "unknown URL: this server has no planner page; tonnage page downloads its files once",

@@ -1,6 +1,6 @@
-"""Routes of the endpoints that use the engine: path, service and response model of each.
+"""The routes of the endpoints that use the engine: path, logic (service) and response model of each.
 
-``endpoint`` handles their HTTP.
+``endpoint`` handles their HTTP: bodies, streams, errors and headers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One ``POST`` route; ``name`` and ``description`` are of its operation in the OpenAPI document."""
+    """One ``POST`` route; the OpenAPI document shows its ``name`` and ``description``."""
 
     path: str
-    service: Callable[[ServerState, Generator], Service[Any]]  # each service has its own body type
+    # typed Any, because each service has its own body type
+    service: Callable[[ServerState, Generator], Service[Any]]
     answer: type[BaseModel]
     name: str
     description: str

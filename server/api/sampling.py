@@ -1,7 +1,8 @@
 """Request fields that every generating endpoint takes, and their conversion to sampling parameters.
 
 Ranges are as in OpenAI's API reference; top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
-stop_token_ids, cache_salt and structured_outputs are as in vLLM 0.32. Types are strict: no value is converted.
+stop_token_ids, cache_salt and structured_outputs are as in vLLM 0.32. Types are strict: a string "1" is not
+accepted as a number.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of -
 _INT64 = 2**63
 _INT31 = 2**31
 
-# Token ids are checked against the vocabulary later; this limit only keeps them within int32 tensors.
+# A limit that keeps token ids within int32 tensors; ids outside the vocabulary are rejected later.
 TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
-# Counts are checked against the context later. The limit avoids integers that Python cannot print: a sum of two
-# numbers of 4,300 digits has 4,301 (sys.int_info.default_max_str_digits).
+# A limit for counts, which are checked against the context later. Python cannot print the sum of two numbers of
+# 4,300 digits, which has 4,301 (sys.int_info.default_max_str_digits).
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 StopString = Annotated[str, Field(min_length=1)]
@@ -36,7 +37,8 @@ class StreamOptions(BaseModel):
     model_config = STRICT
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's field: with include_usage, usage in every chunk
+    # vLLM's field: with include_usage too, every chunk of the stream has the usage
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(BaseModel):
@@ -51,7 +53,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's ``response_format``."""
+    """OpenAI's ``response_format``: free text, any JSON object, or a named JSON schema."""
 
     model_config = STRICT
 
@@ -60,7 +62,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's ``structured_outputs``: exactly one of its fields must be set."""
+    """vLLM's ``structured_outputs``: a constraint on the answer, with exactly one of its fields set."""
 
     model_config = STRICT
 
@@ -72,7 +74,7 @@ class StructuredOutputs(BaseModel):
 
 
 class EngineBody(BaseModel):
-    """Base of every request body whose request goes to the engine."""
+    """Base class of all request bodies that lead to a request to the engine."""
 
     model_config = STRICT
 
@@ -84,12 +86,12 @@ class EngineBody(BaseModel):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is streamed as events."""
+        """Whether the client requests the answer as server-sent events."""
         return False
 
 
 class SamplingFields(EngineBody):
-    """Base of the request bodies that generate text."""
+    """Base class of the request bodies that generate text, with their sampling fields."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -110,7 +112,7 @@ class SamplingFields(EngineBody):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is streamed as events."""
+        """Whether the client requests the answer as server-sent events."""
         return bool(self.stream)
 
     def grammar(self) -> Grammar | None:
@@ -137,7 +139,7 @@ class SamplingFields(EngineBody):
         return Grammar("json_object")
 
     def stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings as a tuple."""
+        """Return the request's stop strings as a tuple, which is empty when it has none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def include_usage(self) -> bool:
@@ -160,12 +162,12 @@ class SamplingFields(EngineBody):
         """Return the engine's sampling parameters for this request.
 
         Args:
-            max_tokens: Upper bound of the completion tokens.
+            max_tokens: Maximum number of completion tokens.
             eos_token_ids: The tokens that end a completion. Ids outside the vocabulary are dropped: no engine
                 can sample them, and one engine would index the logits with them.
-            vocab_size: Tokens in the vocabulary.
+            vocab_size: Number of tokens in the vocabulary.
             logprobs: Alternatives per completion token, or None for no log probabilities.
-            prompt_logprobs: The same for prompt tokens.
+            prompt_logprobs: Alternatives per prompt token, or None for no log probabilities.
 
         Raises:
             ApiError: Fields contradict each other, or a token id is outside the vocabulary.

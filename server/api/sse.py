@@ -1,4 +1,4 @@
-"""Server-sent events: a streamed answer that notices when its client disconnects."""
+"""Server-sent events (SSE): streamed answers that end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMMENT = b": keep-alive\n\n"
 
 
 def outcome_of(error: ApiError) -> Outcome:
-    """Return the outcome of a failed request.
+    """Return the outcome that a failed request is counted under.
 
     A rejection (invalid request, or overload) is ``rejected``, a failure of the engine ``error``, and a request
     over its time limit ``aborted``.
@@ -33,19 +33,19 @@ def outcome_of(error: ApiError) -> Outcome:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return an error as an event with OpenAI's envelope, for completions and chat completions."""
+    """Return an error as a server-sent event with OpenAI's error object."""
     return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
 
 
-# For the OpenAPI document of a route that returns JSON or, on request, events.
+# Entry of the OpenAPI document for a route that returns JSON or, on request, events.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class EventStream(Response):
-    """A streamed response: the events of an iterator, then the last event (``[DONE]``).
+    """A streamed response: the events of an iterator, then the event that ends the stream (``[DONE]``).
 
-    Nothing is sent before the first event, so that a rejected request still gets its own status. After
-    ``keep_alive`` seconds without an event a comment is sent, even before the first event; proxies would
+    Nothing is sent before the first event, so that a rejected request still gets an error status such as 429.
+    After ``keep_alive`` seconds without an event a comment is sent, even before the first event; proxies would
     otherwise close a connection that waits. A failure after the start becomes an error event, which ends the
     stream.
 
@@ -78,18 +78,20 @@ class EventStream(Response):
         self._last = last
         self._started = False
         self._generated = False
-        self._ended = False  # only the last event is still to come
-        self._sent = 0  # messages sent; unchanged after keep_alive seconds means silence
+        self._ended = False  # all events are sent except the one that ends the stream
+        # number of messages sent; the stream is silent when it has not changed for keep_alive seconds
+        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; the request gets exactly one outcome."""
+        """Send the stream as an ASGI response, and record exactly one outcome for its request."""
         outbox = Outbox(self._outboxes, scope, scope.get("tonnage.send", send))
         timer = asyncio.create_task(self._comments(outbox, send))
         try:
             await until_disconnect(receive, self._send_all(outbox, scope, receive, send))
         except ClientDisconnected:
             self._ticket.finish("aborted")
-        except asyncio.CancelledError:  # the server stops and the time to drain is over
+        # The server cancels handlers when it stops and the time limit for draining is over.
+        except asyncio.CancelledError:
             if self._generated:
                 await self._finish(outbox, send)
             else:

@@ -24,12 +24,13 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
 
-# Limits of a text in bytes and of a list in tokens, raised to the context where that is larger. Encoding takes
-# about a hundred times the text's bytes in memory, and twice that with the texts of the tokens.
+# Limits of a text in bytes and of a list in tokens; a larger context raises them. Encoding takes about a
+# hundred times the text's bytes in memory, and twice that when the text of each token is returned.
 MAX_BYTES = 2**18
 MAX_TOKENS = 2**17
 _WRITTEN_AT_ONCE = 2**14
-# English text has four to five bytes per token.
+# A typical number of bytes per token, with which the context is converted to bytes: English text has four to
+# five.
 _BYTES_A_TOKEN = 8
 
 
@@ -40,7 +41,7 @@ class _Named(BaseModel):
 
 
 class TokenizeRequest(_Named):
-    """A text, or a conversation as the chat template writes it."""
+    """Body of POST /tokenize: a text, or a conversation to which the chat template is applied."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -50,7 +51,7 @@ class TokenizeRequest(_Named):
 
 
 class DetokenizeRequest(_Named):
-    """A list of token ids to convert to text."""
+    """Body of POST /detokenize: the token ids to convert to text."""
 
     tokens: list[TokenId] = Field(fail_fast=True)
 
@@ -59,7 +60,7 @@ Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class Tokens(BaseModel):
-    """The tokens of a text, with the context length of the model."""
+    """Answer of /tokenize: the token ids of a text, their number, and the model's context length."""
 
     count: int
     max_model_len: int
@@ -68,7 +69,7 @@ class Tokens(BaseModel):
 
 
 class Text(BaseModel):
-    """The text of a list of token ids."""
+    """Answer of /detokenize: the text of the token ids."""
 
     prompt: str
 
@@ -86,7 +87,7 @@ def _openapi(fields: Fields[Body]) -> dict[str, Any]:
 
 
 async def _written(items: Sequence[int | str]) -> list[bytes]:
-    """Return a list as JSON in parts; the event loop runs other tasks between two parts."""
+    """Serialize a list to JSON in slices, and let the event loop run other tasks between two slices."""
     parts = []
     for at in range(0, len(items), _WRITTEN_AT_ONCE):
         parts += [b",", to_json(items[at : at + _WRITTEN_AT_ONCE])[1:-1]]
@@ -97,10 +98,11 @@ async def _written(items: Sequence[int | str]) -> list[bytes]:
 def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     """Return the routes of /tokenize and /detokenize."""
     router = APIRouter()
-    one_large = asyncio.Lock()  # a large answer takes up to a hundred megabytes until it is written
+    # A large answer takes up to a hundred megabytes while it is written, so only one is written at a time.
+    one_large = asyncio.Lock()
 
     async def parse(request: Request, fields: Fields[Body]) -> tuple[Body, int]:
-        """Return the validated body and its size in bytes."""
+        """Return the validated body of a request and the body's size in bytes."""
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
         most = most_values(state.max_model_len)
@@ -143,7 +145,8 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
             ids = await generator.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
-        # Written in slices, because FastAPI would serialize all tokens in one piece and hold the event loop.
+        # The answer is serialized in slices, because FastAPI would write all tokens at once and block the event
+        # loop.
         parts = [b'{"count":%d,"max_model_len":%d,"tokens":' % (len(ids), state.max_model_len)]
         parts += await _written(ids)
         if body.return_token_strs:

@@ -1,7 +1,8 @@
-"""Function tools of a request: the tools that the template shows, the grammar of a call, and the call parser.
+"""Function tools of a request: which tools the chat template shows, and how calls are forced and parsed.
 
-A required call (``tool_choice`` required, or a function by name) is forced by a grammar from the functions'
-JSON schemas, with any model. A call that the model decides on (auto) is found by the model's tool parser.
+A required call (``tool_choice`` required, or a function by name) is forced with any model, by a grammar made
+from the functions' JSON schemas. With ``tool_choice`` auto the model decides, and the model's tool parser finds
+its calls.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ def tool_use(
     messages: Sequence[Mapping[str, Any]] = (),
     grammar: Grammar | None = None,
 ) -> ToolUse:
-    """Return how a request uses tools in its prompt, generation and parsing.
+    """Return how a request's tools affect its prompt, its grammar and the parsing of its answer.
 
     Args:
         state: The app's state.
-        tools: The functions, in the format of chat templates.
+        tools: The functions, as the dicts that chat templates expect.
         choice: ``tool_choice``: none, auto or required.
         function: The name of the function that must be called, or None.
-        parallel: Whether several calls are allowed.
-        messages: The conversation, for the tool parser.
-        grammar: Another format that the answer must match, or None.
+        parallel: Whether the model may call several functions in one answer.
+        messages: The conversation so far, which some tool parsers need.
+        grammar: A format that the request requires for answers without a call (``response_format``), or None.
 
     Raises:
         ApiError: The server, model or engine does not support the combination, or fields contradict each other.
@@ -99,7 +100,7 @@ def submission_with_tools(
     lora: str,
     n: int = 1,
 ) -> Submission:
-    """Return the submission of a chat request, with the grammar and the text that its tools need."""
+    """Return the submission of a chat request to the engine, with the grammar that enforces tool calls."""
     return Submission(
         (prompt,),
         replace(params, grammar=use.grammar),
@@ -151,7 +152,7 @@ def _parameters(tool: ToolDict) -> dict[str, Any]:
 
 
 def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls ``{name, parameters}``.
+    """Return the JSON schema of a list of calls ``{name, parameters}`` to any of ``tools``.
 
     The functions' ``$defs`` move to the root of the schema, where their references point.
     """
@@ -184,25 +185,25 @@ _DECODER = json.JSONDecoder()
 
 
 class ForcedReader:
-    """Parser for the text of a forced tool call, as it arrives.
+    """Incremental parser of the text of a tool call that a grammar enforces.
 
-    The grammar produces either the arguments of ``function`` or, for None, an array of {name, parameters}.
+    The text is either the arguments of ``function`` or, if it is None, an array of {name, parameters}.
     Arguments are passed on as written, even from a call that was cut off.
     """
 
     def __init__(self, function: str | None) -> None:
         self._function = function
-        self._rest = ""  # unparsed text; inside a call it begins with the call's arguments
-        self._passed_on = 0  # characters of the arguments that are already passed on
+        self._rest = ""  # text that is not parsed yet; within a call it starts with the call's arguments
+        self._passed_on = 0  # number of characters of the arguments that are already passed on
         self._calls = 0
         self._inside = False
 
     def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
-        """Parse a complete text; return an empty remaining text and its calls."""
+        """Parse the complete text of an answer; return an empty text (nothing else remains) and its calls."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
-        """Parse more text; return an empty remaining text and the new pieces of calls."""
+        """Parse further text; return an empty text (nothing else remains) and the new pieces of calls."""
         self._rest += text
         deltas: list[CallDelta] = []
         while self._inside or self._begins(deltas):
@@ -218,7 +219,7 @@ class ForcedReader:
         return "", deltas
 
     def _begins(self, deltas: list[CallDelta]) -> bool:
-        """Return whether another call begins; if so, append its name to ``deltas``."""
+        """Return whether the text starts another call; if so, append the call's name to ``deltas``."""
         if self._function is not None:
             name = self._function
             if self._calls or not self._rest.strip():

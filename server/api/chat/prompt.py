@@ -29,12 +29,12 @@ async def chat_prompt(
     add_special_tokens: bool = False,
     param: str = "messages",
 ) -> tuple[int, ...]:
-    """Return the token ids of a conversation.
+    """Return the token ids of a conversation, formatted by the model's chat template.
 
-    The template writes the special tokens itself, so by default the tokenizer adds none.
+    The template writes special tokens such as the begin token itself, so by default the tokenizer adds none.
 
     Raises:
-        ApiError: The conversation is invalid, or too long.
+        ApiError: The conversation is invalid, or too long for the context.
         TemplateRefused: The template rejects the conversation.
     """
     text = render(
@@ -92,7 +92,8 @@ def render(
     )
     if not continue_final_message:
         return text
-    # Cut the text that the template writes after the final message's own text (its end of turn).
+    # With continue_final_message the prompt must end with the final message's own text, so cut what the
+    # template writes after it (the end of the turn).
     last = messages[-1].text().strip()
     at = text.rfind(last)
     if not last or at < 0:
@@ -107,7 +108,8 @@ def render(
 def _check(message: Message, at: int) -> None:
     """Raise ApiError when a message breaks OpenAI's rules for its role (ChatCompletionMessageParam)."""
     param = f"messages.{at}.content"
-    # OpenAI allows null content for a function, and for an assistant, which may have called tools instead.
+    # OpenAI allows null content for a function's message, and for an assistant's, which may have called tools
+    # instead.
     if message.content is None and message.role not in ("assistant", "function"):
         raise ApiError(
             ErrorCode.MISSING_PARAMETER,
@@ -130,7 +132,7 @@ def _check(message: Message, at: int) -> None:
 
 
 def _for_template(message: Message, at: int) -> dict[str, Any]:
-    """Return the message as the dict that templates expect; ``developer`` becomes ``system``."""
+    """Return the message as the dict that chat templates expect; the role ``developer`` becomes ``system``."""
     _check(message, at)
     shown: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -139,7 +141,8 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
     if message.name is not None:
         shown["name"] = message.name
     thought = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if thought is not None:  # under both names, as in vLLM 0.32 (renderers/chat_utils.py)
+    # Reasoning is passed under both names of the field, as in vLLM 0.32 (renderers/chat_utils.py).
+    if thought is not None:
         shown["reasoning"] = shown["reasoning_content"] = thought
     if message.tool_calls:
         shown["tool_calls"] = [_call_for_template(call, at) for call in message.tool_calls]
@@ -149,14 +152,14 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
 
 
 def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
-    """Return a tool call for the template, with its arguments as an object instead of OpenAI's string.
+    """Return a tool call as chat templates expect it: its arguments are an object, not OpenAI's JSON string.
 
-    Templates write the arguments as JSON themselves (transformers' guide to chat templates).
+    Templates serialize the arguments themselves (transformers' guide to chat templates).
     """
     why = ""
     try:
-        # The parser of the bodies limits the depth, which templates need: they visit the arguments by
-        # recursion.
+        # Templates visit the arguments by recursion, so they must not be nested too deeply; the body's parser
+        # limits the depth.
         arguments = pydantic_core.from_json(call.function.arguments or "{}")
     except ValueError as error:
         arguments, why = None, f": {str(error)[:200]}"

@@ -26,7 +26,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class TextPart(BaseModel):
-    """A content part of text, the only kind that a text model takes besides a refusal."""
+    """A text part of a message's content; a text model takes no other part except a refusal."""
 
     model_config = STRICT
 
@@ -35,7 +35,7 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """A refusal of the assistant, as one part of its message."""
+    """A part of an assistant's message that holds the text of a refusal."""
 
     model_config = STRICT
 
@@ -43,19 +43,19 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
-# A field that only the client's types have and that its next request sends back. It has no effect, and no
-# response contains it.
+# Type of a field that clients copy from an earlier response into their next request. The server accepts it,
+# gives it no effect, and never sends it.
 Unread = Field(None, exclude=True)
 
 
 class FunctionCall(BaseModel):
-    """Name and arguments of a call; the arguments are JSON in a string."""
+    """The name and arguments of a tool call; the arguments are a string of JSON."""
 
     model_config = STRICT
 
     name: str
     arguments: str
-    parsed_arguments: Any = Unread  # added by openai's parse()
+    parsed_arguments: Any = Unread  # added by the openai client's parse()
 
 
 class ToolCall(BaseModel):
@@ -66,14 +66,15 @@ class ToolCall(BaseModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: int | None = Unread  # present in a message assembled from the deltas of a stream
+    index: int | None = Unread  # present when the client assembled the message from the deltas of a stream
 
 
 class Message(BaseModel):
-    """One message of any role; only an assistant that called tools or refused may leave out ``content``.
+    """One message of a conversation, of any role.
 
-    An earlier answer may be sent back with the client's extra null fields. ``reasoning`` is vLLM's name of the
-    assistant's reasoning, and ``reasoning_content`` the older name.
+    Only an assistant's message with tool calls or a refusal may leave out ``content``. An earlier answer may be
+    sent back with the client's extra null fields. ``reasoning`` is vLLM's field for the assistant's reasoning,
+    and ``reasoning_content`` the older name.
     """
 
     model_config = STRICT
@@ -91,8 +92,8 @@ class Message(BaseModel):
     audio: None = Unread
     function_call: None = Unread
     annotations: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = Unread
-    parsed: Any = Unread  # added by openai's parse()
-    provider_specific_fields: dict[str, Any] | None = Unread  # added by litellm
+    parsed: Any = Unread  # added by the openai client's parse()
+    provider_specific_fields: dict[str, Any] | None = Unread  # added by the litellm client
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -104,7 +105,7 @@ class Message(BaseModel):
 
     @property
     def declines(self) -> bool:
-        """Whether a part of the content is a refusal."""
+        """Whether a part of the message's content is a refusal."""
         return isinstance(self.content, list) and any(isinstance(p, RefusalPart) for p in self.content)
 
 
@@ -112,7 +113,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fa
 
 
 class FunctionDefinition(BaseModel):
-    """A function's name and description; ``parameters`` is a JSON schema or absent."""
+    """A function that a tool describes: its name, description and the JSON schema of its parameters."""
 
     model_config = STRICT
 
@@ -152,7 +153,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatRequest(SamplingFields):
-    """Body of POST /v1/chat/completions; the ranges are of OpenAI's API reference."""
+    """Body of POST /v1/chat/completions, with the ranges of values from OpenAI's API reference."""
 
     messages: Messages
     max_tokens: AtLeastOne | None = Field(None, description="deprecated by OpenAI: max_completion_tokens")
@@ -169,7 +170,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that the answer must match, or None."""
+        """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""
         return grammar_of(self.response_format) or super().grammar()
 
 
@@ -185,7 +186,7 @@ FIELDS = Fields(
 
 
 class TopLogprob(BaseModel):
-    """A token with its log probability."""
+    """One of the most likely tokens at a position, with its log probability."""
 
     token: str
     logprob: float
@@ -215,7 +216,11 @@ class AssistantMessage(BaseModel):
 
 
 class ToolCallMessage(BaseModel):
-    """An assistant's message that calls tools; in other messages ``tool_calls`` is absent, not null."""
+    """An assistant's message that calls tools.
+
+    Messages without calls use AssistantMessage, because OpenAI leaves out their ``tool_calls`` instead of
+    sending null.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -225,7 +230,7 @@ class ToolCallMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One of the n answers of a chat completion."""
+    """One of the ``n`` answers that a chat completion contains."""
 
     index: int
     message: ToolCallMessage | AssistantMessage

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from json.encoder import encode_basestring_ascii  # json.dumps of a str without its overhead
+from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
 from typing import Any, Literal
 
 from tonnage.server.api.chat.prompt import chat_prompt
@@ -38,7 +38,7 @@ from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of, merged
 
 
 class ChatService(OpenAIEvents):
-    """Chat completions of one app; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the chat completions endpoint; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -47,7 +47,7 @@ class ChatService(OpenAIEvents):
         self._generator = generator
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
-        """Return the whole answer as JSON; cancelling the call aborts the request."""
+        """Return the complete chat completion as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
         counts = TokenCounts()
         texts = [""] * submission.n
@@ -88,7 +88,10 @@ class ChatService(OpenAIEvents):
         return completion.model_dump_json().encode()
 
     async def stream(self, request: ChatRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Yield events as the text arrives; closing the iterator aborts the request."""
+        """Yield the server-sent events of a chat completion as its text arrives.
+
+        Closing the iterator aborts the request.
+        """
         submission, use = await self._prepare(request)
         readers = [use.reader() for _ in range(submission.n)] if use.reader else None
         called: set[int] = set()
@@ -98,13 +101,13 @@ class ChatService(OpenAIEvents):
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
         continuous = request.continuous_usage()
-        reported: list[int] = []  # tokens of each choice, as of the previous usage
+        reported: list[int] = []  # token counts of each choice when the previous usage was sent
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    if continuous:  # as in vLLM, the role is sent before any token
+                    if continuous:  # vLLM sends the role with the usage from before the choice's first token
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index)
                 if continuous:
@@ -205,7 +208,10 @@ def _message(use: ToolUse, text: str, token_ids: Sequence[int]) -> AssistantMess
 
 
 def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"]:
-    """Return ``tool_calls`` for an answer with calls that ended by itself, else the finish reason unchanged."""
+    """Return the finish reason for the client: ``tool_calls`` for an answer with calls that was not cut off.
+
+    Other answers keep the engine's finish reason.
+    """
     return "tool_calls" if called and finish == "stop" else finish
 
 
@@ -221,7 +227,8 @@ class _ChatEvents(ChunkWriter):
         return self._choice(index, b'{"content":%b}' % encode_basestring_ascii(text).encode(), logprobs)
 
     def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
-        # One piece per call in each chunk, since openai's stream() counts two pieces of a call as two calls.
+        # Merge the pieces of one call within a chunk, since openai's stream() counts two pieces of a call as
+        # two calls.
         return self._choice(
             index, json.dumps({"tool_calls": [_delta(delta) for delta in merged(deltas)]}).encode()
         )
@@ -242,7 +249,10 @@ class _ChatEvents(ChunkWriter):
 
 
 def _delta(delta: CallDelta) -> dict[str, Any]:
-    """Return an item of ``choices.delta.tool_calls``; only a call's first item has id, type and name."""
+    """Return an item of ``choices.delta.tool_calls`` in a streamed chunk.
+
+    Only the first item of a call has its id, type and function name.
+    """
     function: dict[str, Any] = {"arguments": delta.arguments}
     if delta.name is None:
         return {"index": delta.index, "function": function}

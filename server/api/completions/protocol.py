@@ -25,7 +25,7 @@ TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(SamplingFields):
-    """Body of POST /v1/completions; the ranges are of OpenAI's API reference."""
+    """Body of POST /v1/completions, with the ranges of values from OpenAI's API reference."""
 
     prompt: str | Texts | TokenIds | TokenIdLists
     suffix: str | None = Field(None, description="text after the completion, for fill-in-the-middle models")
@@ -37,14 +37,15 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that the answer must match, or None."""
+        """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""
         return grammar_of(self.response_format) or super().grammar()
 
 
 FIELDS = Fields(
     model=CompletionRequest,
     table=COMPLETION,
-    # Descriptions of union fields for error messages, because pydantic reports one error per member.
+    # pydantic reports one error per member of a union type. Error messages use these descriptions of the whole
+    # field instead.
     expected={
         "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
         "stop": STOP_EXPECTED,
@@ -53,7 +54,7 @@ FIELDS = Fields(
 
 
 class PromptTokensDetails(BaseModel):
-    """Details of the prompt tokens; ``cached_tokens`` had their keys and values in the prefix cache."""
+    """Details of a request's prompt tokens; ``cached_tokens`` of them were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -68,7 +69,7 @@ class Usage(BaseModel):
 
 
 class Choice(BaseModel):
-    """One completion; ``finish_reason`` is null only in a stream's chunks before the last."""
+    """One completion of a prompt; in a stream, ``finish_reason`` is null until the choice's last chunk."""
 
     index: int
     text: str
@@ -77,7 +78,7 @@ class Choice(BaseModel):
 
 
 class Completion(BaseModel):
-    """A whole answer or one chunk of a stream, which have the same form in OpenAI's API."""
+    """A complete answer or one chunk of a streamed answer, which have the same form in OpenAI's API."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

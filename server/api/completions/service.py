@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii  # json.dumps of a str without its overhead
+from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
 
 from tonnage.server.api.completions.protocol import (
     FIELDS,
@@ -31,9 +31,9 @@ from tonnage.server.state import ServerState
 
 @dataclass(slots=True)
 class _Answer:
-    """One choice during its generation."""
+    """The text, log probabilities and finish reason of one choice, collected while it is generated."""
 
-    echo: str = ""  # the part of the prompt to show before the text
+    echo: str = ""  # the prompt's text, when the request has echo; it is shown before the completion
     text: list[str] = field(default_factory=list)
     tokens: list[TokenLogprobs] = field(default_factory=list)
     prompt_tokens: tuple[TokenLogprobs | None, ...] = ()
@@ -45,7 +45,7 @@ class _Answer:
 
 
 class CompletionService(OpenAIEvents):
-    """Completions of one app; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the completions endpoint; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -54,7 +54,7 @@ class CompletionService(OpenAIEvents):
         self._generator = generator
 
     async def complete(self, request: CompletionRequest, ticket: Ticket) -> bytes:
-        """Return the whole answer as JSON; cancelling the call aborts the request."""
+        """Return the complete answer as JSON; cancelling the call aborts the request."""
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         answers = [_Answer(text) for text in echo]
@@ -95,7 +95,7 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
-        """Return the ``n`` answers per prompt, of ``generated``, with the highest log probability per token."""
+        """Return the ``n`` best of each prompt's ``generated`` answers, by mean log probability per token."""
         if generated == n:
             return answers
         kept: list[_Answer] = []
@@ -105,7 +105,10 @@ class CompletionService(OpenAIEvents):
         return kept
 
     async def stream(self, request: CompletionRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Yield events as the text arrives; closing the iterator aborts the request."""
+        """Yield the server-sent events of a completion as its text arrives.
+
+        Closing the iterator aborts the request.
+        """
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
@@ -137,7 +140,7 @@ class CompletionService(OpenAIEvents):
             yield events.usage(counts)
 
     async def _prepare(self, request: CompletionRequest) -> tuple[Submission, list[str]]:
-        """Return the submission to the engine, and the text of the prompt that each choice echoes."""
+        """Return the submission to the engine, and for each choice the prompt text to echo."""
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
@@ -195,7 +198,10 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _sequences(request: CompletionRequest) -> int:
-        """Return the number of sequences to generate per prompt: n, or best_of, of which n are kept."""
+        """Return the number of sequences to generate per prompt: ``best_of`` if given, else ``n``.
+
+        Of ``best_of`` sequences, the ``n`` best are returned to the client.
+        """
         n, best_of = request.n or 1, request.best_of
         if best_of is None or best_of == n:
             return n
@@ -215,7 +221,7 @@ class CompletionService(OpenAIEvents):
         )
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
-        """Return the prompts, combined with the suffix in the model's fill-in-the-middle format."""
+        """Return the prompts; a request with ``suffix`` gets them in the model's fill-in-the-middle format."""
         items = _as_list(request.prompt)
         if not request.suffix:
             return items
@@ -246,20 +252,24 @@ class CompletionService(OpenAIEvents):
 
 
 class ChunkWriter:
-    """Base of the writers of one stream's chunks; it serializes their constant parts once."""
+    """Base class of the writers of a stream's JSON chunks.
 
-    prefix: str  # of the chunks' id
-    kind: str  # the chunks' ``object``
+    The parts that all chunks of a stream share are serialized only once.
+    """
+
+    prefix: str  # prefix of the id that all chunks of the stream have
+    kind: str  # value of the chunks' member ``object``
 
     def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
         head = {"id": f"{self.prefix}-{request_id}", "object": self.kind, "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
-        self.usage_member = NO_USAGE_YET if include_usage else b""  # the usage so far, where every chunk has it
+        # the usage so far as JSON, for streams in which every chunk has it
+        self.usage_member = NO_USAGE_YET if include_usage else b""
 
     def usage(self, counts: TokenCounts) -> bytes:
-        """Return the last chunk, which has the usage and no choice."""
+        """Return a stream's final chunk, which contains the token usage and no choice."""
         return b"%b%b%b}\n\n" % (self._head, self._tail, usage_so_far(counts))
 
 
@@ -282,25 +292,27 @@ class _CompletionEvents(ChunkWriter):
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
-    """Return ``prompt``, which has four forms, as a list of texts or a list of token id lists."""
+    """Return ``prompt``, which OpenAI allows in four forms, as a list of texts or of token id lists."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # the first item decides, because the protocol allows no mixed lists
+        # The first item decides between token ids and texts, because the protocol allows no mixed lists.
+        return [prompt]
     return prompt
 
 
 def outcome_of_finishes(finishes: list[Finish | None]) -> Outcome:
-    """Return the outcome of a request with several choices: length if any choice was cut off."""
+    """Return the outcome of a request with several choices: ``length`` if any was cut off, else ``stop``."""
     return "length" if "length" in finishes else "stop"
 
 
 def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
-    """Return OpenAI's usage object.
+    """Return the token counts of a request as OpenAI's usage object.
 
     Args:
-        counts: The token counts.
-        scoring: Whether the request only scores its prompt, so that its one completion token is not counted.
+        counts: The request's prompt, cached and completion tokens.
+        scoring: Whether the request only asks for log probabilities of its prompt. The engine then still
+            generates one token, which is not counted.
     """
     completion = 0 if scoring else counts.completion
     return Usage(
@@ -311,11 +323,11 @@ def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
     )
 
 
-# With include_usage every chunk has the member, null before the last chunk (openai's
+# With include_usage every chunk has the member ``usage``, which is null until the last chunk (openai's
 # ChatCompletionChunk.usage).
 NO_USAGE_YET = b',"usage":null'
 
 
 def usage_so_far(counts: TokenCounts) -> bytes:
-    """Return the usage so far as the last member of a chunk's JSON object."""
+    """Return the token usage so far as bytes: the member ``usage`` that ends a chunk's JSON object."""
     return b',"usage":' + usage(counts).model_dump_json().encode()

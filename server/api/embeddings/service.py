@@ -25,7 +25,7 @@ from tonnage.server.state import ServerState
 
 
 class EmbeddingService:
-    """Embeddings of one app; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the embeddings endpoint; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -34,7 +34,7 @@ class EmbeddingService:
         self._generator = generator
 
     async def complete(self, request: EmbeddingRequest, ticket: Ticket) -> bytes:
-        """Return the whole answer as JSON; cancelling the call aborts the request."""
+        """Return the embeddings of all inputs as JSON; cancelling the call aborts the request."""
         submission = await self._prepare(request)
         counts = TokenCounts()
         vectors: list[tuple[float, ...]] = [()] * len(submission.prompts)

@@ -1,1 +1,4 @@
-"""/v1/responses: ``protocol`` (bodies), ``output`` (items, events), ``service`` (logic). It stores nothing."""
+"""/v1/responses: ``protocol`` (bodies), ``output`` (items, events), ``service`` (logic).
+
+The server stores no response.
+"""

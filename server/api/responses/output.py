@@ -1,4 +1,4 @@
-"""The output of a response: its items, and the events that report them as they grow.
+"""The output of a response: its items, and the events that report them while the response streams.
 
 Items are dicts, not models, because OpenAI's response object distinguishes null from absent fields.
 """
@@ -13,18 +13,21 @@ from tonnage.server.text.tool_calls import Call, CallDelta, new_call_id
 
 
 def message(item_id: str, text: str | None, status: str) -> dict[str, Any]:
-    """Return a message item; a ``text`` of None makes an item without content, for the start of a stream."""
+    """Return a message item of a response's output.
+
+    A ``text`` of None makes an item without content, as it is at the start of a stream.
+    """
     content = [] if text is None else [part(text)]
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def part(text: str) -> dict[str, Any]:
-    """Return an ``output_text`` content part."""
+    """Return ``text`` as an ``output_text`` part of a message's content."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def function_call(item_id: str, call: Call, status: str) -> dict[str, Any]:
-    """Return a function call item."""
+    """Return a function call item of a response's output."""
     return {
         "id": item_id,
         "type": "function_call",
@@ -36,7 +39,10 @@ def function_call(item_id: str, call: Call, status: str) -> dict[str, Any]:
 
 
 def items(request_id: str, text: str, calls: Sequence[Call], status: str) -> list[dict[str, Any]]:
-    """Return the items of a whole answer: its text, unless it is empty beside calls, then its calls."""
+    """Return the output items of a complete answer: its text as a message, then its calls.
+
+    An empty text makes no message when there are calls.
+    """
     found = [message(f"msg_{request_id}", text, status)] if text or not calls else []
     return found + [function_call(f"fc_{request_id}_{at}", call, status) for at, call in enumerate(calls)]
 
@@ -47,15 +53,18 @@ def event(fields: dict[str, Any]) -> bytes:
 
 
 class OutputEvents:
-    """Writer of one stream's events, which also collects the items; one item is open at a time."""
+    """Writer of the events of one streamed response, which also collects the completed output items.
+
+    At most one item, a message or a function call, is open (incomplete) at a time.
+    """
 
     def __init__(self, request_id: str) -> None:
-        self.items: list[dict[str, Any]] = []  # complete items
+        self.items: list[dict[str, Any]] = []  # completed items
         self._request_id = request_id
         self._number = 0
-        self._text: str | None = None  # text of the open message
-        self._call: Call | None = None  # the open call
-        self._index = -1  # number of the open call among all calls
+        self._text: str | None = None  # text of the message that is open, None when no message is
+        self._call: Call | None = None  # the function call that is open, None when no call is
+        self._index = -1  # index of the open call among the calls of the response
 
     def numbered_event(self, kind: str, **fields: Any) -> bytes:
         """Return an event of type ``kind`` with the next sequence number."""
@@ -63,7 +72,7 @@ class OutputEvents:
         return event({"type": kind, "sequence_number": self._number - 1, **fields})
 
     def text(self, text: str) -> bytes:
-        """Return the events that add ``text`` to the message item; an empty text only opens the item."""
+        """Return the events that append ``text`` to the open message; if none is open, open one first."""
         events = b""
         if self._text is None:
             events += self.close("completed") + self._open(message(self._message_id, None, "in_progress"))
@@ -75,7 +84,10 @@ class OutputEvents:
         return events
 
     def call(self, delta: CallDelta) -> bytes:
-        """Return the events that add ``delta`` to a function call item; a new call closes the open item."""
+        """Return the events that append ``delta`` to the open function call.
+
+        A new call first completes the item that is open.
+        """
         events = b""
         if self._call is None or delta.index != self._index:
             events += self.close("completed")
@@ -93,7 +105,7 @@ class OutputEvents:
         return events
 
     def close(self, status: str) -> bytes:
-        """Close the open item, if any, and return its last events."""
+        """Complete the open item, if any, and return its last events; ``status`` becomes the item's status."""
         if self._text is not None:
             text, place = self._text, self._place
             events = self.numbered_event("response.output_text.done", **place, text=text, logprobs=[])

@@ -16,7 +16,7 @@ from tonnage.server.text.grammar import Grammar
 
 
 class InputText(BaseModel):
-    """A text part of a message."""
+    """A text part of the content of an input message."""
 
     model_config = STRICT
 
@@ -24,14 +24,14 @@ class InputText(BaseModel):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Any = None  # added by openai's parse()
+    parsed: Any = None  # added by the openai client's parse()
 
 
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class InputRefusal(BaseModel):
-    """A refusal of the assistant, as one part of its message."""
+    """A part of an assistant's earlier message that holds the text of a refusal."""
 
     model_config = STRICT
 
@@ -66,8 +66,9 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Any = None  # added by openai's parse()
-    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))  # openai 3 sends async_
+    parsed_arguments: Any = None  # added by the openai client's parse()
+    # the openai client 3 sends it as ``async_``
+    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))
     caller: None = None
     namespace: None = None
     id: str | None = None
@@ -75,7 +76,7 @@ class FunctionCallItem(BaseModel):
 
 
 class FunctionCallOutput(BaseModel):
-    """The result of a function call."""
+    """The result of a function call, which the client sends back to the model."""
 
     model_config = STRICT
 
@@ -87,7 +88,7 @@ class FunctionCallOutput(BaseModel):
 
 
 class ReasoningText(BaseModel):
-    """A text part of a reasoning item."""
+    """A text part of the assistant's reasoning."""
 
     model_config = STRICT
 
@@ -99,9 +100,9 @@ ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail
 
 
 class ReasoningItem(BaseModel):
-    """The assistant's reasoning before the message or call that follows; only ``content`` has an effect.
+    """The assistant's reasoning before its next message or call; only ``content`` has an effect.
 
-    The ``summary`` is for people, and encrypted content can be read only by the server that made it.
+    The ``summary`` is meant for users, and only the server that encrypted ``encrypted_content`` can read it.
     """
 
     model_config = STRICT
@@ -177,7 +178,7 @@ class ResponseRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that the answer must match, or None."""
+        """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""
         form = self.text.format if self.text else None
         if form is None or form.type == "text":
             return super().grammar()
@@ -199,7 +200,7 @@ FIELDS = Fields(
 
 
 class ResponseBody(BaseModel):
-    """OpenAI's response object, for the OpenAPI document; responses are built as dicts (see ``output``)."""
+    """OpenAI's response object for the OpenAPI document; the server builds its responses as dicts."""
 
     id: str
     object: Literal["response"]

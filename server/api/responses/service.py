@@ -36,17 +36,21 @@ from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """State of a stream that a failure event needs: the events so far and the response object."""
+    """The state of a streamed response: the writer of its events, and the response object at its start.
+
+    A failure event is made from both.
+    """
 
     events: output.OutputEvents
     response: dict[str, Any]
 
 
 class ResponseService:
-    """Responses of one app; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the responses endpoint; every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    last_event = b""  # the stream ends with response.completed, response.incomplete or response.failed
+    # no event is added, because a stream ends with response.completed, response.incomplete or response.failed
+    last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
         self._state = state
@@ -56,8 +60,9 @@ class ResponseService:
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         """Return the ``error`` event, followed by ``response.failed`` when the response has begun.
 
-        The event has its fields twice. OpenAI's reference has them at the top level. OpenAI's servers and Open
-        Responses (ErrorStreamingEvent, 2026-04-24) have them under ``error``, where openai's client reads them.
+        The event has the error's fields in two places. OpenAI's reference defines them at the top level.
+        OpenAI's servers and Open Responses (ErrorStreamingEvent, 2026-04-24) have them under ``error``, where
+        openai's client reads them.
         """
         begun = self._streams.get(ticket)
         events = begun.events if begun else output.OutputEvents(ticket.request_id)
@@ -66,13 +71,14 @@ class ResponseService:
         data = events.numbered_event("error", **flat, error=body)
         if begun is None:
             return data
-        # OpenAI's codes for failed responses include none of this server's codes.
+        # ``server_error`` stands for all of this server's codes: OpenAI's list of codes for failed responses
+        # has none of them.
         failure = {"code": "server_error", "message": body["message"]}
         response = begun.response | {"status": "failed", "error": failure, "output": events.items}
         return data + events.numbered_event("response.failed", response=response)
 
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
-        """Return the whole answer as JSON; cancelling the call aborts the request."""
+        """Return the complete response as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
         counts, text = TokenCounts(), ""
         token_ids: list[int] = []
@@ -91,7 +97,7 @@ class ResponseService:
         return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """Yield the events of an answer; closing the iterator aborts the request."""
+        """Yield the server-sent events of a response; closing the iterator aborts the request."""
         submission, use = await self._prepare(request)
         reader = None if use.reader is None else use.reader()
         counts = TokenCounts()
@@ -166,8 +172,8 @@ class ResponseService:
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
         """Return the response object before its first token, with every field of Open Responses.
 
-        A field that is accepted without effect (``store``, ``reasoning`` ...) has the value that was used:
-        none.
+        A field that is accepted without effect has the value that stands for no use, such as false for
+        ``store``.
         """
         params = submission.params
         return {
@@ -206,11 +212,11 @@ class ResponseService:
 
 
 def _messages(request: ResponseRequest) -> list[Message]:
-    """Return the conversation as chat messages; the calls of one turn belong to one message."""
+    """Return the conversation of a request as chat messages; all calls of one turn go into one message."""
     messages = [Message(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)]
-    thought: str | None = None  # reasoning for the assistant's next message or call
+    thought: str | None = None  # reasoning that belongs to the assistant's next message or call
     for at, item in enumerate(request.input):
         if isinstance(item, ReasoningItem):
             thought = "".join(part.text for part in item.content or ()) or None
@@ -248,7 +254,8 @@ def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
 def _shown_text(request: ResponseRequest) -> dict[str, Any]:
     assert request.text is not None
     shown: dict[str, Any] = request.text.model_dump(by_alias=True, exclude_none=True)
-    if shown.get("format", {}).get("type") == "json_schema":  # the answer always matches, even without strict
+    # shown as strict, because the answer always matches the schema
+    if shown.get("format", {}).get("type") == "json_schema":
         shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
 
@@ -259,14 +266,17 @@ def _shown_choice(request: ResponseRequest) -> Any:
 
 
 def _status(finish: Finish) -> str:
-    """Return the status of a response and its last item: ``incomplete`` when max_output_tokens cut it off."""
+    """Return the status of a response and of its last item.
+
+    It is ``incomplete`` when max_output_tokens cut the answer off, else ``completed``.
+    """
     return "incomplete" if finish == "length" else "completed"
 
 
 def _finished(
     response: dict[str, Any], found: list[dict[str, Any]], finish: Finish, counts: TokenCounts
 ) -> dict[str, Any]:
-    """Return ``response`` completed with its output and usage."""
+    """Return ``response`` with status, output items and token usage filled in."""
     return response | {
         "status": _status(finish),
         "completed_at": None if finish == "length" else int(time.time()),
