@@ -30,7 +30,7 @@ from tonnage.cache.admission.types import Limits
 log = logging.getLogger("tonnage.cache")
 
 # The rules that are rehearsed beside vLLM's. A higher share holds back less. These shares and the bounds below
-# were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200 --seeds 2
+# were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200 --first-seed 10
 # (benchmarks/README.md).
 RULES = (
     *(Rule(share) for share in (0.6, 0.7, 0.8, 0.9)),
