@@ -34,54 +34,59 @@ from tonnage.planner.quantization.scheme import Quantization
 class Engine(ABC):
     """An inference engine as the planner sees it.
 
-    Class attributes describe the engine; methods answer for one deployment.
+    Class attributes describe the engine. Methods return what the engine does for one deployment.
     """
 
     name: str  # value of --engine
-    title: str  # the project's own spelling
+    title: str  # name of the engine as its project spells it
     newest: Version = (0, 0, 0)  # version assumed when neither a flag nor an installed package gives one
-    oldest: Version = (0, 0, 0)  # first version with known rules
-    distributions: tuple[str, ...] = ()  # Python packages that contain it, to look up the installed version
+    oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows
+    distributions: tuple[str, ...] = ()  # Python packages whose installed version is the engine's
 
-    # defaults of the flags, by device
+    # The next two map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
-    blocks: ClassVar[Mapping[str, int]]  # tokens of a block
-    kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes
+    blocks: ClassVar[Mapping[str, int]]  # default tokens per KV cache block
+    kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes of one value
 
-    # supported features
+    # Features that the engine supports.
     divides = True  # splits a model over several devices
-    drafts = False  # speculative decoding with --speculative-model
-    fp8_kv_cache = False  # suggest an fp8 KV cache if the KV cache is too large
-    float32_kv_cache = False  # a float32 KV cache for a 16-bit model
+    drafts = False  # supports speculative decoding with --speculative-model
+    fp8_kv_cache = False  # whether advice suggests an fp8 KV cache if the cache is too large
+    float32_kv_cache = False  # supports a float32 KV cache for a 16-bit model
     graphs = False  # captures CUDA graphs unless --enforce-eager is set
-    lora_ranks: tuple[int, ...] = ()  # values of --max-lora-rank; empty: any
-    # device -> formats to suggest if the weights are too large
+    lora_ranks: tuple[int, ...] = ()  # valid values of --max-lora-rank; empty if any is valid
+    # device -> quantization formats that advice suggests if the weights are too large
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
-    quantizes_to: tuple[str, ...] = ()  # formats that it can quantize 16-bit weights to while loading
+    # Formats to which the engine can quantize 16-bit weights while it loads them.
+    quantizes_to: tuple[str, ...] = ()
 
-    fallback: EngineName | None = None  # engine for models that this one cannot serve, if --engine is not set
+    # Engine that is planned instead for models that this engine cannot serve, if --engine is not set.
+    fallback: EngineName | None = None
 
-    # memory layout of a loaded model
+    # Memory layout of a loaded model.
     as_transformers = False  # caches keys and values in the shapes of transformers' modules
-    pads_vocabulary = False  # pads the vocabulary of each rank to a multiple of 64 rows
+    pads_vocabulary = False  # pads each rank's rows of embedding and head to a multiple of 64
     towers_everywhere = False  # loads vision and audio towers on every pipeline stage
     keeps_gguf = False  # keeps tensors of a GGUF file in their stored types
-    tiles_linear = False  # linear weights may be repacked into padded tiles
+    tiles_linear = False  # may repack linear weights into padded tiles
     null_block = False  # block 0 of the pool is reserved and holds no tokens
-    sized_by_context = False  # the pool is sized by the requested context instead of by the free memory
-    # device -> format -> the kernel that repacks its weights (Kind.loaded and Kind.warmed)
+    sized_by_context = False  # sizes the pool by the requested context, not by free memory
+    # Device -> quantization format -> name of the kernel that repacks the weights. It is a key of Kind.loaded
+    # and Kind.warmed in quantization/linear.py.
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    shows_version = True  # a plan shows the version beside the name
+    shows_version = True  # a plan shows the engine's version beside its name
     logs = False  # the start-up log reports memory figures
-    # figures of a complete log, alternatives separated by a bar -> the setting that makes the engine log it
+    # Name of a figure that a complete start-up log contains -> the setting that makes the engine log it. A bar
+    # in the name separates alternatives.
     log_figures: ClassVar[Mapping[str, str]] = {}
 
-    # -- flags: tonnage.planner.planning.deployment fills in defaults or rejects a flag by name
+    # -- Flags: planning/deployment.py uses these methods to fill in defaults and to reject invalid flags.
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
         """Return the default (max_num_seqs, max_num_batched_tokens).
 
-        ``memory`` is the device's size in bytes. The values hold for an engine that chunks prompts.
+        ``memory`` is the device's size in bytes. The token default applies where the engine computes prompts in
+        chunks.
         """
         return self.batch[flags.device]
 
@@ -92,7 +97,7 @@ class Engine(ABC):
         return True
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
-        """Raise DeploymentError for a --max-model-len above the model's own maximum."""
+        """Raise DeploymentError if --max-model-len (``asked``) exceeds the model's own maximum."""
         own = architecture.max_model_len
         if asked > own:
             raise EngineRefusal(
@@ -109,15 +114,15 @@ class Engine(ABC):
             )
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
-        """Return notes about a valid length, such as RoPE scaling that starts below it."""
+        """Return notes about a valid --max-model-len (``asked``), such as RoPE scaling that starts below it."""
         return ()
 
     def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Return the flags and the tokens per step, adjusted for encoders.
+        """Return the flags and the maximum tokens per step, adjusted for encoder models.
 
-        An encoder computes a text in one step, so a step must hold ``max_model_len`` tokens.
+        An encoder computes a whole text in one step, so a step must hold ``max_model_len`` tokens.
 
         Raises:
             DeploymentError: --max-num-batched-tokens is below ``max_model_len`` for an encoder.
@@ -153,15 +158,15 @@ class Engine(ABC):
         return True
 
     def draft_note(self, method: str) -> str:
-        """Return a note on the engine's option for a draft of ``method`` (vLLM's method name)."""
+        """Return a note on how to configure speculative decoding by ``method`` (vLLM's name) in this engine."""
         return f'{self.title} takes this draft with "method": "{method}"'
 
     def draft_limits(self, version: Version) -> bool:
-        """Return whether the draft model's maximum length also limits every sequence."""
+        """Return whether the draft model's maximum length also limits the length of every sequence."""
         return False
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Return the tokens per block.
+        """Return the tokens per block, where ``asked`` is the requested size or None for the default.
 
         Raises:
             DeploymentError: the engine does not support the requested block size.
@@ -179,9 +184,10 @@ class Engine(ABC):
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
-        """Return the dtype of keys and values in the cache, for a model in ``dtype``.
+        """Return the dtype of keys and values in the KV cache, for a model loaded in ``dtype``.
 
-        ``stored`` is the cache dtype that the checkpoint requests (``quantization.read.stored_kv_dtype``).
+        ``stored`` is the cache dtype that the checkpoint requests (``quantization.read.stored_kv_dtype``), or
+        None.
 
         Raises:
             DeploymentError: the engine has no KV cache in the requested dtype.
@@ -201,14 +207,14 @@ class Engine(ABC):
             )
         return asked
 
-    # -- bytes of one rank; ``architecture`` is that rank's share of the model
+    # -- Bytes of one rank. In these methods, ``architecture`` is the rank's share of the model.
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors that the engine holds, where they differ from transformers' modules."""
+        """Return the model's tensors as the engine's modules hold them, by default as transformers' modules."""
         return architecture.tensors
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """Return the tensors of a file that stay in their stored type (``keeps_gguf``)."""
+        """Return the tensors of a GGUF file that the engine keeps in their stored types (``keeps_gguf``)."""
         return tensors
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
@@ -220,17 +226,17 @@ class Engine(ABC):
         return 0
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return a catalogue GPU with the same kernel padding as ``gpu``, or None if none is known."""
+        """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
         return None
 
     def allocator_rounding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the bytes that allocator rounding adds to the weights."""
+        """Return the bytes that the GPU memory allocator adds to the weights by rounding allocations up."""
         return 0
 
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
-        """Return the estimates of framework memory, activations of a step and CUDA graphs on one rank."""
+        """Return the estimates of framework memory, activations of one step and CUDA graphs on one rank."""
         if chosen.flags.device == "cpu":
             return Runtime(
                 self.cpu_framework(architecture, chosen), self.cpu_activation(architecture, chosen), NOTHING
@@ -240,9 +246,10 @@ class Engine(ABC):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return ``runtime_terms`` for a GPU.
+        """Return the estimates of ``runtime_terms`` for a GPU.
 
-        ``fitted`` replaces the shipped coefficients, for scores that leave out one source of measurements.
+        ``fitted`` replaces the shipped coefficients. Cross-validation passes coefficients that were fitted
+        without one source of measurements.
         """
         fitted = fitted or gpu.coefficients()
         activation = self.gpu_activation(architecture, chosen)
@@ -251,9 +258,9 @@ class Engine(ABC):
         return gpu.terms(architecture, chosen, fitted, activation)
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """Estimate the processes' memory on a CPU before weights and pool are loaded.
+        """Estimate the memory of the engine's processes on a CPU, without weights and KV pool.
 
-        The default is the measurement of the hf engine.
+        The default is the measured memory of this project's hf engine.
         """
         return hf.framework_bytes(architecture.vocab_size)
 
@@ -262,16 +269,16 @@ class Engine(ABC):
         return hf.activation_bytes(architecture, chosen)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
-        """Estimate the activations of one step on a GPU, or return None to use the widest layer."""
+        """Estimate the activations of one step on a GPU; after None, the caller uses the widest layer."""
         return None
 
-    # -- the pool
+    # -- The pool of KV cache blocks.
 
     def build_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the block pool of one rank.
+        """Return the pool of KV cache blocks of one rank.
 
         Raises:
-            UnsupportedArchitecture: the engine, or this planner, has no pool for the model.
+            UnsupportedArchitecture: the engine or this planner does not support the model's cache.
         """
         if architecture.kind == "encoder":
             self.check_encoder(architecture)
@@ -279,56 +286,60 @@ class Engine(ABC):
         return self.decoder_pool(architecture, chosen)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Raise UnsupportedArchitecture for an encoder that the engine or this planner does not support."""
+        """Raise UnsupportedArchitecture for an encoder model that the engine or planner does not support."""
         raise UnsupportedArchitecture(
             f"{self.name} is not planned with an encoder", field="model_type", hint="--engine vllm"
         )
 
     @abstractmethod
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the block pool of one rank for a model that generates tokens."""
+        """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""
 
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """Return ``pool`` adjusted to ``weights`` bytes of weights on the same rank."""
+        """Return ``pool`` with the parts that depend on the bytes of weights (``weights``) on the same rank."""
         return pool
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
-        """Return the maximum number of running sequences for a pool of known size."""
+        """Return the maximum number of running sequences for a pool with capacity ``held``."""
         return chosen.max_num_seqs
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """Return the number of blocks of ``size`` bytes in the pool.
 
-        The pool has --kv-cache-memory-bytes, or else the memory that ``fixed`` leaves. ``fixed`` is the bytes
-        of
-        everything except the pool, ``weights`` included.
+        The pool takes --kv-cache-memory-bytes if set, or else the memory left beside ``fixed`` bytes. ``fixed``
+        counts everything except the pool, ``weights`` included.
         """
         if not pool.demands:
-            return 1  # an encoder has only the null block
+            return 1  # an encoder has only the null block, block 0
         given = chosen.flags.kv_cache_memory_bytes
         return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks that fit beside ``fixed`` bytes when the pool's size is not given."""
+        """Return the blocks of ``size`` bytes that fit into the memory left beside ``fixed`` bytes.
+
+        It is used where no flag sets the pool's size. ``fixed`` includes the ``weights`` bytes.
+        """
         return max(0, chosen.limit - fixed) // size
 
     def block_bounds(
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """Return the fewest and most blocks of the pool.
+        """Return the lower and upper bound of the number of blocks in the pool.
 
-        ``fixed`` and ``weights`` are (low, high) bounds in bytes; low equals high where files or flags fix the
-        value.
-        ``framework`` is the upper bound of the framework's bytes.
+        ``fixed`` and ``weights`` are (low, high) bounds in bytes. They are equal where files or flags determine
+        the value. ``framework`` is the upper bound of the framework's bytes.
         """
         low = self.num_blocks(chosen, pool, size, fixed[1], weights[1])
         return low, self.num_blocks(chosen, pool, size, fixed[0], weights[0])
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the capacity of a pool of ``num_blocks`` blocks, counted as the engine prints it."""
+        """Return the capacity of a pool of ``num_blocks`` blocks.
+
+        Tokens and concurrency are counted as in the engine's start-up log.
+        """
         if not pool.demands:
             return encoder.capacity(chosen.max_num_seqs)
         usable = max(0, num_blocks - 1) if self.null_block else num_blocks
@@ -337,7 +348,7 @@ class Engine(ABC):
         return PoolCapacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the blocks that a request takes, given its lengths.
+        """Return the rule that gives the blocks of a request from its prompt and output lengths.
 
         Raises:
             UnsupportedArchitecture: the rule is not known for this model.
@@ -351,43 +362,49 @@ class Engine(ABC):
         )
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return the flags that the plan shows, after the pool was sized."""
+        """Return ``flags`` as the plan shows them, with values that only the sized pool determines."""
         return flags
 
-    # -- host memory
+    # -- Host memory.
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
-    # -- versions
+    # -- Differences between versions of the engine.
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return the releases after ``since`` up to ``until`` that changed a planned figure, described."""
+        """Return (version, descriptions) of each release that changed a planned figure.
+
+        The releases are those after ``since`` up to and including ``until``.
+        """
         return ()
 
-    # -- start-up failures
+    # -- Failures at the engine's start-up.
 
     def error_message(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
-        """Return the engine's own error message for ``cause`` of an EngineRefusal, or None if it is unknown."""
+        """Return this engine version's own error message for the EngineRefusal ``cause``, or None if unknown.
+
+        ``facts`` are the values that the message quotes.
+        """
         return None
 
     def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
-        """Return a start-up failure that the plan predicts, other than lack of memory, or None."""
+        """Return a start-up failure that the plan predicts, other than lack of memory, or None without one."""
         return None
 
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return notes on risks of a start that fits, and on settings without an option in the command.
+        """Return notes on risks of a start that fits into memory, and on settings missing in the serve command.
 
-        ``beside`` is the bytes that the engine takes outside the plan's limit.
+        ``beside`` is the bytes that the engine takes outside the plan's memory limit.
         """
         return ()
 
-    # -- texts: names, commands, logs
+    # -- Texts: the engine's name, its serve command and its start-up log.
 
     def shown_name(self, flags: Deployment) -> str:
         """Return the engine's name as a plan shows it, with its version if one is known."""
@@ -399,11 +416,11 @@ class Engine(ABC):
         return ()
 
     def own_flags(self, flags: Deployment) -> list[str]:
-        """Return the command's options that differ from their defaults, except devices, sizes and dtypes."""
+        """Return the engine's non-default command options, except devices, sizes and dtypes."""
         return []
 
     def serve_options(self, flags: Deployment) -> list[str]:
-        """Return options of the engine's command that its compose file has no variable for."""
+        """Return options of the engine's command for which its compose file has no variable."""
         return []
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
@@ -411,7 +428,7 @@ class Engine(ABC):
         return ()
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add the figures of one start-up log line to ``out``, the figures of the rank that printed it."""
+        """Add the figures of one start-up log line to ``out``, which belongs to the rank that printed it."""
         return
 
     def log_rank(self, line: str) -> tuple[str, str]:
@@ -419,7 +436,7 @@ class Engine(ABC):
         return "", ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Add figures of a rank that are derived from its others, after the whole log was read."""
+        """Add figures that follow from other figures of a rank, after the whole log was read."""
         return
 
     def log_is_ready(self, line: str) -> bool:
@@ -431,8 +448,9 @@ class Engine(ABC):
         return rank.kv_pool_bytes
 
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Return why the planned weights are not the weights of the engine's log, or None if they may be.
+        """Return why the planned weights differ from the weights in the engine's log, or None if they may not.
 
-        ``kind`` is the kind of the planned model's source; ``quantization`` is the format in the log.
+        ``kind`` is the kind of the planned model's source, such as gguf. ``quantization`` is the format in the
+        log.
         """
         return None

@@ -1,11 +1,9 @@
-"""Encoders such as BERT, under any engine: they need no block pool.
+"""Encoder models such as BERT, in any engine: they need no pool of KV cache blocks.
 
 An encoder computes a whole text in one step and keeps nothing between steps, so its cache takes 0 bytes per
-token.
-vLLM 0.32.0 registers no cache for such layers (EncoderOnlyAttention.get_kv_cache_spec). Its pool keeps only the
-null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked prefill and prefix caching
-are
-off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
+token. vLLM 0.32.0 registers no cache for encoder layers (EncoderOnlyAttention.get_kv_cache_spec). Its pool
+keeps only the null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked prefill and
+prefix caching are off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _UNUSED = "--kv-cache-memory-bytes has no effect: there is no pool to size"
 
 
 def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -> PoolSpec:
-    """Return an empty pool, with a note that an encoder has no KV cache."""
+    """Return a pool without layers for an encoder, with a note that an encoder has no KV cache."""
     dtype = flags.kv_cache_dtype
     layout = KVLayout(
         groups=(), block_size=block_size, layer_slots=0, kv_heads=architecture.kv_heads,
@@ -38,16 +36,15 @@ def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -
 
 
 def capacity(max_num_seqs: int) -> PoolCapacity:
-    """Return the capacity of the null block, with ``max_num_seqs`` texts at once."""
+    """Return the capacity of an encoder's pool, one null block: ``max_num_seqs`` texts at once."""
     return PoolCapacity(1, 0, 0, 0, float(max_num_seqs))
 
 
 def whole_texts(deployment: Deployment, max_model_len: int, tokens: int) -> tuple[Deployment, int]:
-    """Return the flags and tokens per step of an engine that computes each text in one step.
+    """Return the flags and tokens per step for an encoder, which computes each text in one step.
 
-    Prefix caching is off, and a step holds at least ``max_model_len`` tokens, as vLLM's default for pooling
-    models
-    (engine/arg_utils.py).
+    Prefix caching is turned off. A step holds at least ``max_model_len`` tokens, as in vLLM's default for
+    pooling models (engine/arg_utils.py).
 
     Raises:
         DeploymentError: --max-num-batched-tokens is below ``max_model_len``.

@@ -1,9 +1,8 @@
-"""vLLM's KV cache groups: the layers that share a block table, and the bytes of a block.
+"""vLLM's KV cache groups: sets of layers that share a block table, and the bytes of one block.
 
 The rules are from vllm/v1/core/kv_cache_utils.py and kv_cache_interface.py, 0.32.0 (get_kv_cache_groups,
 unify_kv_cache_spec_page_size, _get_kv_cache_groups_uniform_page_size). tests/planner/test_vllm_groups.py
-compares
-them with these functions.
+compares this module with these functions.
 """
 
 from __future__ import annotations
@@ -14,25 +13,26 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.units import ceil_div
 
-# A kind with fewer than this many times the layers of the smallest kind stays one group; a larger kind is
-# split into groups of the smallest kind's size (_get_kv_cache_groups_uniform_page_size).
+# If the most frequent kind of layer has fewer than 1.5 times the layers of the rarest, each kind forms one
+# group. Otherwise each kind is split into groups as large as the rarest kind
+# (_get_kv_cache_groups_uniform_page_size).
 PADDING_LIMIT = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The cache of one layer, as vLLM's KVCacheSpec describes it.
+    """The KV cache of one layer, as vLLM's KVCacheSpec describes it.
+
+    Layers share a group only if everything except ``layer`` is equal.
 
     Attributes:
         layer: Index of the layer.
-        kind: Kind of its cache.
+        kind: Kind of the cache, such as full, sliding or state.
         block_size: Tokens per block.
-        page_bytes: Bytes of ``block_size`` tokens (or of one state) in this layer, padding included.
-        shape: Heads, head sizes and state shapes.
-        window: Tokens of a sliding window or chunk.
-        fixed: Blocks per sequence, where they do not depend on its length.
-
-    Layers share a group only if everything except ``layer`` is equal.
+        page_bytes: Bytes of ``block_size`` tokens (or of one recurrent state) in this layer, padding included.
+        shape: KV heads, head sizes and shapes of recurrent states.
+        window: Tokens of a sliding window or of an attention chunk; None without one.
+        fixed: Blocks per sequence if independent of its length, else None.
     """
 
     layer: int
@@ -53,12 +53,12 @@ Groups = tuple[tuple[LayerPages, ...], ...]
 
 
 def group_pages(pages: list[LayerPages], *, pads: bool = True) -> Groups:
-    """Return the KV cache groups in vLLM's order.
+    """Return the KV cache groups of the layers ``pages``, in vLLM's order.
 
     ``pads`` is whether vLLM pads attention pages that do not divide the largest page (from 0.24 on).
 
     Raises:
-        UnsupportedArchitecture: vLLM cannot unify the page sizes either.
+        UnsupportedArchitecture: vLLM itself cannot bring the pages to one size.
     """
     if len({page.key for page in pages}) <= 1 or _uniform_type(pages):
         return (tuple(pages),) if pages else ()
@@ -66,7 +66,7 @@ def group_pages(pages: list[LayerPages], *, pads: bool = True) -> Groups:
 
 
 def _uniform_type(pages: list[LayerPages]) -> bool:
-    """Return whether all layers need the same token slots; they form one group even if their bytes differ."""
+    """Return whether all layers keep the same tokens; they then form one group even if their bytes differ."""
     first = pages[0]
     if any(page.block_size != first.block_size for page in pages):
         return False
@@ -79,7 +79,10 @@ def _uniform_type(pages: list[LayerPages]) -> bool:
 
 
 def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
-    """Bring all pages to the bytes of the largest: longer blocks where it is a multiple, else padding."""
+    """Return the pages enlarged to the bytes of the largest page.
+
+    A page that divides the largest gets more tokens per block. Any other page is padded.
+    """
     largest = max(page.page_bytes for page in pages)
     out = []
     for page in pages:
@@ -109,9 +112,9 @@ def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
 def _equal_groups(pages: list[LayerPages]) -> Groups:
     """Split the pages into groups of (nearly) equal size, each of one kind.
 
-    A group has the layer count of the smallest kind, or of the largest kind if that is less than PADDING_LIMIT
-    times
-    as many. Layer i of a kind goes to group i mod (groups of the kind).
+    A group has as many layers as the rarest kind. If the most frequent kind has less than PADDING_LIMIT times
+    as many, a group has as many layers as the most frequent kind. Layer i of a kind goes to group i mod (groups
+    of the kind).
     """
     kinds: dict[tuple[object, ...], list[LayerPages]] = {}
     for page in pages:
@@ -126,12 +129,12 @@ def _equal_groups(pages: list[LayerPages]) -> Groups:
 
 
 def block_bytes(groups: Groups) -> int:
-    """Return the bytes of one block: the sum of the pages of the widest group."""
+    """Return the bytes of one block: the largest sum of page bytes over the groups."""
     return max(sum(page.page_bytes for page in group) for group in groups)
 
 
 def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
-    """Collect pages that need the same token slots, in the order of their first layer."""
+    """Collect the pages of layers that keep the same tokens into buckets, in the order of their first layer."""
     buckets: list[list[LayerPages]] = []
     for page in pages:
         home = next((bucket for bucket in buckets if _uniform_type([*bucket, page])), None)
@@ -143,13 +146,12 @@ def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
 
 
 def pack_buckets(buckets: list[list[LayerPages]]) -> Groups:
-    """Return the groups of a block-outermost layout, with pages of different bytes side by side in a block.
+    """Return the KV cache groups of vLLM's packed layout, which stores pages of different bytes side by side.
 
-    The rule is vLLM's _get_packed_kv_cache_groups. A bucket with equally many layers of each page size is split
-    into
-    groups with about the same number of layers per size. That number is at least the count of the largest
-    bucket that
-    has several sizes. All other buckets stay whole.
+    The rule is _get_packed_kv_cache_groups. Each bucket has layers that keep the same tokens. A bucket with
+    equally many layers of each page size is split into groups with about the same number of layers per size.
+    That number is at least the layer count per size of the largest bucket with several sizes. All other buckets
+    stay whole.
     """
     by_size = [_sizes(bucket) for bucket in buckets]
     repeats = [len(next(iter(sizes.values()))) if _balanced(sizes) else 0 for sizes in by_size]
@@ -178,7 +180,7 @@ def _balanced(sizes: dict[int, list[LayerPages]]) -> bool:
 
 
 def _least_padding(values: list[int], low: int) -> int:
-    """Return the divisor, at least ``low``, to whose multiples ``values`` round up with the least padding.
+    """Return the divisor, at least ``low``, for which rounding all ``values`` up to its multiples adds least.
 
     The largest divisor wins a tie.
     """

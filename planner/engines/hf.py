@@ -1,4 +1,4 @@
-"""The hf engine of this project: flag defaults and checks, supported caches, and the geometry of its pool.
+"""This project's own hf engine: flag defaults and checks, supported caches, and the geometry of its KV pool.
 
 Layers are grouped as in vLLM (``grouping``), so that plans for both engines are comparable.
 """
@@ -27,7 +27,7 @@ from tonnage.planner.units import ceil_div
 
 
 class HF(Engine):
-    """This project's engine, which runs transformers' modules on a block pool of its own."""
+    """This project's engine, which runs transformers' modules on its own pool of KV cache blocks."""
 
     name = "hf"
     title = "the hf engine"
@@ -70,20 +70,19 @@ class HF(Engine):
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Accept every encoder that transformers can build."""
+        """Accept every encoder model that transformers can build."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the block pool for a model that generates tokens."""
+        """Return the pool of KV cache blocks for a model that generates tokens."""
         return build_pool(
             architecture, chosen.flags.kv_cache_dtype, chosen.block_size, chosen.max_num_batched_tokens
         )
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks that fit, on a CPU at most as many as the running sequences can use.
+        """Return the number of blocks that fit into free memory, on a CPU at most as many as sequences can use.
 
         On a CPU the pool takes host memory that other programs need. It is therefore limited to max_num_seqs
-        sequences of
-        full length, plus the null block.
+        sequences of full length, plus the null block.
         """
         blocks = super().free_blocks(chosen, pool, size, fixed, weights)
         if chosen.flags.device == "cpu":
@@ -91,11 +90,11 @@ class HF(Engine):
         return blocks
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the blocks that a request reserves: its prompt and answer in full.
+        """Return the rule for the blocks that a request reserves at admission: all of its prompt and answer.
 
-        A sliding group reserves at most the blocks that it can ever hold (cache/admission/reservation.py).
-        Guaranteed mode
-        admits more requests and stalls where a reservation would make them wait.
+        A group of sliding-window layers reserves at most the blocks that it can ever hold
+        (cache/admission/reservation.py). The engine's guaranteed mode admits more requests than this rule and
+        stalls some of them instead of making them wait.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -121,7 +120,7 @@ class HF(Engine):
 def build_pool(
     architecture: Architecture, dtype: str, block_size: int, max_num_batched_tokens: int
 ) -> PoolSpec:
-    """Return the block pool of the hf engine.
+    """Return the hf engine's pool of KV cache blocks.
 
     Raises:
         UnsupportedArchitecture: the engine cannot store a layer's cache, or layers differ in heads or head
@@ -133,7 +132,7 @@ def build_pool(
         if group.window is None:
             demands.append(Demand(block_size))
         else:
-            # one more block because the window may begin inside one
+            # One extra block is needed because a window may begin inside a block.
             demands.append(Demand(block_size, most=group.window - 1 + max_num_batched_tokens, extra=1))
     return PoolSpec(layout, tuple(demands))
 
@@ -144,7 +143,7 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
     page_bytes = None
     element, scale = HF_KV_DTYPE_BYTES[dtype], KV_SCALE_BYTES.get(dtype, 0)
     if any(layer.kind == "mla" for layer in layers):
-        # transformers hands the attention function K and V of every head, made from the latent
+        # transformers expands the MLA latent to K and V of every head before it calls the attention function.
         layers = tuple(
             replace(layer, kind="full", kv_heads=architecture.heads, head_size=architecture.head_size)
             for layer in layers
@@ -177,14 +176,14 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
 
 
 def _stored_heads(layer: CacheLayer) -> int:
-    """Return the KV heads that a layer stores; some transformers models repeat heads before caching them."""
+    """Return the KV heads that a layer caches; some transformers models repeat K and V before caching them."""
     return layer.kv_heads if layer.transformers_kv_heads is None else layer.transformers_kv_heads
 
 
 def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
-    """Raise UnsupportedArchitecture for a layer whose cache is not K and V of equal width.
+    """Raise UnsupportedArchitecture for a layer whose cache is not K and V of equal head size.
 
-    The pool stores full and sliding layers, and MLA layers with expanded latents.
+    The pool stores full and sliding-window layers, and MLA layers with latents expanded to K and V.
     """
     if not layers:
         raise UnsupportedArchitecture("an encoder generates nothing: there is no cache", field="architectures")
@@ -199,7 +198,7 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
 
 
 def _groups(layers: tuple[CacheLayer, ...], block_size: int) -> tuple[KVGroup, ...]:
-    """Group layers by kind and window; all pages already have one size."""
+    """Group layers by kind and window; all their pages have the same size."""
     pages = [LayerPages(layer.layer, layer.kind, block_size, 1, (), layer.window) for layer in layers]
     return tuple(
         KVGroup(group[0].kind, tuple(page.layer for page in group), group[0].window)

@@ -1,13 +1,13 @@
 """llama.cpp: flag defaults and its KV cache of ``n_ctx`` cells per layer, with separate types for K and V.
 
-The source is src/llama-kv-cache.cpp (llama.cpp, 2025) and the start-up logs in tests/data/field_reports.jsonl.
+A cell stores one token. The source is src/llama-kv-cache.cpp (llama.cpp, 2025) and the start-up logs in
+tests/data/field_reports.jsonl.
 
-- Cells are rounded up to 256 per sequence (GGML_PAD, the block of flash attention).
+- Cells are rounded up to a multiple of 256 per sequence (GGML_PAD, the block of flash attention).
 - A sliding-window cache (llama-kv-cache-iswa.cpp) has window x sequences + ubatch cells, rounded up.
-- ``full_sliding`` is the behaviour of older releases and of ik_llama.cpp: sliding layers keep every cell.
-- MLA (deepseek2) stores the latent as K and no V with MLA attention, else K and V expanded for every head. One
-  rank
-  holds all of it in either case.
+- With ``full_sliding`` (older releases and ik_llama.cpp), sliding-window layers keep every cell.
+- With MLA attention, MLA models (deepseek2) store the latent as K and no V. Without it, they store K and V
+  expanded for every head. In both cases one rank holds the whole cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Plan, Resolved
 from tonnage.planner.units import GiB, MiB, ceil_div
 
-# ggml type -> (values per block, bytes per block); ggml-common.h
+# Name of a ggml type -> (values per quantization block, bytes per block), from ggml-common.h.
 CACHE_TYPES = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -53,9 +53,9 @@ _LOG_LINES = (
     ("weights_bytes", MiB, rf"(?:model|file) size={NUMBER}MiB"),
     ("context_tokens", 1, rf"n_ctx={NUMBER}"),
 )
-# "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00 MiB, V (f16): 320.00 MiB"
-# ("2/2 seqs" is sequences / streams, and each stream has the given cells); ik_llama.cpp and older releases:
-# "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB"
+# Current releases log "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00 MiB, V (f16):
+# 320.00 MiB". There, "2/2 seqs" is sequences / streams, and each stream has the given cells. ik_llama.cpp and
+# older releases log "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB".
 _LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)={NUMBER}MiB"
 _LOG_UBATCH = r"n_ubatch=(\d+)"
 _LOG_FLASH = r"flash_attn=(\w+)"
@@ -63,32 +63,33 @@ _FLASH = {"0": "off", "1": "on", "disabled": "off", "enabled": "on", "auto": "au
 _LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
 _LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:(\d+)/)?(\d+) seqs\)"
 _LOG_TYPES = r"(?:K|c\^KV)\((\w+)\)(?:.*?V\((\w+)\))?"
-# Buffers of one device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560.00 MiB"
+# The log lists buffers by device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560
+# MiB".
 _LOG_BUFFER = rf"(\w+?)(model|KV|RS|compute|output) buffer size={NUMBER}MiB"
-# "|   - CUDA0 (RTX 3090) | 24135 = 17406 + (6187 = 4403 +   512 +  1272) +     541 |": total = free + (used =
-# model + context + compute) + unaccounted (tools/ and common/, 2026)
+# llama.cpp's memory breakdown (tools/ and common/, 2026) prints MiB as total = free + (used = model + context +
+# compute) + unaccounted: "|   - CUDA0 (RTX 3090) | 24135 = 17406 + (6187 = 4403 +   512 +  1272) +     541 |".
 _LOG_BREAKDOWN = r"\|-(\w+).*?\|(\d+)=(\d+)\+\((\d+)=(\d+)\+(\d+)\+(\d+)\)\+"
 _LOG_ENGINE = r"llama_(?:model_loader|context|new_context_with_model|kv_cache|init_from_model|model_load)\w*:"
 _LOG_READY = ("server is listening on", "main: model loaded", "HTTP server listening")
-# Tensors of the input layer (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp).
+# Tensors of the input layer, which stays on the host (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp).
 _INPUTS = (
     "token_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias", "token_types.weight",
     "position_embd.weight", "per_layer_token_embd.weight",
 )  # fmt: skip
 CELL_PADDING = 256
-MAMBA_STATE_BYTES = 4  # recurrent states are kept in f32 (llama-memory-recurrent.cpp)
+MAMBA_STATE_BYTES = 4  # llama.cpp keeps recurrent states in f32 (llama-memory-recurrent.cpp)
 
 MlaMode = Literal["expanded", "latent", "latent+transposed"]
 
 
 class LlamaCpp(Engine):
-    """llama.cpp's server, sized by its context and its compute buffers."""
+    """llama.cpp's server, whose KV cache is sized by the requested context instead of by free memory."""
 
     name = "llama.cpp"
     title = "llama.cpp"
-    # n_parallel 1, n_ubatch 512 (common/common.h, 2025)
+    # The defaults are n_parallel 1 and n_ubatch 512 (common/common.h, 2025).
     batch: ClassVar = {"cpu": (1, 512), "cuda": (1, 512)}
-    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # one cell
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # a block is one cell
     logs = True
     log_figures: ClassVar = {
         "weights_bytes": "", "activation_bytes": "", "kv_pool_bytes": "", "context_tokens": "",
@@ -97,13 +98,13 @@ class LlamaCpp(Engine):
     keeps_gguf = True
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
-        """Return the whole device: llama.cpp reserves no share of it."""
+        """Return the whole device memory: llama.cpp keeps no share of it free."""
         return memory
 
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
-        """Return the cache types of K and V, in llama.cpp's names.
+        """Return the cache types of K and V in llama.cpp's names, such as f16 or q8_0/f16.
 
         Raises:
             DeploymentError: a type is unknown, or V is quantized without flash attention.
@@ -117,7 +118,7 @@ class LlamaCpp(Engine):
         return found
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Return 1, because a cell holds one token.
+        """Return 1, the tokens per block, because a cache cell holds one token.
 
         Raises:
             DeploymentError: another block size was requested.
@@ -127,7 +128,7 @@ class LlamaCpp(Engine):
         return 1
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
-        """Accept every length; llama.cpp only warns (``length_notes``)."""
+        """Accept every context length, because llama.cpp only warns about long ones (``length_notes``)."""
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
         """Return a note on a context above the model's own maximum.
@@ -145,8 +146,8 @@ class LlamaCpp(Engine):
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         """Return the tensors that the device holds.
 
-        Rotary tables are computed on the fly. With GPUs, the embedding stays on the host (dev_input in
-        src/llama-model.cpp), and a head tied to it becomes a separate copy.
+        llama.cpp computes rotary tables on the fly. With GPUs, the embedding stays on the host (dev_input in
+        src/llama-model.cpp), and an output head tied to it becomes a separate copy.
         """
         held = [tensor for tensor in architecture.tensors if tensor.role != "buffer"]
         if flags.device != "cpu":
@@ -154,14 +155,14 @@ class LlamaCpp(Engine):
         return tuple(held)
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """Return the tensors of a GGUF file on the device; with GPUs, the input layer stays on the host."""
+        """Return a GGUF file's tensors that the device holds; with GPUs, the input layer stays on the host."""
         if flags.device == "cpu":
             return tensors
         kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)
         return tuple(t for t in tensors if t.name in kept or t.name not in _INPUTS)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the pool of cells for a model that generates tokens."""
+        """Return the pool of KV cache cells for a model that generates tokens."""
         sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
         context = _context(chosen)
         cache = size_cache(
@@ -171,9 +172,10 @@ class LlamaCpp(Engine):
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the cells that a request takes.
+        """Return the rule for the cache cells that a request takes.
 
-        Each sequence has a slot as long as the context. A unified cache takes one cell per token instead.
+        By default each sequence has a slot as long as the context. In a unified cache, a request takes one cell
+        per token.
         """
         slot = GroupLaw("fixed", 1, blocks=chosen.max_model_len)
         if chosen.flags.kv_unified:
@@ -183,11 +185,11 @@ class LlamaCpp(Engine):
         )
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """Estimate the memory of llama-server on a CPU, without model, caches and compute buffer."""
+        """Estimate the memory of llama-server on a CPU, without the model, KV cache and compute buffer."""
         return llama_cpp.process(architecture, chosen, _partial(architecture, chosen))
 
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """Estimate the compute buffer, as llama-fit-params reports it."""
+        """Estimate the compute buffer (activations of one step) on a CPU, as llama-fit-params reports it."""
         if architecture.kind != "decoder":
             return super().cpu_activation(architecture, chosen)
 
@@ -196,11 +198,11 @@ class LlamaCpp(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the driver context and the compute buffer on a GPU; CUDA graphs take no memory."""
+        """Return the estimates of driver context and compute buffer on a GPU; CUDA graphs count as 0 bytes."""
         return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the cells of the context, which are allocated regardless of the free memory."""
+        """Return the cells of the requested context, which llama.cpp allocates whatever memory is free."""
         return _context(chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
@@ -218,7 +220,7 @@ class LlamaCpp(Engine):
         read_figures(self.name, _LOG_LINES, text, out)
         if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
-            if cells := compiled(_LOG_CELLS).search(text):  # all streams share n_ctx
+            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts all streams' cells
                 shared = cells[2] not in (None, cells[3])
                 out.cells = max(out.cells, number(cells[1]))
                 out.flags["max_num_seqs"], out.flags["kv_unified"] = cells[2 if shared else 3], str(shared)
@@ -233,10 +235,10 @@ class LlamaCpp(Engine):
         _read_devices(text, out)
 
     def finish_log(self, out: LogFigures) -> None:
-        """Derive the maximum length, and the totals of weights and compute buffers.
+        """Derive the maximum length, and the totals of weights and compute buffers, from the logged figures.
 
-        A log without cache cells gives the context of one sequence. Totals count the GPUs only, where the log
-        has any.
+        In a log without cache cells, the maximum length is the context of one sequence. Totals count only the
+        GPUs if the log has any.
         """
         if out.engine != self.name:
             return
@@ -247,17 +249,18 @@ class LlamaCpp(Engine):
             gpus = [size for n, size in held.items() if not n.startswith("CPU") and "Host" not in n]
             if gpus or (held and term not in out.figures):
                 out.figures[term] = total(gpus or held.values())
-                out.rounding[term] = MiB / 200 * max(1, len(gpus))  # each is printed to 0.01 MiB
+                out.rounding[term] = MiB / 200 * max(1, len(gpus))  # llama.cpp prints each buffer to 0.01 MiB
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the server listens."""
+        """Return whether a log line reports that the server listens for requests."""
         return any(mark in line for mark in _LOG_READY)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``llama-server`` command of ``plan``."""
         flags = plan.deployment
         k, v = cache_types(flags.kv_cache_dtype)
-        shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # all sequences share n_ctx
+        # The option -c is n_ctx, the number of cells of all sequences together.
+        shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks
         line = ["llama-server", "-m", plan.model.id, "-c", str(shared), "-np", str(flags.max_num_seqs),
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
         if flags.flash_attn != "auto":
@@ -269,7 +272,11 @@ class LlamaCpp(Engine):
         return (shlex.join(line),)
 
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Return why a config's weights cannot be compared with a log, which always names a GGUF file."""
+        """Return why the planned weights cannot be those of a llama.cpp log, or None for a GGUF file.
+
+        A llama.cpp log is always of a GGUF file, so the weights of a model given by its config cannot be
+        compared.
+        """
         if kind == "gguf":
             return None
         return "the log is of a GGUF file, --model names a config (give the .gguf)"
@@ -289,7 +296,7 @@ class Cache:
     """The bytes of a llama.cpp KV cache and the number of its cells.
 
     Attributes:
-        cells: Cells of the full-attention layers.
+        cells: Cells of a full-attention layer, over all streams.
         k_bytes: Bytes of all K tensors.
         v_bytes: Bytes of all V tensors.
         state_bytes: Bytes of recurrent states.
@@ -327,16 +334,16 @@ def check_cache_types(text: str) -> str:
 
 
 def cache_types(text: str) -> tuple[str, str]:
-    """Return the types of K and V in ``text``, either ``f16`` for both or ``q8_0/f16``."""
+    """Return the (K, V) cache types in ``text``: ``f16`` sets both, ``q8_0/f16`` sets them separately."""
     k, _, v = text.partition("/")
     return k, v or k
 
 
 def row_bytes(elements: int, kind: str) -> int:
-    """Return the bytes of a row of ``elements`` values.
+    """Return the bytes of a tensor row with ``elements`` values of the ggml type ``kind``.
 
     Raises:
-        DeploymentError: the row is not a whole number of the type's blocks.
+        DeploymentError: the row is not a whole number of the type's quantization blocks.
     """
     values, size = CACHE_TYPES[kind]
     if elements % values:
@@ -357,10 +364,21 @@ def size_cache(
     unified: bool = True,
     mla: MlaMode = "latent",
 ) -> Cache:
-    """Return the cache of ``context`` cells, which sequences share (``unified``) or divide evenly.
+    """Return the bytes and cells of llama.cpp's KV cache for ``context`` tokens.
+
+    Args:
+        architecture: The model.
+        context: Cells that all sequences share (``unified``) or divide evenly.
+        types: Cache types of K and V, such as ``f16`` or ``q8_0/f16``.
+        sequences: Number of parallel sequences.
+        ubatch: Tokens per micro-batch (n_ubatch).
+        full_sliding: Whether sliding-window layers keep every cell, as in older releases.
+        unified: Whether all sequences share one stream of cells.
+        mla: What the cache of an MLA layer stores: the latent, the latent with a transposed copy, or expanded K
+            and V.
 
     Raises:
-        UnsupportedArchitecture: llama.cpp's layout of the cache is not known here.
+        UnsupportedArchitecture: llama.cpp's cache layout for this model is not known.
     """
     k_type, v_type = cache_types(types)
     per_sequence = context if unified else ceil_div(context, sequences)
@@ -385,19 +403,22 @@ def size_cache(
 
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
-    """Return one sequence's bytes in layers that cannot be rolled back (sliding, states); 0 without them."""
+    """Return one sequence's cache bytes in sliding-window and recurrent layers, 0 without them.
+
+    llama.cpp cannot roll these layers back, so its context checkpoints copy them.
+    """
     kept = tuple(layer for layer in architecture.cache_layers if layer.kind in ("sliding", "state"))
     partial, types = replace(architecture, cache_layers=kept), chosen.flags.kv_cache_dtype
     return size_cache(partial, chosen.max_model_len, types, ubatch=chosen.max_num_batched_tokens).bytes
 
 
 def _context(chosen: Resolved) -> int:
-    """Return n_ctx, the cells that all sequences share."""
+    """Return llama.cpp's n_ctx: the number of cache cells of all sequences together."""
     return chosen.max_model_len * (1 if chosen.flags.kv_unified else chosen.max_num_seqs)
 
 
 def _masked(architecture: Architecture, chosen: Resolved) -> tuple[int, int]:
-    """Return the cells of all attention masks (full cache and each window), and of the longest mask."""
+    """Return (sum, maximum) of the cells covered by the attention masks: the full one, and one per window."""
     cells = _padded(chosen.max_model_len)
     windows = {layer.window or 0 for layer in architecture.cache_layers if layer.kind == "sliding"}
     whole = any(layer.kind not in ("sliding", "state") for layer in architecture.cache_layers)
@@ -412,7 +433,7 @@ def _padded(cells: int) -> int:
 
 
 def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[int, int]:
-    """Return the values of K and of V per cell in one layer."""
+    """Return (values of K, values of V) that one cache cell of a layer stores."""
     if layer.kind in ("full", "sliding"):
         value = layer.head_size if layer.value_head_size is None else layer.value_head_size
         return layer.kv_heads * layer.head_size, layer.kv_heads * value
@@ -420,7 +441,8 @@ def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[
         if mla == "latent":
             return layer.head_size, 0
         sizes = expanded_heads(architecture)
-        if mla == "latent+transposed":  # mla 1: the latent and a transposed copy of its compressed part
+        # -mla 1 stores the latent, and its compressed part once more as a transposed copy.
+        if mla == "latent+transposed":
             return layer.head_size, sizes.latent
         return architecture.heads * sizes.key, architecture.heads * sizes.value
     raise UnsupportedArchitecture(

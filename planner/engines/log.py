@@ -1,8 +1,7 @@
 """Helpers to read an engine's start-up log; each engine's patterns are in ``Engine.read_log_line``.
 
 Patterns match a line without its blanks (``squeezed``), because a terminal, mail client or container runtime
-may
-wrap a line anywhere, even within a number. Blanks in a pattern are only for readability.
+may wrap a line anywhere, even within a number. Blanks in a pattern are ignored and serve readability only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _OPEN, _CLOSED, _QUOTES = "([{<", ")]}>", "'\""
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return the compiled pattern for a squeezed line."""
+    """Return ``pattern`` compiled to match log lines whose blanks were removed."""
     return re.compile(pattern.replace(" ", ""))
 
 
@@ -31,14 +30,14 @@ class LogFigures:
 
     Attributes:
         engine: Name of the engine that printed the log.
-        version: Its version.
-        model: Model name or path.
-        figures: Name of a figure -> bytes or a count.
+        version: Version of that engine.
+        model: Name or path of the model.
+        figures: Name of a figure -> its value, in bytes or as a count.
         flags: Flags of the engine, as the log prints them.
         pools: Sum of the caches that the log lists one by one, in bytes.
         cells: Cells of the longest cache.
-        rounding: Name of a figure -> largest error of its printed value.
-        state: Marks that a reader keeps between lines.
+        rounding: Name of a figure -> the rounding error of its printed value, in the figure's unit.
+        state: Markers that the engine's log reader keeps between lines.
     """
 
     engine: str | None = None
@@ -58,9 +57,9 @@ def squeezed(line: str) -> str:
 
 
 def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
-    """Add the figures of a squeezed ``line`` to ``out``, by the patterns in ``lines``.
+    """Add the figures in the squeezed log line ``line`` to ``out``, by the patterns in ``lines``.
 
-    If a figure is printed more than once, the value with the most decimals is kept, else the last.
+    If a figure is printed more than once, the value with the most decimals is kept, else the last one.
     """
     for name, unit, pattern in lines:
         if match := compiled(pattern).search(line):
@@ -69,7 +68,7 @@ def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
 
 
 def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
-    """Store the figure ``name``, printed as ``text`` in units of ``unit`` bytes (1: a count)."""
+    """Store the figure ``name``, printed as ``text`` in units of ``unit`` bytes (1 for a count)."""
     decimals = len(text.partition(".")[2])
     # Engines round to hundredths and drop a trailing zero: 69.8 means 69.80.
     half = 0.5 * unit * 10.0 ** -max(decimals, 2) if unit > 1 else 0.0
@@ -86,9 +85,8 @@ def number(text: str) -> float:
 def arguments(text: str, sign: str) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) pairs of a printed call or dict, such as ``a=1, b='x, y'`` or ``'a': 1}``.
 
-    ``sign`` separates a name from its value ("=" or ":"). Brackets and quotes keep their content together, and
-    the
-    bracket that closes the whole ends the text.
+    ``sign`` separates a name from its value ("=" or ":"). Commas within brackets and quotes do not separate
+    pairs. An unmatched closing bracket ends the text.
     """
     name, value, depth, quote = "", "", 0, ""
     for place, char in enumerate(text):

@@ -1,13 +1,13 @@
 """The share of a model on one rank: the layers of its pipeline stage, and its shard of every divided tensor.
 
-The rules are vLLM 0.32.0's:
+The rules are from vLLM 0.32.0:
 
 - Pipeline parallel: distributed/utils.py, get_pp_indices.
 - Tensor parallel: model_executor/layers/linear.py. KV heads are replicated if there are fewer heads than ranks.
 - Vocabulary: vocab_parallel_embedding.py pads it to a multiple of 64 rows.
-- States: mamba/mamba_utils.py. MLA latents are the same on every rank.
+- Recurrent states: mamba/mamba_utils.py. MLA latents are the same on every rank.
 - Experts: fused_moe/config.py, FusedMoEParallelConfig.make. Tensor and data parallel ranks divide the experts
-  together: whole experts with expert parallelism, else their width.
+  together. With expert parallelism each rank holds whole experts, otherwise a slice of every expert's width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.units import ceil_div
 
-VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py, vLLM 0.32.0
+# vLLM pads a vocabulary to a multiple of this many rows (DEFAULT_VOCAB_PADDING_SIZE in
+# model_executor/layers/vocab_parallel_embedding.py, 0.32.0).
+VOCAB_PADDING = 64
 _LAST = ("norm", "head")  # roles of the tensors after the last layer
 _TP = "--tensor-parallel-size"
 
@@ -29,14 +31,13 @@ class Parallel:
     """The sizes of the parallel groups and the rules for dividing tensors.
 
     Attributes:
-        tensor: Tensor-parallel ranks.
-        pipeline: Pipeline stages.
-        data: Data-parallel replicas.
+        tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline stages.
+        data: Number of data-parallel replicas.
         expert: Whether a rank holds whole experts instead of slices of all experts.
         pad_vocabulary: Whether the vocabulary is padded before it is divided.
-        whole_towers: Whether each tensor-parallel rank holds the towers in full.
-        towers_everywhere: Whether each pipeline stage holds the towers; vLLM's model classes build them on
-            every stage.
+        whole_towers: Whether each tensor-parallel rank holds the vision and audio towers in full.
+        towers_everywhere: Whether each pipeline stage holds the towers, as in vLLM's model classes.
     """
 
     tensor: int = 1
@@ -56,7 +57,8 @@ class Parallel:
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each pipeline stage.
 
-    The remainder goes to the stages from the second-last backwards, one layer each.
+    If ``layers`` is not divisible by ``stages``, the remaining layers go one each to the second-last stage and
+    the stages before it.
 
     Raises:
         DeploymentError: there are more stages than layers.
@@ -70,7 +72,7 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Return the KV heads of one rank, at least one: fewer heads than ranks means that heads are replicated."""
+    """Return the KV heads of one rank, at least one: with fewer heads than ranks, heads are replicated."""
     return ceil_div(kv_heads, ranks)
 
 
@@ -116,10 +118,11 @@ def _divisors(architecture: Architecture) -> str:
 def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int) -> Architecture:
     """Return the part of the model that one rank of pipeline ``stage`` holds.
 
-    Tensors have their sharded shapes. Cache layers keep all heads, which the KV layout divides.
+    Tensors have the shapes of the rank's shards. Cache layers keep all their KV heads, because the KV layout
+    divides them.
 
     Raises:
-        DeploymentError: a size cannot be divided.
+        DeploymentError: a dimension is not divisible by the number of ranks.
     """
     if parallel.trivial:
         return architecture
@@ -146,7 +149,7 @@ def _on_stage(tensor: TensorSpec, mine: range, stage: int, parallel: Parallel) -
 
 
 def _untied(tensor: TensorSpec, stage: int) -> TensorSpec:
-    """Return a tied head as a tensor of its own if the embedding is on another stage."""
+    """Return a tied output head as a separate tensor if the embedding is on another pipeline stage."""
     return replace(tensor, tied_to=None) if tensor.role == "head" and stage > 0 else tensor
 
 
@@ -161,7 +164,7 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
         if size % ranks:
             raise _undivided(f"{ranks} does not divide the vocabulary, padded to {size}", size, ranks)
-    # Towers have as many KV heads as query heads, so their rows divide evenly.
+    # Vision and audio towers have as many KV heads as query heads, so their rows divide evenly.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
         size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
@@ -170,7 +173,8 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         merged = tensor.role == "mlp" and architecture.gated_mlp
         raise _undivided(what, size // tensor.matrices, ranks, "merged" if merged else "divided")
     else:
-        size = ceil_div(size, ranks)  # towers and mixers are padded or kept whole where they do not divide
+        # A size that the ranks do not divide is rounded up; a vision or audio tower is kept whole instead.
+        size = ceil_div(size, ranks)
         if tensor.role in TOWER_ROLES and tensor.shape[dim] % ranks:
             return tensor
     return replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))

@@ -1,4 +1,4 @@
-"""The block pool of a plan: a KVLayout, and the blocks that a sequence of a given length takes from it."""
+"""The pool of KV cache blocks: its layout, and the blocks that a sequence of a given length takes from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Demand:
 
     Attributes:
         block_size: Tokens per block.
-        most: Tokens that a sliding or chunked group keeps at once; None keeps all.
-        extra: Blocks added to each sequence.
-        fixed: Blocks independent of the length, for recurrent states and the cache of an encoder's output.
-        shards: Ranks that divide the tokens (decode context parallel).
+        most: Tokens that a sliding-window or chunked group keeps at once; None keeps all.
+        extra: Additional blocks of each sequence, for example because a window begins inside a block.
+        fixed: Blocks independent of the sequence's length, for recurrent states and an encoder's output; else
+            None.
+        shards: Number of ranks that divide the tokens (decode context parallel).
     """
 
     block_size: int
@@ -41,15 +42,15 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The layout of a pool and the demand of a sequence in each of its groups.
+    """The layout of a pool and the blocks that a sequence needs in each of its groups.
 
     Attributes:
         layout: Groups, shapes and dtype of the cache.
-        demands: Demand of a sequence in each of ``layout.groups``.
+        demands: Blocks that a sequence needs, for each of ``layout.groups``.
         notes: Notes for the plan.
         pages: Page bytes of each layer, group by group; empty if every layer takes one layer slot.
-        apart: Bytes of the pool outside its blocks, for the states of all requests.
-        running: Requests that ``apart`` has states for; None is unlimited.
+        apart: Bytes of the pool outside its blocks, for recurrent states of all requests.
+        running: Number of requests that ``apart`` has states for; None is unlimited.
     """
 
     layout: KVLayout
@@ -60,7 +61,7 @@ class PoolSpec:
     running: int | None = None
 
     def stage_bytes(self, layers: frozenset[int]) -> int:
-        """Return the bytes of one block on a pipeline stage that holds only ``layers`` (its widest group)."""
+        """Return the bytes of one block on a pipeline stage with only ``layers``, the maximum over the groups."""
         widest = 0
         for place, group in enumerate(self.layout.groups):
             sizes = self.pages[place] if self.pages else (self.layout.slot_bytes,) * len(group.layers)
@@ -74,7 +75,7 @@ class PoolSpec:
         return sum(demand.blocks(tokens) for demand in self.demands)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Return the longest sequence, at most ``limit`` tokens, that fits into ``blocks``; 0 if none does."""
+        """Return the longest sequence in tokens that fits into ``blocks`` blocks, from 0 to ``limit``."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -87,9 +88,14 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolCapacity:
-    """The capacity of a pool.
+    """The capacity of a pool of KV cache blocks.
 
-    ``tokens`` and ``max_concurrency`` count sequences of max_model_len tokens, as the engine prints them.
+    Attributes:
+        num_blocks: Blocks of the pool.
+        usable_blocks: Blocks that sequences can take.
+        blocks_per_sequence: Blocks of a sequence of max_model_len tokens.
+        tokens: Tokens that the pool holds, as the engine logs them.
+        max_concurrency: Sequences of max_model_len tokens that the pool holds, as the engine logs them.
     """
 
     num_blocks: int
@@ -102,9 +108,9 @@ class PoolCapacity:
 def token_pool(
     architecture: Architecture, size: int, dtype: str, dtype_bytes: int, block_size: int = 1
 ) -> PoolSpec:
-    """Return the pool of an engine that counts tokens: a block is ``block_size`` token slots of all layers.
+    """Return the pool of an engine that counts tokens: a block is ``block_size`` token slots in all layers.
 
-    ``size`` is the bytes of a token in all layers, ``dtype_bytes`` the bytes of one value of ``dtype``.
+    ``size`` is the bytes of one token in all layers. ``dtype_bytes`` is the bytes of one value of ``dtype``.
     """
     layers = tuple(layer.layer for layer in architecture.cache_layers if layer.shares is None)
     layout = KVLayout(
@@ -121,7 +127,7 @@ def token_pool(
 
 
 def heads_per_rank(heads: int, ranks: int) -> int:
-    """Return the KV heads of one rank, at least one: fewer heads than ranks means that heads are replicated.
+    """Return the KV heads of one rank, at least one: with fewer heads than ranks, heads are replicated.
 
     Raises:
         DeploymentError: neither number divides the other.
@@ -139,7 +145,7 @@ def heads_per_rank(heads: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedHeads:
-    """The head sizes of MLA: K and V after expansion, and the latent."""
+    """The sizes of an MLA layer in elements: K and V of one head after expansion, and the latent."""
 
     key: int
     value: int
@@ -147,7 +153,7 @@ class ExpandedHeads:
 
 
 def expanded_heads(architecture: Architecture) -> ExpandedHeads:
-    """Return the head sizes of K and V after expanding the latent, from the shapes of kv_b_proj and o_proj.
+    """Return the sizes of K and V per head after expanding MLA's latent, from shapes of kv_b_proj and o_proj.
 
     Raises:
         UnsupportedArchitecture: the model has no kv_b_proj.

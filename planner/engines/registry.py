@@ -1,6 +1,6 @@
 """The engines by name, each imported on first use because a plan needs only one.
 
-The module of an engine has its name, with an underscore for a dot or a dash, and defines ``ENGINE``.
+An engine's module is named after the engine, with an underscore for a dot or a dash, and defines ``ENGINE``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shell commands that serve a plan: the parts common to ``tonnage serve`` and ``vllm serve``."""
+"""Shell commands that serve a plan: the options common to ``tonnage serve`` and ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tonnage.planner.flags import flags_of
 from tonnage.planner.headers.names import hub_model
 from tonnage.planner.plans import Plan
 
-# Flags of both commands that are printed only if they differ from their defaults.
+# Flags of ``tonnage serve`` and ``vllm serve`` that are printed only if they differ from their defaults.
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 SHARED = ("data_parallel_size", "enable_expert_parallel", "enforce_eager")
 
 
 def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
-    """Return the ``tonnage serve`` command of ``plan``, followed by the options ``more``."""
+    """Return the ``tonnage serve`` command of ``plan``, followed by the additional options ``more``."""
     flags = plan.deployment
     line = ["tonnage", "serve", plan.model.id, "--backend", flags.engine, *common_flags(plan)]
     if flags.device != "cpu":
         line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
-        if flags.gpu is not None:  # an engine's memory besides weights and pool depends on the GPU
+        if flags.gpu is not None:  # framework and activation memory depend on the GPU
             line += ["--gpu", flags.gpu]
     line += [*prefix_flags(flags), *changed(flags, (*RANKS, *SHARED))]
     line += [*changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
@@ -30,7 +30,7 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
 
 
 def model_and_revision(name: str) -> tuple[str, ...]:
-    """Return the arguments for a model ``org/name@revision``, for engines with a --revision flag."""
+    """Return the arguments for a model ``org/name@revision``, for engines whose command has --revision."""
     if "@" not in name or os.path.exists(name):
         return (name,)
 
@@ -39,7 +39,7 @@ def model_and_revision(name: str) -> tuple[str, ...]:
 
 
 def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
-    """Return the options of the flags ``names`` that differ from their defaults."""
+    """Return the command options for those flags in ``names`` that differ from their defaults."""
     line = []
     for name in names:
         flag, value = flags_of(Deployment)[name], getattr(flags, name)
@@ -49,7 +49,7 @@ def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
 
 
 def common_flags(plan: Plan) -> list[str]:
-    """Return the options that vLLM and this project's server spell alike."""
+    """Return the command options of ``plan`` that vLLM and this project's server spell alike."""
     flags = plan.deployment
     line = ["--max-model-len", str(flags.max_model_len), "--max-num-seqs", str(flags.max_num_seqs),
             "--max-num-batched-tokens", str(flags.max_num_batched_tokens), "--dtype", flags.dtype]  # fmt: skip

@@ -1,10 +1,8 @@
-"""SGLang's token pools: one slot per token, with separate pools for full and sliding layers.
+"""SGLang's token pools: one slot per token, with separate pools for full and sliding-window layers.
 
 The source is sglang/srt/mem_cache/memory_pool.py and model_executor/model_runner.py (0.5), pool_configurator.py
-and
-mem_cache/kv_cache_configurator.py (0.5.23). SWAKVPool divides the memory between ``full`` tokens and
-``full x swa_full_tokens_ratio`` tokens; max_total_num_tokens counts the full pool. "GB" in its log means GiB.
-The
+and mem_cache/kv_cache_configurator.py (0.5.23). SWAKVPool divides the memory between ``full`` tokens and ``full
+x swa_full_tokens_ratio`` tokens; max_total_num_tokens counts the full pool. "GB" in SGLang's log means GiB. The
 rules are checked against the logs in tests/data/field_reports.jsonl.
 """
 
@@ -50,15 +48,17 @@ _LOG_LINES = (
     ("free_bytes", GiB, rf"Load weight begin\. avail mem={NUMBER}GB"),
     ("free_after_pool_bytes", GiB, rf"Memory pool end\. avail mem={NUMBER}GB"),
 )
-# "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21 GB"; latent
-# attention prints "KV size: 9.10 GB", and releases up to 0.4 print no tokens.
+# SGLang logs "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21
+# GB".
+# With latent attention it logs "KV size: 9.10 GB" instead. Releases up to 0.4 log no tokens.
 _LOG_POOL = (
     rf"KV Cache is allocated\.(?:.*?#tokens: (\d[\d,]*),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
 )
 _LOG_STATES = rf"Mamba Cache is allocated\..*?conv_state size: {NUMBER}GB.*?ssm_state size: {NUMBER}GB"
 _LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
 _LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
-# 0.5.23 maps the pool after capturing graphs; the "VA upper bound" printed earlier is only address space.
+# SGLang 0.5.23 allocates the pool after it captured graphs. The "VA upper bound" that it logs before is only
+# reserved address space.
 _LOG_MAPPED = rf"Post-capture KV sizing: KV cache allocated\..*?#tokens: (\d[\d,]*), KV size: {NUMBER}GB"
 _LOG_ARGUMENTS = (("server_args=ServerArgs(", "="), ("server_args={", ":"))
 _LOG_NAMES = {
@@ -74,45 +74,48 @@ _LOG_NAMES = {
 }
 _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
-_SPARSE_ROW = 656  # 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
-_MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
-# From 0.5.4 on (pull request 10975), steps, graphs and mem_fraction_static depend on the device's memory. A row
-# is (upper bound in GiB, chunked_prefill_size, largest decode graph with TP below 4, the same with TP from 4).
-# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23; earlier releases have 24 instead of
-# 48.
+_SPARSE_ROW = 656  # bytes: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
+_MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 0.4)
+# From 0.5.4 on (pull request 10975), chunked prefill, graphs and mem_fraction_static depend on the device's
+# memory.
+# A row is (upper bound of the memory in GiB, chunked_prefill_size, tokens of the largest decode graph with TP
+# below 4, tokens of that graph with TP from 4 on).
+# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Where the table has 48, earlier
+# releases have 24.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
-_DRAFTS = (0, 5, 15)  # first known release that counts a draft's weights and pools
+_DRAFTS = (0, 5, 15)  # first known release that budgets a draft model's weights and pools
 _PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills by default
-# Ranges of captured prefill sizes: first, end, step (generate_prefill_cuda_graph_batch_sizes).
+# Token counts for which prefill graphs are captured, as ranges (first, end, step)
+# (generate_prefill_cuda_graph_batch_sizes).
 _CAPTURED = (
     (4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 1 << 20, 512),
 )  # fmt: skip
-# Factor of mem_fraction_static for multimodal models, for an image encoder as large as ViT-L/14
-# (adjust_mem_fraction_for_vlm; 0.76 to 0.998 for other encoders).
+# SGLang multiplies mem_fraction_static by this factor for a multimodal model whose image encoder is as large as
+# ViT-L/14 (adjust_mem_fraction_for_vlm). For other encoders the factor is 0.76 to 0.998.
 _WITH_PICTURES = 0.95
 
 
 class SGLang(Engine):
-    """SGLang, which shares ``mem_fraction_static`` of the device between weights and token pools."""
+    """SGLang, which divides a share of the device (``mem_fraction_static``) between weights and token pools."""
 
     name = "sglang"
     title = "SGLang"
     newest = (0, 5, 23)
-    oldest = (0, 4, 0)  # first release whose mem_fraction_static is known
-    # max_running_requests and chunked_prefill_size (server_args.py 0.5)
+    oldest = (0, 4, 0)  # first release whose default mem_fraction_static is known
+    # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
-    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # page_size 1
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # the default page_size is 1 token
     drafts = True
     fp8_kv_cache = True
     logs = True
     log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "tokens": "", "cuda_graph_bytes": ""}
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
-        """Return the whole device, because ``static_share`` sets the budget of weights and pool."""
+        """Return the whole device memory, because ``static_share`` sets the budget of weights and pool."""
         return memory
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
@@ -128,9 +131,9 @@ class SGLang(Engine):
     def static_share(
         self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
     ) -> float | None:
-        """Return mem_fraction_static: the share left beside activations and CUDA graphs.
+        """Return mem_fraction_static: the share of the device that activations and CUDA graphs leave.
 
-        The reserved amounts, in MiB, are from handle_gpu_memory_settings.
+        The amounts in MiB that SGLang reserves for them are from handle_gpu_memory_settings.
         """
         if flags.mem_fraction_static is not None:
             return flags.mem_fraction_static
@@ -150,7 +153,10 @@ class SGLang(Engine):
         return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return the releases between ``since`` and ``until`` that changed the memory budget."""
+        """Return (version, descriptions) of each release that changed the memory budget.
+
+        The releases are those after ``since`` up to and including ``until``.
+        """
         told = (
             (_BY_DEVICE, "chunked_prefill_size and mem_fraction_static follow from the device's memory"),
             (_PREFILL_GRAPHS, "prefills are captured in CUDA graphs: mem_fraction_static leaves room for them"),
@@ -173,7 +179,7 @@ class SGLang(Engine):
         return "bfloat16" if bfloat16 else "float16"
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors of SGLang's modules: padded vocabulary and merged rotary tables."""
+        """Return the tensors of SGLang's modules: padded vocabulary, and one table per distinct rotary embedding."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
@@ -188,7 +194,8 @@ class SGLang(Engine):
             attention = attention[: -len(drafted)]
         architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
-        if drafted:  # SGLang budgets a draft layer like one full layer of the model
+        # SGLang budgets a layer of a draft model like one full-attention layer of the target model.
+        if drafted:
             own = sum(layer.kind != "sliding" and layer.shares is None for layer in attention)
             full += full * len(drafted) // own if own else 0
         size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
@@ -197,11 +204,11 @@ class SGLang(Engine):
         return token_pool(architecture, size, flags.kv_cache_dtype, element, chosen.block_size)
 
     def draft_note(self, method: str) -> str:
-        """Return a note on SGLang's --speculative-algorithm option for a draft of ``method``."""
+        """Return a note on the --speculative-algorithm option that SGLang needs for a draft of ``method``."""
         return f"SGLang takes this draft with --speculative-algorithm {method.upper()}"
 
     def _check_draft(self, chosen: Resolved) -> None:
-        """Raise DeploymentError for a draft in a release before 0.5.15, or in several pipeline stages.
+        """Raise DeploymentError for a draft model with a release before 0.5.15 or with several pipeline stages.
 
         In older releases, the draft's weights and pool came out of the memory that mem_fraction_static leaves
         free.
@@ -215,7 +222,7 @@ class SGLang(Engine):
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """Return ``pool`` with slots for recurrent states, which come out of the memory that weights leave."""
+        """Return ``pool`` with slots for recurrent states, which take part of the memory that weights leave."""
         slot = states.slot_bytes(architecture, chosen.flags.tensor_parallel_size)
         if not slot:
             return pool
@@ -230,17 +237,17 @@ class SGLang(Engine):
         return replace(pool, apart=apart, running=count // each, notes=(*pool.notes, note))
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
-        """Return the maximum number of running requests, limited by the slots for states."""
+        """Return the maximum number of running requests, limited by the slots for recurrent states."""
         return states.most_running(held.tokens, chosen, pool.running) if pool.demands else chosen.max_num_seqs
 
     def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
-        """Return a failure if no request has slots for its states."""
+        """Return a start-up failure if the memory holds no request's recurrent states, else None."""
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the pages of the pool; slots for states come off --kv-cache-memory-bytes."""
+        """Return the pages of the pool; slots for recurrent states reduce --kv-cache-memory-bytes."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -250,22 +257,22 @@ class SGLang(Engine):
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """Return the fewest and most pages of the pool.
+        """Return the lower and upper bound of the number of pages in the pool.
 
-        The static share is a share of the memory that was free before the load, so framework memory lowers the
-        minimum.
+        mem_fraction_static is a share of the memory that was free before the model was loaded. Framework memory
+        that was already allocated therefore lowers the minimum.
         """
         low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
         given = chosen.flags.kv_cache_memory_bytes is not None
         return (low if given else max(0, low - ceil_div(framework, size))), high
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the pages that fit: mem_fraction_static of the device holds weights and pool."""
+        """Return the pages that fit beside the weights in mem_fraction_static of the device's memory."""
         return max(0, self._static_bytes(chosen) - weights - pool.apart) // size
 
     def _static_bytes(self, chosen: Resolved) -> int:
         share = chosen.flags.mem_fraction_static
-        assert share is not None  # static_share has set it
+        assert share is not None  # static_share was called when flags were resolved
         return int(chosen.device_memory * share)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
@@ -273,12 +280,14 @@ class SGLang(Engine):
         text = squeezed(line)
         read_figures(self.name, _LOG_LINES, text, out)
         if "Memorypoolend" in text:
-            out.state.add("pools are complete")  # later pools belong to a draft
+            out.state.add("pools are complete")  # pools that follow are a draft model's
         if match := compiled(_LOG_POOL).search(text):
             out.engine = self.name
             if "pools are complete" not in out.state:
                 out.pools += (number(match[2]) + number(match[3] or "0")) * GiB
-                if match[1]:  # sliding and full layers print one line each; the full pool is the longer one
+                # The pools of sliding-window and full layers print one line each. The pool with more tokens is
+                # the full one.
+                if match[1]:
                     out.cells = max(out.cells, number(match[1]))
         if match := compiled(_LOG_STATES).search(text):
             out.engine, out.pools = self.name, out.pools + (number(match[1]) + number(match[2])) * GiB
@@ -306,7 +315,7 @@ class SGLang(Engine):
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Use the length of the longest pool as the token count, if the scheduler did not print one."""
+        """Take the tokens of the longest pool as the token count, if the log lacks the scheduler's line."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0
@@ -316,16 +325,16 @@ class SGLang(Engine):
         return _LOG_READY in line
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the capacity as SGLang's max_total_num_tokens: all slots of all pages."""
+        """Return the pool's capacity as SGLang's max_total_num_tokens: all token slots of all pages."""
         held = super().capacity(pool, chosen, num_blocks)
         most = held.max_concurrency if pool.running is None else min(held.max_concurrency, pool.running)
         return replace(held, tokens=num_blocks * chosen.block_size, max_concurrency=most)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the slots of a request.
+        """Return the rule for the token slots that a request takes.
 
         Raises:
-            UnsupportedArchitecture: the model has sliding layers, whose pool's rule is not known.
+            UnsupportedArchitecture: the model has sliding-window layers, for whose pool the rule is not known.
         """
         if any(layer.kind == "sliding" for layer in architecture.cache_layers):
             raise UnsupportedArchitecture(
@@ -343,7 +352,7 @@ class SGLang(Engine):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return the settings that SGLang's serve command cannot express."""
+        """Return notes on the settings that SGLang's serve command cannot express."""
         slots = any(layer.kind == "state" for layer in architecture.cache_layers)
         return sglang_serve.notes(chosen.flags, slots)
 
@@ -352,7 +361,7 @@ class SGLang(Engine):
         return (sglang_serve.serve_line(plan),)
 
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Return why the planned weights differ from the log's: the log names another quantization."""
+        """Return a reason if the log names another quantization than the plan's weights, else None."""
         if quantization in (None, flags.quantization):
             return None
         return f"the log's are {quantization}, the config says nothing of it"
@@ -365,7 +374,8 @@ def _device(memory: int) -> tuple[int, int, int, int]:
 def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) -> int:
     """Return the MiB that SGLang reserves for CUDA graphs of prefills (reserve_for_graph_mb).
 
-    Returns 0 where none are captured (apply_cuda_graph_compatibility in arg_groups/cuda_graph_hook.py).
+    Returns 0 where no prefill graphs are captured (apply_cuda_graph_compatibility in
+    arg_groups/cuda_graph_hook.py).
     """
     kimi = any(state.name == "conv_q" for layer in architecture.cache_layers for state in layer.states)
     if flags.pipeline_parallel_size > 1 or kimi or has_towers(architecture):
@@ -376,13 +386,14 @@ def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) 
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
-    """Return the (full, sliding) bytes per token on one rank.
+    """Return the bytes per token on one rank in (full, sliding-window) layers.
 
     Raises:
-        UnsupportedArchitecture: the pool of another kind of layer is not known.
+        UnsupportedArchitecture: the pool is not known for a layer of another kind.
     """
     full = sliding = 0
-    # With an indexer, every layer stores its key (NSATokenToKVPool in mem_cache/memory_pool.py).
+    # If any layer has a sparse indexer, every layer stores an indexer key (NSATokenToKVPool in
+    # mem_cache/memory_pool.py).
     index = max((layer.index_size for layer in architecture.cache_layers), default=0)
     for layer in architecture.cache_layers:
         if layer.shares is not None:
@@ -400,11 +411,13 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
 
 
 def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> int:
-    """Return the bytes per token of one layer; ``index`` is the elements of an indexer's key, 0 without one."""
+    """Return the cache bytes per token of one layer, with an indexer key of ``index`` elements (0: none)."""
     size = KV_DTYPE_BYTES[kv_dtype]
     if layer.kind == "mla" and index:
-        # The key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's rows
-        # (calculate_mla_kv_cache_dim; SM10x with the trtllm backend stores plain rows of 576).
+        # The indexer's key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's
+        # rows of
+        # 656 bytes (calculate_mla_kv_cache_dim). On SM10x, the trtllm backend stores plain rows of 576 bytes
+        # instead.
         row = _SPARSE_ROW if size == 1 else layer.head_size * size
         return row + index + 4 * (index // 128)
     if layer.kind == "mla":

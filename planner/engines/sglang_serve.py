@@ -1,8 +1,7 @@
 """SGLang's serve command for a plan, with every flag that reproduces the plan.
 
-Names and choices of the flags are from arg_groups/fields and server_args.py of 0.5.23. The command uses the
-older
-spelling of a flag for an older release.
+Names and choices of the flags are from arg_groups/fields and server_args.py of 0.5.23. For an older release,
+the command uses that release's spelling of a flag.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, ceil_div
 
-_PER_PHASE = (0, 5, 23)  # first known release that deprecates --disable-cuda-graph
+# First known release with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
+_PER_PHASE = (0, 5, 23)
 _KV_NAMES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bfloat16"}
-_UTILIZATION = 0.9  # base.Engine.default_utilization
+_UTILIZATION = 0.9  # default of --gpu-memory-utilization (base.Engine.default_utilization)
 
 
 def serve_line(plan: Plan) -> str:
@@ -45,7 +45,8 @@ def _more_ranks(flags: Deployment) -> list[str]:
         line += ["--pp-size", str(flags.pipeline_parallel_size)]
     if flags.data_parallel_size > 1:
         line += ["--dp-size", str(flags.data_parallel_size)]
-    if flags.enable_expert_parallel:  # the ranks of one replica divide the experts; each replica holds all
+    # The ranks of one replica divide the experts, so each replica holds all experts.
+    if flags.enable_expert_parallel:
         line += ["--ep-size", str(flags.tensor_parallel_size)]
     return line
 

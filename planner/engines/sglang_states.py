@@ -1,11 +1,10 @@
-"""SGLang's slots of recurrent states, in a pool of their own beside the token pool.
+"""SGLang's slots of recurrent states, in a pool separate from the token pool.
 
 --mamba-full-memory-ratio divides the memory that weights leave between slots and tokens. The slots limit the
-number
-of running requests. The source is handle_max_mamba_cache and resolve_max_num_reqs in
-model_executor/model_runner.py
-(0.5.4), model_runner_kv_cache_mixin.py (0.5.9, 0.5.15), mem_cache/kv_cache_configurator.py (0.5.23) and
-configs/mamba_utils.py. tests/data/oracles/sglang_states.json holds outputs of these functions.
+number of running requests. The source is handle_max_mamba_cache and resolve_max_num_reqs in
+model_executor/model_runner.py (0.5.4), model_runner_kv_cache_mixin.py (0.5.9, 0.5.15),
+mem_cache/kv_cache_configurator.py (0.5.23) and configs/mamba_utils.py. tests/data/oracles/sglang_states.json
+holds outputs of these functions.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.units import ceil_div
 
-_OLDEST = (0, 5, 4)  # first known release
+_OLDEST = (0, 5, 4)  # first release whose rules for states are known
 _PADDED = (0, 5, 23)  # first known release that subtracts the pool's padding slot
 _BUFFERED = (0, 5, 15)  # first known release with separate slots for prefix snapshots by default
-_WITHOUT_PREFIXES = 512  # slots in 0.5.4 without --max-running-requests
-# Slots of a running request: MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO, and two alternating slots
-# (get_mamba_tracking_slots) for classes with "extra_buffer" (_MAMBA_EXTRA_BUFFER_ARCHS in
-# arg_groups/overrides.py).
+_WITHOUT_PREFIXES = 512  # slots in 0.5.4 if --max-running-requests is not set
+# A running request has three slots (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO). Model classes with
+# "extra_buffer"
+# (_MAMBA_EXTRA_BUFFER_ARCHS in arg_groups/overrides.py) add two alternating slots (get_mamba_tracking_slots).
 _SLOTS, _TURNS = 3, 2
 _CLASSES = (
     "KimiLinearForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
@@ -37,19 +36,20 @@ TOO_FEW = Failure(
     "ranks, would make some",
     "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests.",
 )
-_MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # resolve_max_num_reqs
+_MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # limits in resolve_max_num_reqs
 _DRAFTED = 48  # default of --max-running-requests with speculative decoding (handle_speculative_decoding)
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
-    """Return the bytes of one slot over all layers on one rank (mamba_cache_per_req); 0 without states."""
+    """Return the bytes of one state slot, over all layers on one rank (mamba_cache_per_req); 0 without any."""
     return sum(_layer_bytes(layer, ranks) for layer in architecture.cache_layers if layer.kind == "state")
 
 
 def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
-    """Return the bytes of one layer's states on one rank.
+    """Return the bytes of one layer's recurrent states on one rank.
 
-    The convolution's inputs are bfloat16. The matrices are float32 unless the config sets mamba_ssm_dtype.
+    The inputs of the convolution are bfloat16. The state matrices are float32 unless the config sets
+    mamba_ssm_dtype.
     """
     matrix = next((state for state in layer.states if state.name == "ssm" and len(state.shape) == 3), None)
     total = 0
@@ -71,7 +71,7 @@ def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
 def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
     """Return the elements of Mamba-2's convolution state on one rank.
 
-    Groups are repeated until every rank has one (extra_groups_for_head_shards).
+    B and C groups are replicated until every rank has one (extra_groups_for_head_shards).
     """
     heads, head_size, state = matrix.shape
     columns, channels = conv.shape
@@ -82,7 +82,7 @@ def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
 
 
 def check(architecture: Architecture, chosen: Resolved) -> None:
-    """Raise UnsupportedArchitecture for a model with states whose pools are not known."""
+    """Raise UnsupportedArchitecture for a model with recurrent states whose pools are not known."""
     kinds = {layer.kind for layer in architecture.cache_layers}
     if chosen.version < _OLDEST:
         raise UnsupportedArchitecture(
@@ -99,11 +99,15 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
 
 
 def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the number of slots of ``slot`` bytes, with ``each`` slots per request (max_mamba_cache_size).
+    """Return the number of state slots that fit into the memory (max_mamba_cache_size).
 
-    ``rest`` is the bytes for states and tokens together. With speculative decoding, a request has one more
-    state for
-    each token that a step verifies.
+    With speculative decoding, a request needs one more state for each token that a step verifies.
+
+    Args:
+        rest: Bytes for states and tokens together.
+        slot: Bytes of one slot.
+        each: Slots per request.
+        chosen: Flags and sizes of the plan.
     """
     flags, given = chosen.flags, chosen.given_max_num_seqs
     if not flags.enable_prefix_caching:
@@ -117,24 +121,27 @@ def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def verified_tokens(chosen: Resolved) -> int:
-    """Return the tokens of a request that one step verifies: speculative_num_steps + 1, for one draft chain."""
+    """Return the draft tokens of a request that one step verifies: speculative_num_steps + 1, for one chain."""
     return chosen.flags.num_speculative_tokens + 1 if chosen.flags.speculative_model else 0
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the bytes of ``count`` slots and of the states for verification."""
+    """Return the bytes of ``count`` state slots, and of the states for verifying draft tokens.
+
+    ``slot`` is the bytes of one slot, ``each`` the slots per request.
+    """
     padded = padding(chosen.version)
     verified = min(most_asked(chosen) or count, count // each) + padded
     return (count + padded + verified * verified_tokens(chosen)) * slot
 
 
 def padding(version: Version) -> int:
-    """Return the number of padding slots, which hold no request's state and come off the budget."""
+    """Return the number of padding slots, which hold no request's state and are subtracted from the budget."""
     return int(version >= _PADDED)
 
 
 def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the slots per running request (_calculate_mamba_ratio)."""
+    """Return the number of state slots per running request (_calculate_mamba_ratio)."""
     if not chosen.flags.enable_prefix_caching:
         return 1
     turns = chosen.version >= _BUFFERED and architecture.class_name in _CLASSES
@@ -142,16 +149,16 @@ def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def most_asked(chosen: Resolved) -> int | None:
-    """Return the requested --max-running-requests, or None to derive it from the pool."""
+    """Return the requested --max-running-requests, or None if SGLang derives it from the pool."""
     if chosen.given_max_num_seqs is not None:
         return chosen.given_max_num_seqs
     return _DRAFTED if chosen.flags.speculative_model else None
 
 
 def most_running(tokens: int, chosen: Resolved, held: int | None) -> int:
-    """Return max_running_requests for a pool of ``tokens`` tokens.
+    """Return SGLang's max_running_requests for a pool of ``tokens`` tokens.
 
-    ``held`` is the number of requests that the slots allow; None is unlimited.
+    ``held`` is the number of requests that the state slots allow; None is unlimited.
     """
     most = most_asked(chosen)
     if most is None:

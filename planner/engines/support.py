@@ -1,10 +1,9 @@
-"""The deployments that an engine supports on each GPU: support.json, with one row and source per fact.
+"""The deployments that an engine supports on each GPU: the rows of support.json, with one source per fact.
 
-- Rows hold for the releases under ``read``, and may be limited by ``since`` and ``before``. Older releases are
-  not
-  judged; newer ones are treated like the newest known.
-- Weights rows give the minimum compute capability and the dtypes that the engine's config class states.
-- Cache rows give the attention backends that support a format.
+- A row applies to the releases under ``read``, and may be limited by ``since`` and ``before``. Older releases
+  are not judged. Newer releases are treated like the newest known release.
+- Rows for weights give the minimum compute capability and the dtypes that the engine's config class states.
+- Rows for the KV cache give the attention backends that support a format.
 - A combination without a row is not judged.
 
 tests/planner/test_support.py compares the rows with the engines' own checks.
@@ -33,12 +32,12 @@ _PARTS = ("refused", "absent", "notes")
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The judgement on a deployment: why it does not run, and how it runs.
+    """The result of the support check: whether a deployment runs, and why not.
 
     Attributes:
-        refused: Reasons for which the engine itself refuses.
-        absent: Parts that need a plugin, or are unknown.
-        notes: Notes on how it runs, such as emulated formats.
+        refused: Reasons for which the engine itself refuses the deployment.
+        absent: Reasons for which the deployment needs a plugin, or parts that are unknown.
+        notes: Notes on how the deployment runs, such as emulated formats.
     """
 
     refused: tuple[str, ...] = ()
@@ -59,7 +58,7 @@ class Support:
 def support(
     engine: Engine, chosen: Resolved, quantization: Quantization, architecture: Architecture
 ) -> Support:
-    """Judge whether ``engine`` supports this deployment, regardless of memory.
+    """Return whether ``engine`` supports this deployment, regardless of memory.
 
     Raises:
         NotSupported: the engine has no build for the device.
@@ -92,7 +91,7 @@ def table() -> dict[str, Any]:
 
 
 def on_device(engine: str, gpu: str | None) -> Support:
-    """Judge whether the engine has a build for the device."""
+    """Return whether ``engine`` has a build for the device ``gpu`` (None is a CPU)."""
     found = gpu_named(gpu)
     if found is None:
         return NOTHING
@@ -117,7 +116,7 @@ def _is_about(row: Mapping[str, Any], gpu: Gpu) -> bool:
 def of_weights(
     engine: str, title: str, version: Version, quantization: Quantization, chosen: Resolved
 ) -> Support:
-    """Judge whether the engine supports the weight format on the GPU, with the requested activation dtype."""
+    """Return whether the engine supports the weight format on the GPU, with the requested activation dtype."""
     if quantization.scheme == "none":
         return NOTHING
     gpu = gpu_named(chosen.flags.gpu)
@@ -151,13 +150,14 @@ def of_weights(
 def of_cache(
     engine: str, title: str, version: Version, chosen: Resolved, architecture: Architecture
 ) -> Support:
-    """Judge whether an attention backend supports the cache's format on the GPU."""
+    """Return whether an attention backend of the engine supports the KV cache's format on the GPU."""
     gpu, asked = gpu_named(chosen.flags.gpu), chosen.flags.kv_cache_dtype
     if gpu is None:
         return NOTHING
     rows = [row for row in _rows("cache", engine, version) if row["vendor"] == gpu.vendor]
     layers = [layer for layer in architecture.cache_layers if layer.kind in (*_ATTENTION, "mla")]
-    sparse = any(layer.index_size or layer.compression > 1 for layer in layers)  # have special formats
+    # Layers with a sparse indexer or with token compression have cache formats of their own.
+    sparse = any(layer.index_size or layer.compression > 1 for layer in layers)
     if not rows or asked not in _judged(engine) or sparse:
         return NOTHING
     for attention, head in sorted({_attention(layer) for layer in layers}):
@@ -173,7 +173,7 @@ def of_cache(
 
 
 def _weights_row(engine: str, version: Version, method: str | None, scheme: str) -> Mapping[str, Any] | None:
-    """Return the row for a weight format, or None.
+    """Return the row of support.json for a weight format, or None without one.
 
     ``method`` is the checkpoint's quant_method, or None if a flag requests the format.
     """
@@ -193,11 +193,11 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
 
 @cache
 def _judged(engine: str) -> frozenset[str]:
-    """Return the cache formats that at least one row covers."""
+    """Return the cache formats that at least one row of support.json covers."""
     return frozenset(kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"])
 
 
-@cache  # a sweep looks the rows up for each of its GPUs
+@cache  # a sweep over many GPUs looks up the same rows repeatedly
 def _rows(part: str, engine: str, version: Version) -> tuple[Mapping[str, Any], ...]:
     return tuple(_rows_of(part, engine, version))
 
@@ -237,7 +237,7 @@ def _attention(layer: Any) -> tuple[str, int]:
 
 
 def _span(engine: str) -> str:
-    """Return the known releases, as a suffix for a sentence; empty for an engine without releases."""
+    """Return the engine releases that the rows cover, as a suffix for a sentence; "" without releases."""
     first, last = table()["read"][engine]
     if not any(parse_version(last)):
         return ""

@@ -1,4 +1,4 @@
-"""Tensors of engines with their own modules: padded vocabularies, and cos/sin tables for each rope."""
+"""Tensors of engines with their own modules: padded vocabularies, and a cos/sin table per rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ VOCABULARY_PADDING = 64
 
 
 def padded_rows(tensor: TensorSpec) -> TensorSpec:
-    """Return ``tensor`` with its rows rounded up to a multiple of 64."""
+    """Return ``tensor`` with its number of rows rounded up to a multiple of 64."""
     rows = -(-tensor.shape[0] // VOCABULARY_PADDING) * VOCABULARY_PADDING
     return replace(tensor, shape=(rows, *tensor.shape[1:]))
 
 
 def rotary_tables(architecture: Architecture, positions: int) -> list[TensorSpec]:
-    """Return one cos/sin table per distinct rope, [positions, rotated dimensions], as get_rope caches them."""
+    """Return one cos/sin table per distinct rotary embedding.
+
+    Its shape is [positions, rotated dimensions], as vLLM's and SGLang's get_rope caches it.
+    """
     if architecture.rotary is None:
         return []
     shape = (positions, architecture.rotary.dim)
@@ -29,7 +32,10 @@ def rotary_tables(architecture: Architecture, positions: int) -> list[TensorSpec
 
 
 def merged_tensors(architecture: Architecture, position_factor: int = 1) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a decoder; rotary tables cover ``position_factor`` times the model's context."""
+    """Return the tensors of a decoder in engines with merged modules.
+
+    Rotary tables have ``position_factor`` times the model's maximum length as rows.
+    """
     out = []
     for tensor in architecture.tensors:
         if tensor.role == "buffer":

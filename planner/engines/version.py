@@ -27,7 +27,7 @@ def parse_version(text: str, field: str = "--engine-version") -> Version:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, or None; dashes equal underscores in ``name``."""
+    """Return the version of an installed distribution, or None; ``name`` may have dashes or underscores."""
     return _installed().get(name.lower().replace("_", "-"))
 
 
@@ -35,7 +35,7 @@ def installed_version(name: str) -> str | None:
 def _installed() -> dict[str, str]:
     """Return the version of every distribution on sys.path, from the names of the .dist-info folders.
 
-    importlib.metadata would take 30 ms to import.
+    importlib.metadata is not used because its import takes 30 ms.
     """
     found: dict[str, str] = {}
     for folder in sys.path:

@@ -1,6 +1,5 @@
-"""Memory besides weights and KV pool: framework, activations of one step, CUDA graphs.
+"""Memory besides weights and KV pool: framework, activations of one step, and CUDA graphs.
 
 Each term is an ``Estimate``: a value, its expected interval, its formula and its source.
-``Engine.runtime_terms``
-returns the terms of an engine.
+``Engine.runtime_terms`` returns the terms of an engine.
 """

@@ -19,18 +19,21 @@ BODIES_BYTES = 3 * 8 * MiB
 OUTBOX_BYTES = 16 * MiB
 API_LIMIT_BYTES = BODIES_BYTES + OUTBOX_BYTES
 
-# Upper bound of the server's memory for clients and grammars, with every engine.
+# Upper bound in bytes of the server's memory for clients and grammars; it is the same for every engine.
 LIMIT_BYTES = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
 
 
 def framework(
     processes: int, vocab_size: int, interval: tuple[float, float], terms: str, source: str
 ) -> Estimate:
-    """Estimate the memory of all processes of a server, buffers and grammars included.
+    """Estimate the memory of all processes of a server, including client buffers and grammars.
 
-    ``processes`` is the bytes of all processes except the grammar compiler and the tokenizers; ``terms`` names
-    its
-    parts. ``interval`` is the (low, high) bounds of the memory at rest, as shares of it.
+    Args:
+        processes: Bytes of all processes except the grammar compiler and the tokenizers.
+        vocab_size: Tokens of the vocabulary.
+        interval: (low, high) bounds of the idle server's memory, as factors of its value.
+        terms: Names of the parts of ``processes``, for the formula.
+        source: Source of the figures.
     """
     resting = processes + GRAMMAR_PROCESS_BYTES + vocab_size * GRAMMAR_TOKEN_BYTES
     return Estimate(

@@ -1,4 +1,4 @@
-"""``Estimate``, a figure with its expected interval, and ``Coefficients`` of the GPU memory model."""
+"""``Estimate``, a memory figure with its expected interval, and ``Coefficients`` of the GPU memory model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The memory of one rank besides weights and pool.
+    """The memory of one rank besides weights and KV pool.
 
     Attributes:
         framework: Memory outside PyTorch's allocator.
         activation: Activations of one step.
         graphs: CUDA graphs.
-        sum_interval: Bounds of the sum, where the parts were compared with logs together (GPUs). They are
-            tighter
-            than the sum of the parts' bounds. None means to add the bounds.
-        beside: Memory taken after the pool was sized, outside the share that the plan may use.
+        sum_interval: (low, high) bytes of the sum of the three terms; None means to add the bounds of the
+            terms. On GPUs only the sum was compared with logs, so its bounds are tighter than the added ones.
+        beside: Memory that the engine takes after it sized the pool, outside the share that the plan may use;
+            or None.
     """
 
     framework: Estimate
@@ -55,22 +55,23 @@ class Coefficients:
     """Memory that no engine's source states, fitted to start-up logs; in bytes unless stated otherwise.
 
     Attributes:
-        sampler_sort: Bytes per logit of vLLM's sampler up to 0.16.
-        non_torch: Memory outside PyTorch of a single rank.
-        non_torch_small: The same on a GPU of less than 32 GiB.
-        non_torch_hopper: The same on data centre GPUs from Hopper on.
+        sampler_sort: Bytes per logit of vLLM's sampler, which sorts the logits, up to 0.16.
+        non_torch: Memory outside PyTorch on a single GPU of 32 GiB or more before Hopper.
+        non_torch_small: Memory outside PyTorch on a single GPU of less than 32 GiB.
+        non_torch_hopper: Memory outside PyTorch on a single data centre GPU from Hopper on.
         graph_profile: Additional memory where graphs were captured during profiling.
         non_torch_unified: Memory outside PyTorch where host and device share their memory.
-        non_torch_parallel: Memory outside PyTorch with tensor parallelism, on any GPU.
-        non_torch_ranks: The same on Hopper with two ranks.
-        non_torch_doubling: Additional memory on Hopper for each doubling of the ranks.
+        non_torch_parallel: Memory outside PyTorch with tensor parallelism, on GPUs before Hopper.
+        non_torch_ranks: Memory outside PyTorch with two tensor-parallel ranks on Hopper.
+        non_torch_doubling: Additional memory on Hopper for each doubling of the ranks beyond two.
         non_torch_stage: Memory outside PyTorch of a pipeline stage.
-        graph_first: CUDA graphs of 512 tokens.
+        graph_first: CUDA graph of the largest batch, if it has 512 tokens.
         graph_each: CUDA graph of each further batch size.
         graph_layer: Additional memory of each further batch size, per layer.
-        spread: Half-width of the sum's interval as a share of the device; 90 % of left-out sources stay within
-            it.
-        spread_seen: The same for engines, GPUs and models whose every part was measured.
+        spread: Half-width of the sum's interval as a share of the device. In cross-validation, 90 % of left-out
+            sources stay within it.
+        spread_seen: Half-width of the interval, as a share of the device, where logs measured every part of the
+            plan.
         capabilities: Compute capabilities of the measured GPUs, such as "8.6 9.0".
     """
 
@@ -96,5 +97,5 @@ NOTHING = Estimate(0, 0, 0, "", "")
 
 
 def scaled(value: int, interval: tuple[float, float], formula: str, source: str) -> Estimate:
-    """Return an estimate with bounds at ``interval``, as factors of ``value``."""
+    """Return an estimate of ``value`` bytes, with ``interval`` as (low, high) factors of it."""
     return Estimate(value, int(value * interval[0]), int(value * interval[1]), formula, source)

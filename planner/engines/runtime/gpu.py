@@ -1,4 +1,4 @@
-"""Activation peak and non-torch memory on GPUs, for an engine whose own rules are not known here.
+"""Activation peak and non-torch memory on GPUs, for engines whose own rules the planner does not know.
 
 The activation peak is the widest layer of a forward pass of max_num_batched_tokens tokens. Non-torch memory is
 fitted to published start-up logs. Coefficients and intervals are in fitted.json, written by
@@ -18,8 +18,8 @@ from tonnage.planner.model.tensor import TOWER_ROLES
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
-# The largest error on GPUs of 16 and 24 GiB is 0.32002 GiB: report 41 of tests/data/field_reports.jsonl, an
-# RTX 3090 (benchmarks/accuracy_page.py).
+# Minimum half-width of an interval. The largest error on GPUs of 16 and 24 GiB is 0.32002 GiB, in report 41 of
+# tests/data/field_reports.jsonl, an RTX 3090 (benchmarks/accuracy_page.py).
 _LEAST = GiB // 3
 SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
 
@@ -31,14 +31,14 @@ def coefficients() -> Coefficients:
 
 
 def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int) -> int:
-    """Return the bytes of the widest moment of a layer.
+    """Return the bytes that are alive at once at the widest point of a layer's forward pass.
 
-    The moment holds the residual, the norm, the block's input and output (4 x hidden size), and the MLP's gate,
-    up and
-    product.
+    These are the residual, the norm's output, the block's input and output (4 x hidden size), and the MLP's
+    gate, up and product.
     """
     inner = architecture.intermediate_size // ranks
-    if architecture.experts:  # fused experts run in chunks, which hold the experts of one token side by side
+    # Fused experts run in chunks of tokens, which hold the values of all experts that a token passes.
+    if architecture.experts:
         inner = max(inner, architecture.hidden_size)
     width = inner * (3 if architecture.gated_mlp else 2) + 4 * architecture.hidden_size
     return tokens * width * size
@@ -53,25 +53,27 @@ def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficient
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, activation: Estimate) -> Runtime:
-    """Return framework memory and activations, with bounds of their sum."""
+    """Return framework memory, activations and CUDA graphs of one rank, with bounds of their sum."""
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
     framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
     total = framework.value + activation.value
-    more = 3 if has_towers(architecture) else 2  # wider, because these engines print no terms to compare with
+    # The interval is wider because these engines print no terms that the estimate could be compared with.
+    more = 3 if has_towers(architecture) else 2
     below, above = reach((fitted.spread, more * fitted.spread), chosen.device_memory)
     return Runtime(framework, activation, NOTHING, (max(0, total - below), total + above))
 
 
 def reach(shares: tuple[float, float], memory: int) -> tuple[int, int]:
-    """Return the interval below and above a sum in bytes, from shares of a device of ``memory`` bytes.
+    """Return the interval's (lower, upper) half-width in bytes, from shares of a device of ``memory`` bytes.
 
-    Each is at least 1/3 GiB, because libraries and kernels take as much on a small device.
+    Each is at least 1/3 GiB, because libraries and kernels take as much memory on a small device as on a large
+    one.
     """
     return max(_LEAST, int(shares[0] * memory)), max(_LEAST, int(shares[1] * memory))
 
 
 def has_towers(architecture: Architecture) -> bool:
-    """Return whether the model has vision or audio towers, which the engine's profile run also executes."""
+    """Return whether the model has vision or audio towers, which the engine's profile run executes as well."""
     return any(tensor.role in TOWER_ROLES for tensor in architecture.tensors)
 
 

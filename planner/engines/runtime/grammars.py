@@ -15,5 +15,5 @@ GRAMMAR_PROCESS_BYTES = 12 * MiB
 GRAMMARS_BYTES = 32 * MiB
 GRAMMAR_TRIALS = 2
 GRAMMAR_TRIAL_BYTES = 24 * MiB
-# The plan's part for memory that is held only while grammars are active or being compiled.
+# Upper bound in bytes of the memory that is held only while grammars are active or being compiled.
 GRAMMAR_LIMIT_BYTES = GRAMMARS_BYTES + GRAMMAR_TRIALS * (GRAMMAR_PROCESS_BYTES + GRAMMAR_TRIAL_BYTES)

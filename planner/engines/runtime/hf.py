@@ -12,20 +12,24 @@ from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
-# The hf engine on a CPU: RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB;
-# Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65.
-# Engine process without weights and pool: 321 MiB when ready, at most 356 under load. 30 of these are the
-# activations below, and about 45 are numba's compiler.
-# API process when ready (benchmarks/memory_terms.py): 54 MiB with a vocabulary of 1,024 tokens, 67 MiB with
-# SmolLM2's 49,152, 149 MiB with Gemma's 262,144. 64 clients add 3 MiB, 256 clients add 8.
-# The interval covers other allocators.
+# Measured anonymous memory (RssAnon) of the hf engine's processes on a CPU. The load is that of
+# benchmarks/memory_limit.py with a pool of 512 MiB. The system is Linux x86_64, Python 3.11, torch 2.13.0+cpu,
+# transformers 5.19 and numba 0.65.
+# The engine process has 321 MiB without weights and pool when ready, and at most 356 MiB under load. About 30
+# MiB
+# of these are activations, and about 45 MiB are numba's compiler.
+# The API process has 54 MiB with a vocabulary of 1,024 tokens, 67 MiB with SmolLM2's 49,152 and 149 MiB with
+# Gemma's 262,144 (benchmarks/memory_terms.py). 64 clients add 3 MiB, 256 clients add 8 MiB.
+# The interval is wide enough for other memory allocators.
 API_PROCESS_BYTES = 66 * MiB
 API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
-# Copies of the logits that are alive at once: the model's own and their fp32 copy. The hf engine's sampler adds
-# a few copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks it.
+# Two copies of the logits are alive at once: the model's own and an fp32 copy. The hf engine's sampler adds a
+# few
+# copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
+# number.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
@@ -36,17 +40,18 @@ GATHERED_TOKENS = 16384
 # FlashInfer's workspace for partial results: 128 MiB, as in its documentation and in vLLM's attention backend
 # (flashinfer/prefill.py; vllm/v1/attention/backends/flashinfer.py).
 FLASHINFER_WORKSPACE_BYTES = 128 * MiB
-# Queries of one FlexAttention tile; a sequence's last tile is padded (server/engines/hf/attention/flex.py).
+# Number of queries in one FlexAttention tile. A sequence's last tile is padded to it
+# (server/engines/hf/attention/flex.py).
 FLEX_TILE = 16
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Return the bytes of the API process without large requests in flight."""
+    """Return the bytes of the API process while no large requests are in flight."""
     return API_PROCESS_BYTES + vocab_size * API_TOKEN_BYTES
 
 
 def framework_bytes(vocab_size: int) -> Estimate:
-    """Estimate the memory of all processes before weights and pool, with buffers for clients and grammars."""
+    """Estimate the memory of all processes without weights and pool, including client buffers and grammars."""
     return framework(
         api_bytes(vocab_size) + HF_CHILD_BYTES,
         vocab_size,
@@ -56,12 +61,12 @@ def framework_bytes(vocab_size: int) -> Estimate:
     )
 
 
-# Threads with which transformers reads weights (GLOBAL_WORKERS in core_model_loading.py, 5.19).
+# Number of threads with which transformers reads weights (GLOBAL_WORKERS in core_model_loading.py, 5.19).
 _READERS = 4
 
 
 def host_memory(hosted: HostInputs) -> HostMemory:
-    """Return the host memory of the hf engine on GPUs: its processes as on a CPU, CUDA, and reading weights."""
+    """Return the hf engine's host memory on GPUs: its processes, CUDA, and the buffers for reading weights."""
     held = framework_bytes(hosted.architecture.vocab_size)
     processes = HostPart("processes", held.value, held.low, held.high, held.formula, held.source)
     parts = (processes, host.cuda(len(hosted.ranks)), *host.reading(hosted, _READERS))
@@ -69,10 +74,11 @@ def host_memory(hosted: HostInputs) -> HostMemory:
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
-    """Estimate the peak besides the weights during one step of ``max_num_batched_tokens`` tokens.
+    """Estimate the peak memory besides weights and pool during one step of ``max_num_batched_tokens`` tokens.
 
-    The peak is the widest moment of a layer (attention or MLP), the residual stream, and the logits of
-    ``max_num_seqs`` sequences. Layer and logits are added, because allocators seldom return the first in time.
+    The peak is the widest point of a layer (attention or MLP), the residual stream, and the logits of
+    ``max_num_seqs`` sequences. Layer and logits are added, because allocators seldom return the layer's memory
+    in time.
     """
     tokens = chosen.max_num_batched_tokens
     seqs = chosen.max_num_seqs
@@ -80,13 +86,15 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     q = architecture.heads * architecture.head_size
     kv = architecture.kv_heads * architecture.head_size
-    # attention: q, k, v, rotated copies of q and k, the output; MLP: gate, up and product, or in and out
+    # Attention holds q, k, v, rotated copies of q and k, and the output. The MLP holds gate, up and product, or
+    # without a gate its inner values twice.
     attention = tokens * (3 * q + 3 * kv) * size
     mlp = tokens * inner * (3 if architecture.gated_mlp else 2) * size
     residual = 2 * tokens * hidden * size
     logits = seqs * architecture.vocab_size * 4 * LOGITS_COPIES
     gathered = _kernel_bytes(architecture, chosen)
-    if architecture.kind == "encoder":  # embeddings come from the hidden states: no logits and no pool
+    # An encoder returns embeddings from its hidden states, so it has neither logits nor a KV pool.
+    if architecture.kind == "encoder":
         logits = gathered = 0
     value = max(attention + gathered, mlp) + residual + logits
     formula = (
@@ -97,11 +105,11 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
 
 
 def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of the attention kernel beside its inputs and output.
+    """Return the bytes that the attention kernel needs besides its inputs and output.
 
-    The CPU's bfloat16 kernel needs none. On a GPU it is the maximum over the possible kernels, because the
-    installed
-    one is not known here. In all other cases it is the copies that the reference attention gathers.
+    The CPU's bfloat16 kernel needs none. On a GPU the result is the maximum over the possible kernels, because
+    the installed kernel is not known. In all other cases it is the bytes of K and V that the reference
+    attention gathers.
     """
     flags = chosen.flags
     if flags.kv_cache_dtype != flags.dtype:
@@ -112,7 +120,7 @@ def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of padded queries and outputs, and of the int32 block lists of each tile."""
+    """Return the bytes of FlexAttention's padded queries and outputs, and of its int32 block lists per tile."""
     rows = chosen.max_num_batched_tokens + chosen.max_num_seqs * FLEX_TILE
     blocks = -(-chosen.max_model_len // chosen.block_size)
     padded = 2 * rows * architecture.heads * architecture.head_size * DTYPE_BYTES[chosen.flags.dtype]
@@ -122,15 +130,15 @@ def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
 def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of K and V that the reference attention copies out of the pool, and of its mask.
 
-    It copies one sequence of max_model_len tokens, or GATHERED_TOKENS of several. The mask takes one byte, and
-    one value
-    of the model's dtype, for each query of each head in a group and each visible token.
+    It copies one sequence of max_model_len tokens, or GATHERED_TOKENS tokens of several sequences. For each
+    visible token, the mask takes one byte and one value of the model's dtype. It does so for each query and
+    each query head that shares a KV head.
     """
     flags = chosen.flags
     size = DTYPE_BYTES[flags.dtype]
     tokens = max(chosen.max_model_len, min(GATHERED_TOKENS, chosen.max_num_seqs * chosen.max_model_len))
     narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1
-    copies = 2 * size + (8 if narrow else 0)  # 8: float32 copies of K and V in between
+    copies = 2 * size + (8 if narrow else 0)  # 8 bytes for temporary float32 copies of K and V
     groups = architecture.heads // architecture.kv_heads
     queries = min(chosen.max_num_batched_tokens, chosen.max_model_len)
     mask = queries * groups * chosen.max_model_len * (1 + size)

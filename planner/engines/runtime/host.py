@@ -1,8 +1,8 @@
-"""Host memory of an engine on GPUs: reading the weights, and CUDA.
+"""Host memory of an engine on GPUs: memory for reading the weights, and memory of CUDA.
 
-Counted are the bytes that a container is charged for and the kernel cannot reclaim: anonymous, pinned and
-shared
-memory. Files that are only mapped or read (model, libraries) are page cache, reported beside the sum.
+The figures count the bytes that a container is charged for and the kernel cannot reclaim: anonymous, pinned and
+shared memory. Files that are only mapped or read (model, libraries) are page cache, which is reported
+separately from the sum.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import RankPlan, Resolved
 from tonnage.planner.units import GiB, MiB
 
-# Threads and bytes per read of --safetensors-load-strategy prefetch (config/load.py of vLLM 0.32).
+# Number of threads and bytes per read with --safetensors-load-strategy prefetch (config/load.py of vLLM 0.32).
 _PREFETCH_THREADS, _PREFETCH_BLOCK = 8, 16 * MiB
-# Host memory of CUDA beside a process's imports: its context, loaded kernels, cuBLAS and cuDNN. Assumed from
-# reports (pytorch/pytorch#113326): 0.1 GiB of torch 2.2 with one small tensor, 1.6 if NVML was queried first.
+# Host memory of CUDA besides imported modules: its context, loaded kernels, cuBLAS and cuDNN. The values are
+# assumed from pytorch/pytorch#113326: 0.1 GiB with torch 2.2 and one small tensor, 1.6 GiB after a query of
+# NVML.
 _CUDA, _CUDA_LOW, _CUDA_HIGH = GiB // 2, GiB // 10, 2 * GiB
 
 
@@ -31,14 +32,14 @@ class HostInputs:
         architecture: The whole model.
         chosen: Flags and sizes of the plan.
         layout: Layout of the KV cache.
-        ranks: The ranks of all GPUs.
-        checkpoint: Bytes of the checkpoint's files.
-        file: Bytes of a typical file.
-        largest_file: Bytes of the largest file.
+        ranks: One entry per GPU rank.
+        checkpoint: Bytes of all checkpoint files together.
+        file: Bytes of a typical checkpoint file.
+        largest_file: Bytes of the largest checkpoint file.
         largest: Bytes of the largest tensor.
-        block_bytes: Bytes of one block, over all ranks.
-        num_blocks: Blocks of the pool.
-        tokens: Tokens of the pool.
+        block_bytes: Bytes of one KV cache block, summed over all ranks.
+        num_blocks: Number of blocks in the pool.
+        tokens: Number of tokens that the pool holds.
     """
 
     architecture: Architecture
@@ -71,11 +72,9 @@ def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
 def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
     """Return the host memory that all ranks take while they read the weights; each rank reads all files.
 
-    ``together`` is the number of tensors that a rank reads at a time. Measured with vLLM 0.32's own iterators
-    over two
-    files of 384 MiB with tensors of 64 MiB (benchmarks/host_memory.py): lazy 0, eager 1,152 MiB, prefetch 32
-    (the threads
-    of two files), pt 448.
+    ``together`` is the number of tensors that a rank reads at a time. benchmarks/host_memory.py measured vLLM
+    0.32's own iterators over two files of 384 MiB with tensors of 64 MiB. The load strategies took lazy 0,
+    eager 1,152 MiB, prefetch 32 MiB (the threads of two files), and .pt files 448 MiB.
     """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     tensor = hosted.largest * together
@@ -86,12 +85,14 @@ def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
         value, low, high = low_file + tensor, low_file, high_file + tensor
         how = "a file of the checkpoint and a tensor of the one before"
     elif flags.safetensors_load_strategy == "eager":
-        # The file's bytes, its tensors, and the tensors of the previous file (safetensors_weights_iterator).
+        # Three copies exist at once: the file's bytes, its tensors, and the previous file's tensors
+        # (safetensors_weights_iterator).
         copies = 3 if hosted.checkpoint > low_file else 2
         value, low, high = copies * low_file, 2 * low_file, 3 * high_file
         how = f"{copies} x a file of the checkpoint"
     else:
-        # Mapped files: only a tensor that is split along rows, or has another dtype, is copied (Tensor.copy_).
+        # From mapped files, only a tensor that is split along rows or converted to another dtype is copied
+        # (Tensor.copy_).
         value, low, high = tensor // 2, 0, tensor
         how = f"up to {together} x the largest tensor {hosted.largest:,}"
         if flags.safetensors_load_strategy == "prefetch":
@@ -111,7 +112,7 @@ def cuda(ranks: int) -> HostPart:
 
 
 def pinned(size: int) -> int:
-    """Return the bytes that PyTorch allocates for ``size`` pinned bytes: the next power of two.
+    """Return the bytes that PyTorch allocates for ``size`` bytes of pinned memory: the next power of two.
 
     The rule is CachingHostAllocator's, measured in vllm-project/vllm#53042, 48436 and 50094.
     """
@@ -119,5 +120,5 @@ def pinned(size: int) -> int:
 
 
 def page_cache(hosted: HostInputs) -> int:
-    """Return the bytes of the checkpoint's files in the page cache, 0 with dummy weights."""
+    """Return the bytes of the checkpoint's files in the page cache; 0 with --load-format dummy."""
     return 0 if hosted.chosen.flags.load_format == "dummy" else hosted.checkpoint

@@ -1,8 +1,7 @@
 """llama.cpp's compute buffer, its process on a CPU, and the host memory of llama-server on a GPU.
 
-Source files are llama.cpp's, at the revision of llama-cpp-python 0.3.36. The model file is mapped, so its parts
-that
-stay on the host (the embeddings) are page cache.
+Source files are llama.cpp's, at the revision of llama-cpp-python 0.3.36. The model file is memory-mapped, so
+its parts that stay on the host (the embeddings) are page cache.
 """
 
 from __future__ import annotations
@@ -17,20 +16,26 @@ from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB, MiB
 
-# Anonymous memory beside the caches, assumed from two reports. A 12B model on CUDA takes 8.3 GB, 7,377.676 MiB
-# of it in the prompt cache (ollama/ollama#18264). An embedder takes 0.08 GiB (Tanguille/cluster#4341).
+# Anonymous memory of llama-server besides its caches, assumed from two reports. A 12B model on CUDA takes 8.3
+# GB,
+# of which 7,377.676 MiB are the prompt cache (ollama/ollama#18264). An embedding model takes 0.08 GiB
+# (Tanguille/cluster#4341).
 _PROCESS, _PROCESS_LOW, _PROCESS_HIGH = 6 * GiB // 10, 8 * GiB // 100, 3 * GiB // 2
-# llama-server on a CPU. Its library takes 0.6 MiB before a model is loaded. Its tokenizer takes 282 to 292
-# bytes per token of a BPE with merges, 131 per token of a SentencePiece (RssAnon, llama.cpp 0.5.0, x86_64,
-# 2026-11-23). Its HTTP server, chat templates and slots were not measured.
+# Memory of llama-server on a CPU. Its library takes 0.6 MiB before a model is loaded. Its tokenizer takes 282
+# to
+# 292 bytes per token of a BPE vocabulary with merges, 131 bytes per token of a SentencePiece vocabulary
+# (RssAnon,
+# llama.cpp 0.5.0, x86_64, 2026-11-23). Its HTTP server, chat templates and slots were not measured.
 _SERVER, _SERVER_LOW, _SERVER_HIGH = 24 * MiB, 4 * MiB, 96 * MiB
 _TOKEN, _TOKEN_LOW = 292, 131
-_HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # model types whose graphs were measured
-# Driver context on a GPU: median and lowest of the reports named in context_memory. The upper bound is above
-# the largest report, 749 MiB, to allow for GPUs without a report.
+_HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # model types whose compute buffers were measured
+# Bytes of the driver's context on a GPU: the median of the reports named in context_memory, their minimum, and
+# an
+# upper bound. The upper bound exceeds the largest report, 749 MiB, to allow for GPUs without a report.
 _CONTEXT, _CONTEXT_LOW, _CONTEXT_HIGH = 456 * MiB, 170 * MiB, 800 * MiB
 _COPIES = 4
-# n_ctx_checkpoints and checkpoint_min_step of common/common.h.
+# Context checkpoints per slot and the minimum tokens between them (n_ctx_checkpoints and checkpoint_min_step in
+# common/common.h).
 _CHECKPOINTS, _CHECKPOINT_STEP = 32, 8192
 
 
@@ -38,37 +43,34 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     """Estimate the compute buffer: the largest tensors of a step's graph that are alive at once, in fp32.
 
     ggml-alloc reserves them on the device that computes the step (sched_reserve in src/llama-context.cpp).
-    ``masked`` is
-    the cells of all attention masks, ``longest`` the cells of the longest mask.
+    ``masked`` is the number of cells that all attention masks cover, ``longest`` the number of cells of the
+    longest mask.
 
     After the layers, the logits of every token, their normed input and the last residual are alive.
-    llama-fit-params
-    reports this amount for most models. llama-server reserves only the logits of its slots since n_outputs_max
-    (2026),
-    which gives the lower bound.
+    llama-fit-params reports this amount for most models. Since llama.cpp introduced n_outputs_max (2026),
+    llama-server reserves logits only for its slots, which gives the lower bound.
 
-    Within a layer, the fp16 mask is alive together with the widest of these moments:
+    Within a layer, the fp16 mask is alive together with the widest of these groups of tensors:
 
     - MLP: gate, up and product, and four residuals.
     - Experts: the outputs of a token's experts, queries and three residuals; also gate, up and product if they
-      do not fit
-      into memory that is free by then.
+      do not fit into memory that is free by then.
     - Attention: queries, keys and values; for MLA, two tensors of the latent's width per head.
-    - States: the convolutions' inputs three times, their outputs twice, the states twice.
+    - Recurrent states: the convolutions' inputs three times, their outputs twice, the states twice.
     - Scores, without flash attention: the scores of all heads, their fp32 mask, four times the queries, keys,
-      values and
-      a residual.
+      values and a residual.
 
     The formula was compared with llama.cpp 0.3.36 and 0.5.0 on layers of different shapes of Llama, Qwen3
-    (dense and MoE),
-    DeepSeek-V3, Qwen3-Next and Gemma 3 (tests/planner/test_llama_fit.py). Several GPUs work on different
-    micro-batches, so
-    each keeps four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
+    (dense and MoE), DeepSeek-V3, Qwen3-Next and Gemma 3 (tests/planner/test_llama_fit.py). Several GPUs work on
+    different micro-batches, so each keeps four copies of mask and residual (GGML_SCHED_MAX_COPIES in
+    ggml/src/ggml-backend.cpp).
     """
     flags = chosen.flags
     context = chosen.max_model_len * (1 if flags.kv_unified else chosen.max_num_seqs)
     tokens = min(chosen.max_num_batched_tokens, context)
-    inputs = tokens * 28  # ids of tokens and outputs, positions, cells of K and of V (llama-graph.cpp)
+    # A token's inputs take 28 bytes: the ids of token and output, its position, and its cells of K and of V
+    # (llama-graph.cpp).
+    inputs = tokens * 28
     row = 4 * tokens
     residual, gate = row * architecture.hidden_size, row * architecture.intermediate_size
     mask = 2 * tokens * masked
@@ -84,7 +86,8 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
         moments["experts"] = down + queries + 3 * residual + (3 * gate if residual < gate < down / 2 else 0)
     around = residual + 4 * queries + 2 * keys
     latent = next((layer.head_size for layer in architecture.cache_layers if layer.kind == "mla"), 0)
-    if latent:  # each head has its query in the latent's width, before and after the rotated part is added
+    # Each head holds its query in the latent's width twice: before and after the rotated part is added.
+    if latent:
         around = moments["attention"] = 2 * row * architecture.heads * latent + queries + 3 * residual
     if states := _states(architecture):
         inputs_of, values, held = states
@@ -93,12 +96,13 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     if flags.flash_attn == "off":
         moments["scores"] = row * architecture.heads * longest + mask + around
     widest = max(moments.values()) + mask + inputs
-    least = widest - (queries + residual if flags.flash_attn == "off" else 0)  # graphs of older releases
+    # Older releases hold less memory without flash attention, which gives the lower bound.
+    least = widest - (queries + residual if flags.flash_attn == "off" else 0)
     ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # not measured: assumed margins
+    if architecture.model_type not in _HELD:  # margins are assumed for unmeasured models
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"
@@ -109,11 +113,10 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
 
 
 def _states(architecture: Architecture) -> tuple[int, int, int] | None:
-    """Return the sizes of the layer with the largest states, or None without such a layer.
+    """Return the sizes of the layer with the largest recurrent state, or None without such a layer.
 
     The sizes are the values per token that its convolutions read, the values per token that it produces, and
-    the bytes
-    of its recurrent state in fp32.
+    the bytes of its recurrent state in fp32.
     """
     found = []
     for layer in architecture.cache_layers:
@@ -126,13 +129,14 @@ def _states(architecture: Architecture) -> tuple[int, int, int] | None:
 
 
 def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estimate:
-    """Estimate llama-server on a CPU, without model, caches and compute buffer.
+    """Estimate the memory of llama-server on a CPU, without the model, KV cache and compute buffer.
 
-    ``partial`` is the bytes of one sequence in layers that cannot be rolled back (sliding, states).
+    ``partial`` is the bytes of one sequence in layers that llama.cpp cannot roll back (sliding windows,
+    recurrent states).
     """
     vocabulary = architecture.vocab_size
-    # Work buffer of ggml's CPU backend: the right-hand operand of a product, in 16 bits (ggml_graph_plan in
-    # ggml-cpu.c).
+    # The work buffer of ggml's CPU backend holds the right-hand operand of a matrix product in 16 bits
+    # (ggml_graph_plan in ggml-cpu.c).
     work = 2 * chosen.max_num_batched_tokens * max(architecture.intermediate_size, architecture.hidden_size)
     value = _SERVER + vocabulary * _TOKEN + work
     slots = chosen.max_num_seqs
@@ -149,9 +153,10 @@ def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estim
 
 
 def context_memory(chosen: Resolved) -> Estimate:
-    """Estimate the memory that llama.cpp's own breakdown calls unaccounted on a GPU.
+    """Estimate the GPU memory that llama.cpp's own breakdown calls unaccounted.
 
-    It is the driver's context, cuBLAS and the kernels' pools, and also the memory of other programs on the GPU.
+    It consists of the driver's context, cuBLAS, the kernels' memory pools, and the memory of other programs on
+    the GPU.
     """
     nvidia = capability_of(chosen.flags.gpu) is not None or chosen.flags.gpu is None
     return Estimate(
@@ -165,9 +170,9 @@ def context_memory(chosen: Resolved) -> Estimate:
 def host_memory(hosted: HostInputs, partial: int, masked: int) -> HostMemory:
     """Return the host memory of llama-server on GPUs.
 
-    ``partial`` is the bytes of one sequence in layers that cannot be rolled back (sliding, states); a context
-    checkpoint
-    is a copy of it. ``masked`` is the cells of all attention masks.
+    ``partial`` is the bytes of one sequence in layers that llama.cpp cannot roll back (sliding windows,
+    recurrent states). A context checkpoint is a copy of these bytes. ``masked`` is the number of cells that all
+    attention masks cover.
     """
     chosen, slots = hosted.chosen, hosted.chosen.max_num_seqs
     tokens = chosen.max_num_batched_tokens
