@@ -61,7 +61,7 @@ class PoolSpec:
     running: int | None = None
 
     def stage_bytes(self, layers: frozenset[int]) -> int:
-        """Return the bytes of one block on a pipeline stage with only ``layers``, the maximum over the groups."""
+        """Return the bytes of a block on a pipeline stage with only ``layers``, the maximum over the groups."""
         widest = 0
         for place, group in enumerate(self.layout.groups):
             sizes = self.pages[place] if self.pages else (self.layout.slot_bytes,) * len(group.layers)

@@ -179,7 +179,7 @@ class SGLang(Engine):
         return "bfloat16" if bfloat16 else "float16"
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors of SGLang's modules: padded vocabulary, and one table per distinct rotary embedding."""
+        """Return the tensors of SGLang's modules: padded vocabulary, and one table per rotary embedding."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
