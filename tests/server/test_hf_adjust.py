@@ -80,7 +80,7 @@ def greedy(model: Any, steps: int, change: Any) -> list[int]:
     return output
 
 
-def test_penalties_follow_their_definitions(loop: EngineLoop, model: Any) -> None:
+def test_penalties_change_logits_by_their_formulas(loop: EngineLoop, model: Any) -> None:
     def change(logits: torch.Tensor, output: list[int]) -> None:
         for token in {*PROMPT, *output}:
             logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
@@ -93,7 +93,7 @@ def test_penalties_follow_their_definitions(loop: EngineLoop, model: Any) -> Non
     assert tokens_of(plain) != tokens_of(said)
 
 
-def test_a_bias_forces_and_forbids(loop: EngineLoop) -> None:
+def test_logit_bias_forces_and_forbids_tokens(loop: EngineLoop) -> None:
     (plain,) = ask(loop)
     first = tokens_of(plain)[0]
     (without,) = ask(loop, logit_bias=((first, -100.0),))
@@ -102,7 +102,7 @@ def test_a_bias_forces_and_forbids(loop: EngineLoop) -> None:
     assert set(tokens_of(only)) == {777}
 
 
-def test_no_stop_token_before_min_tokens(loop: EngineLoop) -> None:
+def test_min_tokens_prevents_early_stop_tokens(loop: EngineLoop) -> None:
     (plain,) = ask(loop)
     stop = (tokens_of(plain)[3],)
     (early,) = ask(loop, stop_token_ids=stop)
@@ -112,7 +112,7 @@ def test_no_stop_token_before_min_tokens(loop: EngineLoop) -> None:
     assert stop[0] not in tokens_of(late)
 
 
-def test_logprobs_are_those_of_the_model(loop: EngineLoop, model: Any) -> None:
+def test_logprobs_equal_log_softmax_of_model_logits(loop: EngineLoop, model: Any) -> None:
     """Also where temperature, penalties and other requests change what is drawn."""
     (said,) = ask(loop, logprobs=3, temperature=0.9, seed=4, presence_penalty=0.5)
     output = tokens_of(said)
@@ -128,7 +128,7 @@ def test_logprobs_are_those_of_the_model(loop: EngineLoop, model: Any) -> None:
         assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=1e-4)
 
 
-def test_prompt_logprobs_of_a_prompt_in_chunks_that_is_cached(loop: EngineLoop, model: Any) -> None:
+def test_prompt_logprobs_of_cached_prompt_in_chunks_equal_model_logprobs(loop: EngineLoop, model: Any) -> None:
     prompt = tuple(np.random.default_rng(2).integers(3, 49000, 150).tolist())
     ask(loop, prompt=prompt)  # its blocks are in the prefix cache now
     said, other = ask(loop, n=2, prompt=prompt, prompt_logprobs=2, max_tokens=3)
@@ -153,7 +153,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_answer_matches_its_json_schema(loop: EngineLoop, tokenizer: Tokenizer, temperature: float) -> None:
+def test_output_matches_json_schema(loop: EngineLoop, tokenizer: Tokenizer, temperature: float) -> None:
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
     for said in ask(
         loop, n=3, max_tokens=120, temperature=temperature, seed=1, grammar=grammar, stop_token_ids=EOS
@@ -165,7 +165,7 @@ def test_an_answer_matches_its_json_schema(loop: EngineLoop, tokenizer: Tokenize
         assert answer["age"] <= 99
 
 
-def test_an_answer_matches_its_expression_choice_or_grammar(loop: EngineLoop, tokenizer: Tokenizer) -> None:
+def test_output_matches_regex_choice_or_grammar(loop: EngineLoop, tokenizer: Tokenizer) -> None:
     wishes = {
         r"[A-Z]{3}-[0-9]{4}": Grammar("regex", r"[A-Z]{3}-[0-9]{4}"),
         r"yes\.|no \(never\)": Grammar("choice", json.dumps(["yes.", "no (never)"])),
@@ -181,9 +181,7 @@ def test_an_answer_matches_its_expression_choice_or_grammar(loop: EngineLoop, to
                 assert pattern == r"(ab)+c"
 
 
-def test_a_stop_token_that_is_text_ends_an_answer_within_its_grammar(
-    loop: EngineLoop, tokenizer: Tokenizer
-) -> None:
+def test_custom_stop_token_ends_constrained_output_early(loop: EngineLoop, tokenizer: Tokenizer) -> None:
     """It may be drawn wherever the grammar has it, not only at the end; what ends a complete text is EOS."""
     comma = tokenizer.token_to_id(",")
     grammar = Grammar("regex", "[0-9]{2},[0-9]{2}")
@@ -195,7 +193,7 @@ def test_a_stop_token_that_is_text_ends_an_answer_within_its_grammar(
     assert re.fullmatch("[0-9]{2},[0-9]{2}", tokenizer.decode(tokens_of(whole)))
 
 
-def test_a_grammar_that_is_not_understood_ends_its_own_request(loop: EngineLoop) -> None:
+def test_invalid_grammar_fails_only_its_own_request(loop: EngineLoop) -> None:
     for grammar in (Grammar("json_schema", '{"type": "nothing"}'), Grammar("regex", "(")):
         ((chunk,),) = ask(loop, grammar=grammar)
         assert chunk.finish_reason == "error"
@@ -203,7 +201,7 @@ def test_a_grammar_that_is_not_understood_ends_its_own_request(loop: EngineLoop)
     assert len(tokens_of(ask(loop)[0])) == 12
 
 
-def test_constraints_that_allow_no_token_end_with_an_error(loop: EngineLoop) -> None:
+def test_constraints_that_allow_no_token_fail_the_request(loop: EngineLoop) -> None:
     grammar = Grammar("choice", json.dumps(["yes"]))
     (said,) = ask(loop, grammar=grammar, stop_token_ids=EOS, min_tokens=10)
     assert said[-1].finish_reason == "error"

@@ -53,7 +53,7 @@ def change(folder: Path, *, drop: str = "", **tensors: torch.Tensor) -> None:
     save_file(held, path, {"format": "pt"})
 
 
-def test_a_tensor_that_is_missing_is_never_drawn_at_random(folder: Path) -> None:
+def test_missing_tensor_is_rejected_instead_of_randomly_initialized(folder: Path) -> None:
     plan = plan_for(folder)
     change(folder, drop="model.layers.1.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor: model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -62,14 +62,14 @@ def test_a_tensor_that_is_missing_is_never_drawn_at_random(folder: Path) -> None
         plan_for(folder)
 
 
-def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
+def test_tensor_of_wrong_shape_is_named_in_error(folder: Path) -> None:
     plan = plan_for(folder)
     change(folder, model__norm__weight=torch.ones(32))
     with pytest.raises(CheckpointError, match=r"another shape .*: model\.norm\.weight"):
         ModelRunner(plan)
 
 
-async def test_surplus_tensors_end_the_start_with_their_names(folder: Path) -> None:
+async def test_unused_checkpoint_tensors_are_named_and_rejected_at_start(folder: Path) -> None:
     """A config of fewer layers than the file holds would be another model without anybody noticing."""
     change(folder, model__layers__2__mlp__up_proj__weight=torch.ones(96, 64))
     engine = HFEngine(plan_for(folder))
@@ -79,7 +79,7 @@ async def test_surplus_tensors_end_the_start_with_their_names(folder: Path) -> N
         await engine.start()
 
 
-async def test_pickles_and_empty_folders_start_no_process(folder: Path) -> None:
+async def test_pickled_or_missing_weights_are_rejected_before_the_engine_process_starts(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     empty = HFEngine(plan_for(folder))
     with pytest.raises(CheckpointError, match="has no weights"):
@@ -91,7 +91,7 @@ async def test_pickles_and_empty_folders_start_no_process(folder: Path) -> None:
     assert (empty.pid, pickled.pid) == (None, None)
 
 
-def test_a_dtype_without_arithmetic_is_refused_by_name() -> None:
+def test_dtype_without_arithmetic_support_is_rejected() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         require_computed(dtype, "cpu")
     with pytest.raises(DeploymentError, match="does not compute in float8_e4m3fn on this cpu") as refused:
@@ -101,7 +101,7 @@ def test_a_dtype_without_arithmetic_is_refused_by_name() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_memory_that_runs_out_while_loading_ends_with_plan_against_available() -> None:
+def test_out_of_memory_while_loading_reports_planned_and_available_bytes() -> None:
     ensure_demo()
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=32 << 20, max_model_len=512))
     limit = plan.rank.used_bytes - plan.rank.weights_bytes
@@ -132,7 +132,7 @@ def test_memory_that_runs_out_while_loading_ends_with_plan_against_available() -
         ({"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}, 8192),
     ],
 )
-def test_frequencies_that_depend_on_the_batch_are_refused_beyond_the_original_context(
+def test_batch_dependent_rope_scaling_is_rejected_beyond_original_context(
     rotary: dict[str, object], longest: int
 ) -> None:
     config = {"max_position_embeddings": 8192, "rope_parameters": rotary}
@@ -155,7 +155,7 @@ def test_frequencies_that_depend_on_the_batch_are_refused_beyond_the_original_co
         ("gpt_oss", "a sink for each head"),
     ],
 )
-async def test_families_that_are_not_served_say_what_it_would_take(
+async def test_unsupported_model_families_report_missing_features(
     model_type: str, needs: str, folder: Path
 ) -> None:
     engine = HFEngine(plan_for(folder))

@@ -132,14 +132,14 @@ def flex_attention(batch: Batch, pool: PagedPool) -> FlexAttention:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_is_the_reference(case: tuple[Any, ...], eager: None) -> None:
+def test_flex_attention_equals_reference(case: tuple[Any, ...], eager: None) -> None:
     compare(
         case, lambda batch, pool: FlexAttention(batch, pool, Buffers(pool, limits_for(pool.layout, LENGTHS)))
     )
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_of_a_batch_beyond_the_limits_of_a_server(eager: None) -> None:
+def test_flex_attention_accepts_batches_larger_than_server_limits(eager: None) -> None:
     def make(batch: Batch, pool: PagedPool) -> FlexAttention:
         return FlexAttention(batch, pool, Buffers(pool, Limits(pool.layout, 1000, 64, 1, 1)))
 
@@ -148,7 +148,7 @@ def test_flex_attention_of_a_batch_beyond_the_limits_of_a_server(eager: None) ->
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_flex_attention_reads_every_block_that_is_seen(case: tuple[Any, ...]) -> None:
+def test_flex_attention_block_mask_covers_every_visible_block(case: tuple[Any, ...]) -> None:
     """The compiled kernel reads the blocks that the block mask names; the uncompiled one reads all."""
     head_size, kv_heads, _, window, size, _ = case
     pool, batch = filled(layout_of(size, kv_heads, head_size, window), LENGTHS, seed=0)
@@ -166,7 +166,7 @@ def test_flex_attention_reads_every_block_that_is_seen(case: tuple[Any, ...]) ->
                 assert wanted == set(named)
 
 
-def test_flex_attention_keeps_its_shapes_from_step_to_step() -> None:
+def test_flex_attention_is_compiled_once_for_all_batch_shapes() -> None:
     """What torch traces once serves later steps of other sizes; buffers hold what earlier steps left there."""
     layout = layout_of(16, 1, 64, 24)
     steps = [LENGTHS, [(33, 1), (40, 3)], [(7, 7)], [(20, 1)], LENGTHS[1:]]
@@ -235,7 +235,7 @@ def flash_stand_in(**given: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_flash_attention_is_given_the_blocks_it_needs(case: tuple[Any, ...]) -> None:
+def test_flash_attention_receives_required_kv_blocks(case: tuple[Any, ...]) -> None:
     compare(case, lambda batch, pool: FlashAttention(batch, pool, flash_stand_in))
 
 
@@ -267,7 +267,7 @@ class FlashInferStandIn:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_flash_infer_is_given_the_blocks_it_needs(case: tuple[Any, ...]) -> None:
+def test_flashinfer_receives_required_kv_blocks(case: tuple[Any, ...]) -> None:
     wrappers = [FlashInferStandIn(), FlashInferStandIn()]
     compare(case, lambda batch, pool: FlashInferAttention(batch, pool, wrappers))
     assert [wrapper.plans for wrapper in wrappers] == [1, 1]  # once for all layers of a group
@@ -304,7 +304,7 @@ def test_attention_kernel_is_selected_by_gpu_capability_and_dtype(monkeypatch: p
     assert best(stored="float8_e4m3fn") == best((6, 1)) == best(head_size=512, block_size=8) == []
 
 
-def test_vllm_for_another_device_brings_no_flash_attention(
+def test_vllm_built_for_another_device_provides_no_flash_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"vllm": ModuleSpec("vllm", None, is_package=True)}
@@ -318,7 +318,7 @@ def test_vllm_for_another_device_brings_no_flash_attention(
     assert cuda.why_not(cuda.FLASH, wanted, (9, 0)) == "flash_attn is not installed"
 
 
-def test_what_fails_the_self_check_is_passed_over_by_name(
+def test_attention_kernel_that_fails_the_self_check_is_skipped_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a GPU's list of kernels: one that does not load, one that breaks, one that is wrong, the reference."""
@@ -358,7 +358,7 @@ def test_what_fails_the_self_check_is_passed_over_by_name(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_a_whole_model_passes_the_self_check_through_flex_attention(tmp_path: Path, eager: None) -> None:
+def test_gemma2_passes_self_check_with_flex_attention(tmp_path: Path, eager: None) -> None:
     """Gemma 2: windows in every other layer, capped scores; a self-check larger than a step may be."""
     config = Gemma2Config(**TINY, head_dim=16, sliding_window=24, query_pre_attn_scalar=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
@@ -371,7 +371,7 @@ def test_a_whole_model_passes_the_self_check_through_flex_attention(tmp_path: Pa
     assert runner.forward(full_batch(runner)).isfinite().all()
 
 
-def test_doctor_says_which_attention_a_gpu_would_get(
+def test_doctor_reports_attention_kernel_for_each_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = {"device": "cuda:0", "name": "some GPU", "memory_bytes": 80 << 30, "compute_capability": (7, 5)}
@@ -384,7 +384,7 @@ def test_doctor_says_which_attention_a_gpu_would_get(
     assert "not FlashAttention: needs compute capability 8.0, this is 7.5" in said
 
 
-def test_the_framework_of_a_gpu_is_what_the_device_holds_beside_the_plan() -> None:
+def test_gpu_framework_bytes_are_device_bytes_minus_planned_parts() -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=128, max_num_seqs=4))
     figures = {"weights_bytes": 1000, "warm_weights_bytes": 1000, "kv_pool_bytes": 500, "activation_bytes": 70}
     ready = Ready(num_blocks=9, self_check_error=0.0, stats=HFScheduler(plan).stats(), **figures)
@@ -394,7 +394,7 @@ def test_the_framework_of_a_gpu_is_what_the_device_holds_beside_the_plan() -> No
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_plan_of_a_gpu_has_room_for_the_kernel_that_takes_most(dtype: str) -> None:
+def test_gpu_plan_reserves_workspace_of_the_largest_attention_kernel(dtype: str) -> None:
     """SmolLM2, 512 tokens a step: FlashInfer's workspace beside the attention, in the place of a wider MLP."""
     limits = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     cpu = make_plan("demo", Deployment(dtype="bfloat16", device_memory=8 << 30, **limits)).rank

@@ -152,7 +152,7 @@ def most(count: int) -> int | None:
 
 
 @pytest.mark.oracle
-async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
+async def test_concurrent_prompts_with_shared_prefix_equal_transformers_generate(
     engine: HFEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     prompts, expected = prompts[: most(32)], expected[: most(32)]
@@ -166,7 +166,7 @@ async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
 
 
 @pytest.mark.oracle
-async def test_the_same_tokens_when_requests_must_wait_for_blocks(
+async def test_tokens_are_unchanged_when_requests_wait_for_blocks(
     prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     prompts, expected = prompts[: most(24)], expected[: most(24)]
@@ -185,7 +185,7 @@ async def test_the_same_tokens_when_requests_must_wait_for_blocks(
         await all_free(engine)
 
 
-async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(
+async def test_n_sequences_share_prompt_blocks_and_depend_only_on_seed(
     engine: HFEngine, prompts: list[list[int]]
 ) -> None:
     prompt = prompts[20]
@@ -229,7 +229,7 @@ async def exhaust(stream: AsyncIterator[Chunk]) -> None:
         pass
 
 
-async def test_a_killed_engine_process_is_an_error_not_a_hang(engine: HFEngine) -> None:
+async def test_killed_engine_process_raises_engine_dead_without_hanging(engine: HFEngine) -> None:
     """The last test of this engine."""
     stream = engine.generate(GenerationRequest("x", (5, 6, 7), SamplingParams(max_tokens=500)))
     assert isinstance(await anext(stream), Chunk)
@@ -242,7 +242,7 @@ async def test_a_killed_engine_process_is_an_error_not_a_hang(engine: HFEngine) 
     assert not engine.stats().ready
 
 
-async def test_bytes_after_load_equal_the_plan(prompts: list[list[int]]) -> None:
+async def test_loaded_weight_and_pool_bytes_equal_the_plan(prompts: list[list[int]]) -> None:
     """In 16 bits; quantized ones over HTTP in test_hf_formats.py."""
     plan = plan_for(dtype="bfloat16")
     async with running(plan) as engine:
@@ -253,7 +253,7 @@ async def test_bytes_after_load_equal_the_plan(prompts: list[list[int]]) -> None
         assert len((await ask(engine, "q", prompts[9], stop_token_ids=()))[0]) == TOKENS
 
 
-async def test_a_start_that_was_given_up_hears_no_more_of_its_child() -> None:
+async def test_messages_of_the_child_are_ignored_after_start_is_cancelled() -> None:
     """Whoever waited was cancelled while the model loaded; then the child says that it is ready, or not."""
     engine = HFEngine(plan_for())
     started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()

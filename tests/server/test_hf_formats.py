@@ -71,7 +71,9 @@ def warm_weights(plan: Plan, what: str) -> int:
 
 
 @pytest.mark.parametrize("what", ["gguf", "int8", "nf4", "nf4-double"])
-def test_it_is_served_over_http_and_holds_the_planned_bytes_loaded_and_warm(what: str, gguf: Path) -> None:
+def test_quantized_model_served_over_http_holds_planned_bytes_after_load_and_warmup(
+    what: str, gguf: Path
+) -> None:
     ensure_demo()
     flags = ["--kv-cache-memory-bytes", "32MiB", "--max-model-len", "512", "--max-num-seqs", "8", "--port", "0"]
     flags += ["--max-num-batched-tokens", "256"]
@@ -96,7 +98,7 @@ def test_it_is_served_over_http_and_holds_the_planned_bytes_loaded_and_warm(what
 
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "hqq", "torchao"])
-def test_what_transformers_would_unpack_or_refuse_on_a_cpu_is_refused_by_name(method: str) -> None:
+def test_quantization_unsupported_on_cpu_is_rejected(method: str) -> None:
     ensure_demo()
     plan = plan_for("demo")
     with pytest.raises(UnsupportedArchitecture, match=method) as refused:
@@ -106,7 +108,7 @@ def test_what_transformers_would_unpack_or_refuse_on_a_cpu_is_refused_by_name(me
     require_loadable(plan, {})
 
 
-def test_a_format_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_quantization_package_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_demo()
     monkeypatch.setattr("tonnage.server.engines.hf.model.formats.find_spec", lambda name: None)
     plan = plan_for("demo", dtype="bfloat16", quantization="gptq")
@@ -119,7 +121,7 @@ def test_a_format_without_its_package_says_what_to_install(monkeypatch: pytest.M
         require_loadable(plan_for("demo", quantization="nf4"), {})
 
 
-def test_a_norm_with_large_weights_keeps_the_one_that_gemma_adds() -> None:
+def test_fused_gemma_norm_adds_one_to_large_weights() -> None:
     norm = Gemma3RMSNorm(64, eps=1e-6)
     with torch.no_grad():
         norm.weight.uniform_(50, 300, generator=torch.Generator().manual_seed(0))

@@ -75,7 +75,7 @@ def blocks_are_free(url: str) -> bool:
     return bool(pool["used"] == 0 and pool["promised"] == 0)
 
 
-def test_a_streamed_answer_is_the_same_text_and_counts_its_tokens(client: openai.OpenAI) -> None:
+def test_streamed_completion_equals_whole_completion_and_reports_usage(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {
         "model": "demo",
         "prompt": "The capital of France is",
@@ -93,7 +93,7 @@ def test_a_streamed_answer_is_the_same_text_and_counts_its_tokens(client: openai
     assert usage == whole.usage
 
 
-def test_n_stop_seed_and_lists(client: openai.OpenAI) -> None:
+def test_completion_supports_n_stop_seed_and_prompt_lists(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 1.0, "seed": 5}
     four = client.completions.create(**body, prompt=["One day", "Two days"], n=2)
     again = client.completions.create(**body, prompt=["One day", "Two days"], n=2)
@@ -106,7 +106,7 @@ def test_n_stop_seed_and_lists(client: openai.OpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_no_websocket_is_opened(url: str) -> None:
+def test_websocket_upgrade_is_handled_as_ordinary_http_get(url: str) -> None:
     """A connection stays with the bounded HTTP protocol: the request is an ordinary GET."""
     upgrade = {
         "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
@@ -117,7 +117,7 @@ def test_no_websocket_is_opened(url: str) -> None:
     assert get(f"{url}/health", headers=upgrade).status_code == 200
 
 
-def test_a_prompt_that_can_never_fit_is_told_at_submit(client: openai.OpenAI) -> None:
+def test_prompt_that_can_never_fit_is_rejected_at_submit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="demo", prompt=[5] * 1000, max_tokens=100)
     assert refused.value.code == "context_length_exceeded"
@@ -126,7 +126,7 @@ def test_a_prompt_that_can_never_fit_is_told_at_submit(client: openai.OpenAI) ->
     assert refused.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(url: str) -> None:
+async def test_50_clients_that_disconnect_mid_stream_leave_every_block_free(url: str) -> None:
     async def leave(number: int) -> int:
         async with httpx.AsyncClient(timeout=PATIENCE) as http:
             body = {"model": "demo", "prompt": f"Story {number}: once", "max_tokens": 300, "stream": True}
@@ -140,7 +140,7 @@ async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(
     await asyncio.to_thread(until, lambda: blocks_are_free(url), PATIENCE)
 
 
-def test_weights_and_pool_are_what_the_plan_said(url: str) -> None:
+def test_measured_weight_and_pool_bytes_equal_the_plan(url: str) -> None:
     report = get(f"{url}/memory").json()
     rank = report["plan"]["ranks"][0]
     assert report["plan"]["revision"] == 0
@@ -148,7 +148,7 @@ def test_weights_and_pool_are_what_the_plan_said(url: str) -> None:
     assert report["measured"]["kv_pool_bytes"] == rank["kv_pool_bytes"]
 
 
-def test_the_api_process_has_no_torch_and_survives_its_engine(
+def test_api_process_loads_no_torch_and_survives_engine_death(
     server: tuple[str, subprocess.Popen[str]],
 ) -> None:
     """The last test of this server."""

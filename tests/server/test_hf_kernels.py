@@ -145,7 +145,7 @@ def test_in_place_attention_equals_the_reference(
         assert float((gathered[mine] - want).norm() / want.norm()) < 4 * ROUNDING
 
 
-def test_a_row_is_the_same_whatever_is_beside_it_and_however_its_prompt_is_cut() -> None:
+def test_attention_rows_are_independent_of_batch_and_prompt_chunks() -> None:
     """Bit for bit: chunks, decodes and batches of any company give one answer."""
     layout = layout_of(16, 2, 64, None)
     pool, batch, contexts = filled(layout, seed=1)
@@ -177,7 +177,7 @@ def test_a_row_is_the_same_whatever_is_beside_it_and_however_its_prompt_is_cut()
         assert torch.equal(found, together[first:last])
 
 
-def test_shares_cover_every_item_once_and_are_even() -> None:
+def test_attention_work_is_split_evenly_among_threads_without_overlap() -> None:
     queries, kv_len = np.array([1, 1, 300, 1, 64]), np.array([700, 3, 300, 90, 500])
     items, shares = cut(np.concatenate(([0], queries.cumsum())), kv_len, 3, 2, threads=4)
     assert shares[0] == 0
@@ -210,7 +210,7 @@ def test_linear_kernel_equals_the_float64_reference(rows: int, k: int, columns: 
         assert float((both.double() - product).norm() / product.norm()) < 3 * ROUNDING
 
 
-def test_linear_leaves_what_it_cannot_read() -> None:
+def test_linear_kernel_declines_unsupported_weights() -> None:
     assert not linear.serves(torch.zeros(17, 64, dtype=torch.bfloat16))
     assert not linear.serves(torch.zeros(16, 64))
     assert not linear.serves(torch.zeros(64, 32, dtype=torch.bfloat16).T)
@@ -235,7 +235,7 @@ def test_rms_norm_and_rotary_kernels_equal_the_reference(rows: int) -> None:
     assert float((heads.double() - want[0].transpose(0, 1)).norm() / want.norm()) < ROUNDING
 
 
-def test_nan_stays_nan() -> None:
+def test_kernels_propagate_nan() -> None:
     x = torch.ones(3, 64).bfloat16()
     x[1, 5] = float("nan")
     weight = torch.ones(16, 64).bfloat16()
@@ -268,7 +268,7 @@ def tiny(family: str) -> torch.nn.Module:
     ("family", "threads"),
     [("llama", 1), ("llama", 2), ("qwen2", 2), ("qwen3", 1), ("gemma2", 2), ("gemma3_text", 2)],
 )
-def test_a_layer_in_one_call_gives_the_bits_of_its_modules(family: str, threads: int) -> None:
+def test_fused_layer_equals_separate_modules_bit_for_bit(family: str, threads: int) -> None:
     register()
     model = tiny(family)
     layout = layout_of(16, 2, 32, 24 if family.startswith("gemma") else None)
@@ -304,7 +304,7 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_modules(family: str, threads:
         ("smollm3", "layers without angles"),
     ],
 )
-def test_a_layer_that_does_more_keeps_its_own_code(family: str, why: str) -> None:
+def test_layer_with_unsupported_operations_is_not_fused(family: str, why: str) -> None:
     register()
     model = tiny(family)
     if family == "granite":

@@ -48,13 +48,13 @@ def plan_for(kv_cache_dtype: str, **changes: Any) -> Plan:
     return make_plan("demo", Deployment(kv_cache_dtype=kv_cache_dtype, **settings))
 
 
-def test_every_dtype_the_planner_knows_is_stored() -> None:
+def test_every_planner_kv_dtype_is_stored() -> None:
     assert set(STORED) == set(HF_KV_DTYPE_BYTES) == set(ERROR)
     assert all(STORED[name].itemsize == size for name, size in HF_KV_DTYPE_BYTES.items())
 
 
 @pytest.mark.parametrize("name", ERROR)
-def test_stored_values_come_back_and_copies_are_whole(name: str) -> None:
+def test_stored_kv_values_survive_read_and_block_copy(name: str) -> None:
     layout = plan_for(name).kv_cache.layout
     pool = PagedPool(layout, 4, torch.device("cpu"))
     assert pool.nbytes == 4 * layout.bytes_per_block
@@ -72,7 +72,7 @@ def test_stored_values_come_back_and_copies_are_whole(name: str) -> None:
     assert torch.equal(pool.read(again, torch.float32), found)
 
 
-def test_what_is_too_large_for_fp8_is_cut_and_never_nan() -> None:
+def test_values_beyond_fp8_range_are_clamped() -> None:
     pool = PagedPool(plan_for("fp8").kv_cache.layout, 2, torch.device("cpu"))
     huge = torch.full((1, pool.layout.kv_heads, pool.layout.head_size), 1e5)
     pool.write(torch.tensor([0]), huge)
@@ -80,7 +80,7 @@ def test_what_is_too_large_for_fp8_is_cut_and_never_nan() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "float32", "fp8", "fp8_per_token_head", "int8_per_token_head"])
-def test_planned_bytes_are_held_and_the_model_answers(name: str) -> None:
+def test_pool_holds_planned_bytes_and_model_generates(name: str) -> None:
     plan = plan_for(name)
     runner = ModelRunner(plan)
     assert runner.pool.nbytes == plan.rank.kv_pool_bytes
@@ -106,7 +106,7 @@ def test_planned_bytes_are_held_and_the_model_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "int3"])
-def test_what_is_not_stored_is_refused_with_the_list(name: str) -> None:
+def test_unsupported_kv_dtype_error_lists_supported_dtypes(name: str) -> None:
     with pytest.raises(DeploymentError, match="int8_per_token_head") as refused:
         plan_for(name)
     assert refused.value.field == "--kv-cache-dtype"

@@ -36,12 +36,12 @@ def plan_for(**changes: Any) -> Plan:
     return make_plan("demo", Deployment(**settings))
 
 
-def test_available_is_what_psutil_says() -> None:
+def test_available_memory_equals_psutil() -> None:
     found = psutil.virtual_memory().available
     assert available_memory() == pytest.approx(found, rel=0.2)
 
 
-def test_a_plan_larger_than_what_is_left_is_refused_with_both_numbers() -> None:
+def test_plan_larger_than_available_memory_error_has_both_numbers() -> None:
     plan = plan_for()
     needed = plan.rank.used_bytes
     require_available(plan, needed)
@@ -49,7 +49,7 @@ def test_a_plan_larger_than_what_is_left_is_refused_with_both_numbers() -> None:
         require_available(plan, needed - 1)
 
 
-def test_what_was_measured_decides_with_every_term_named() -> None:
+def test_measured_memory_above_device_total_error_names_every_part() -> None:
     plan = plan_for()
     measured = dataclasses.replace(plan.rank, activation_bytes=plan.rank.activation_bytes + (1 << 20))
     exact = dataclasses.replace(measured, total_bytes=measured.used_bytes)
@@ -61,7 +61,7 @@ def test_what_was_measured_decides_with_every_term_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_step_is_full_and_its_bytes_are_inside_the_interval(dtype: str) -> None:
+def test_profile_batch_is_full_and_activation_bytes_are_inside_planned_interval(dtype: str) -> None:
     plan = plan_for(dtype=dtype, max_num_seqs=64, max_num_batched_tokens=512)
     runner = ModelRunner(plan)
     batch = full_batch(runner)
@@ -76,7 +76,7 @@ def test_the_step_is_full_and_its_bytes_are_inside_the_interval(dtype: str) -> N
     assert 0 < profile(runner) <= high, (low, high)
 
 
-async def test_revision_1_is_what_was_measured_and_a_death_while_loading_names_the_plan() -> None:
+async def test_plan_revision_1_has_measured_bytes_and_death_while_loading_names_the_plan() -> None:
     plan = plan_for()
     first = HFEngine(plan)
     await first.start()

@@ -68,7 +68,7 @@ def tiny(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models_of_each_family_give_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
+def test_tiny_models_of_each_family_equal_transformers_generate(family: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, family)
     runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4
@@ -76,7 +76,7 @@ def test_tiny_models_of_each_family_give_the_tokens_of_generate(family: str, tmp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models_in_bfloat16_pass_the_self_check_through_the_kernels(family: str, tmp_path: Path) -> None:
+def test_tiny_bfloat16_models_pass_self_check_with_fused_kernels(family: str, tmp_path: Path) -> None:
     runner = ModelRunner(tiny_plan(tiny(tmp_path, family), "bfloat16"))
     assert runner.attention == "in place"
     if not family.startswith("gpt"):
@@ -91,7 +91,7 @@ def test_tiny_models_in_bfloat16_pass_the_self_check_through_the_kernels(family:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma2", "gemma3")])
-def test_bytes_per_token_are_those_of_a_plain_dynamic_cache(family: str, tmp_path: Path) -> None:
+def test_bytes_per_token_equal_transformers_dynamic_cache(family: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = 20  # below the window, where a sliding layer holds every token too
@@ -138,11 +138,11 @@ def demo_runner(before_demo: list[torch.Tensor]) -> ModelRunner:
 PROMPTS = [[9, 8, 7], list(range(100, 190)), list(range(400, 433)), [77] * 64]
 
 
-def test_self_check_of_the_demo_model_is_far_inside_its_tolerance(demo_runner: ModelRunner) -> None:
+def test_demo_model_self_check_error_is_far_below_tolerance(demo_runner: ModelRunner) -> None:
     assert self_check(demo_runner) < TOLERANCE[torch.float32] / 20
 
 
-def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(
+def test_pool_is_the_only_kv_tensor_and_has_planned_size(
     demo_runner: ModelRunner, before_demo: list[torch.Tensor]
 ) -> None:
     plan = demo_runner.plan
@@ -157,14 +157,14 @@ def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(
     assert max(others.values(), default=0) < plan.kv_cache.layout.bytes_per_token
 
 
-def test_poisoned_free_blocks_change_no_token(demo_runner: ModelRunner) -> None:
+def test_nan_in_free_blocks_changes_no_token(demo_runner: ModelRunner) -> None:
     demo_runner.pool.tensor.zero_()
     clean = complete(demo_runner, PROMPTS, 12)
     demo_runner.pool.tensor.fill_(float("nan"))
     assert complete(demo_runner, PROMPTS, 12) == clean
 
 
-def test_permuted_blocks_change_no_logit(demo_runner: ModelRunner) -> None:
+def test_block_permutation_changes_no_logit(demo_runner: ModelRunner) -> None:
     """The same step with every block moved elsewhere in the pool, contents and tables alike."""
     plan = demo_runner.plan
     scheduler = HFScheduler(plan)
@@ -190,7 +190,7 @@ def test_permuted_blocks_change_no_logit(demo_runner: ModelRunner) -> None:
         demo_runner.pool.tensor.copy_(after)
 
 
-def test_known_failures_are_refused_by_name() -> None:
+def test_unsupported_families_are_rejected_by_name() -> None:
     for name in families().keys() - set(served()):
         with pytest.raises(UnsupportedArchitecture, match=name):
             require_supported(name)
@@ -200,7 +200,7 @@ def test_known_failures_are_refused_by_name() -> None:
         require_supported(name)
 
 
-def test_the_self_check_refuses_a_model_whose_attention_goes_elsewhere(tmp_path: Path) -> None:
+def test_self_check_rejects_model_that_bypasses_paged_attention(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "llama")
     runner = ModelRunner(tiny_plan(folder))
     layers = runner.model.model.layers
@@ -212,7 +212,7 @@ def test_the_self_check_refuses_a_model_whose_attention_goes_elsewhere(tmp_path:
         self_check(runner)
 
 
-def test_the_self_check_refuses_a_model_that_gives_other_logits(tmp_path: Path) -> None:
+def test_self_check_rejects_model_with_different_logits(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "mistral-window")
     plan = tiny_plan(folder)  # the plan knows a window of 24 tokens ...
     config = json.loads((folder / "config.json").read_text())
@@ -221,7 +221,7 @@ def test_the_self_check_refuses_a_model_that_gives_other_logits(tmp_path: Path) 
         self_check(ModelRunner(plan))
 
 
-def test_nan_logits_end_their_own_request_and_no_other(tmp_path: Path) -> None:
+def test_nan_logits_fail_only_their_own_request(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
         loop = EngineLoop(tiny_plan(tiny(tmp_path, "llama")), theirs, 1)
@@ -243,7 +243,7 @@ def test_nan_logits_end_their_own_request_and_no_other(tmp_path: Path) -> None:
         loop.scheduler.manager.check_invariants()
 
 
-def test_blocks_of_a_failed_request_are_never_reused_from_the_cache(tmp_path: Path) -> None:
+def test_blocks_of_failed_request_are_not_reused_from_prefix_cache(tmp_path: Path) -> None:
     """Neither through the prefix cache nor as NaN in the rest of a block; every sequence of it is told once."""
     ours, theirs = Pipe()
     with ours, theirs:

@@ -41,7 +41,7 @@ def allowed(logits: np.ndarray, params: SamplingParams) -> set[int]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("width", [50, 4 * TOP])
-def test_only_tokens_the_parameters_leave_are_drawn_and_all_of_the_likely_ones(case: dict, width: int) -> None:
+def test_sampler_draws_only_allowed_tokens_and_every_likely_token(case: dict, width: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 4, width).astype(np.float32))
     params = SamplingParams(max_tokens=1, **case)
     rows = 400
@@ -56,7 +56,7 @@ def test_only_tokens_the_parameters_leave_are_drawn_and_all_of_the_likely_ones(c
             assert abs(share - weights[token] / mass) < 0.12
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_sampled_token_is_independent_of_batch() -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 3, (40, 3000)).astype(np.float32))
     params = [SamplingParams(max_tokens=1, **CASES[row % len(CASES)]) for row in range(40)]
@@ -65,13 +65,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert together == alone
 
 
-def test_temperature_zero_is_the_first_maximum() -> None:
+def test_temperature_zero_selects_the_first_maximum() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 0.0]])
     params = [SamplingParams(max_tokens=1, temperature=0.0)] * 2
     assert sample(logits, params, [generator(None, 0)] * 2) == [1, 0]
 
 
-def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+def test_tiny_temperature_is_greedy() -> None:
     """1e-40 makes infinities of logits and NaN of their difference."""
     logits = torch.tensor([[1.0, 30.0, 29.0], [-5.0, -50.0, -6.0]])
     for temperature in (1e-6, 1e-40):
@@ -79,7 +79,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
         assert sample(logits, params, [generator(1, 0)] * 2) == [1, 0]
 
 
-def test_the_stream_belongs_to_seed_and_index() -> None:
+def test_random_stream_depends_on_seed_and_sequence_index() -> None:
     first = generator(7, 0).random(4).tolist()
     assert generator(7, 0).random(4).tolist() == first
     assert generator(7, 1).random(4).tolist() != first
@@ -89,7 +89,7 @@ def test_the_stream_belongs_to_seed_and_index() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [1, 30, 513, 5000])
-def test_the_likeliest_token_and_what_cannot_be_drawn_from(dtype: torch.dtype, width: int) -> None:
+def test_most_likely_equals_argmax_and_flags_non_finite_rows(dtype: torch.dtype, width: int) -> None:
     draw = torch.Generator().manual_seed(width)
     rows = torch.randn(40, width, generator=draw).to(dtype)  # in bfloat16 with ties
     rows[10:15] = -rows[10:15].abs()

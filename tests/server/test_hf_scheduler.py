@@ -79,7 +79,7 @@ def requests(count: int) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.GREEDY, AdmissionMode.PREDICTIVE])
-def test_every_mode_says_the_same_in_a_pool_that_is_too_small(mode: AdmissionMode) -> None:
+def test_admission_modes_give_equal_tokens_in_small_pool(mode: AdmissionMode) -> None:
     roomy = HFScheduler(plan_for(400))
     wanted = run(roomy, requests(24))
     assert {key[0] for key in wanted} == {str(i) for i in range(24)}
@@ -93,7 +93,7 @@ def test_every_mode_says_the_same_in_a_pool_that_is_too_small(mode: AdmissionMod
     assert scheduler.stats().preemptions == scheduler.counters.preemptions
 
 
-def test_a_lower_priority_number_starts_first() -> None:
+def test_lower_priority_number_starts_first() -> None:
     scheduler = HFScheduler(plan_for(40, max_num_seqs=1, max_num_batched_tokens=32))
     params = SamplingParams(max_tokens=4, temperature=0.0)
     for name, priority in (("a", 0), ("late", 5), ("early", -5)):
@@ -104,7 +104,7 @@ def test_a_lower_priority_number_starts_first() -> None:
     assert order == ["early", "a", "late"]
 
 
-def test_abort_frees_what_waits_runs_or_was_preempted() -> None:
+def test_abort_frees_waiting_running_and_preempted_requests() -> None:
     scheduler = HFScheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY))
     todo = requests(24)
     for request in todo:
@@ -120,7 +120,7 @@ def test_abort_frees_what_waits_runs_or_was_preempted() -> None:
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
 
 
-def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
+def test_requests_queue_when_every_layer_has_sliding_window(tmp_path: Path) -> None:
     config = {
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
@@ -144,7 +144,7 @@ def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
     assert scheduler.counters.admissions["wait", "blocks"] > 0
 
 
-def test_stats_have_step_costs_in_the_mode_auto() -> None:
+def test_auto_mode_stats_include_step_costs() -> None:
     scheduler = HFScheduler(plan_for(40), policy=Policy(AdmissionMode.AUTO))
     assert scheduler.stats().auto == AutoStats()
     assert HFScheduler(plan_for(40)).stats().auto is None
@@ -174,7 +174,7 @@ def test_invariant_violation_is_logged_and_counted(caplog: pytest.LogCaptureFixt
     assert "reference counts" in caplog.text
 
 
-def test_one_of_n_that_ends_gives_its_blocks_back_at_once() -> None:
+def test_finished_sequence_of_n_frees_its_blocks_immediately() -> None:
     scheduler = HFScheduler(plan_for(40, max_num_batched_tokens=32))
     prompt = tuple(range(100, 120))
     params = SamplingParams(max_tokens=60, temperature=0.0)
@@ -200,7 +200,7 @@ def test_one_of_n_that_ends_gives_its_blocks_back_at_once() -> None:
     assert (said[0], said[2]) == (alone["x", 0], alone["x", 2])
 
 
-def test_one_of_n_that_was_preempted_ends_alone() -> None:
+def test_preempted_sequence_of_n_can_be_aborted_alone() -> None:
     scheduler = HFScheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
     params = SamplingParams(max_tokens=100, temperature=0.0)
     for name in "ab":
@@ -216,7 +216,7 @@ def test_one_of_n_that_was_preempted_ends_alone() -> None:
     assert ended == {(name, index) for name in "ab" for index in range(2)}
 
 
-def test_no_step_has_more_logits_than_the_plan_has_room_for() -> None:
+def test_logits_per_step_never_exceed_the_plan() -> None:
     """However many prompts want the log probabilities of every token at once."""
     scheduler = HFScheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
     params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
@@ -234,7 +234,7 @@ def test_no_step_has_more_logits_than_the_plan_has_room_for() -> None:
     assert most <= 8
 
 
-def test_an_error_ends_every_sequence_of_its_request_once() -> None:
+def test_failed_request_ends_each_of_its_sequences_once() -> None:
     scheduler = HFScheduler(plan_for(40))
     params = SamplingParams(max_tokens=60, temperature=0.0)
     for forked in (False, True):
@@ -246,7 +246,7 @@ def test_an_error_ends_every_sequence_of_its_request_once() -> None:
         scheduler.manager.check_invariants()
 
 
-def test_a_grammar_that_refuses_a_drawn_token_ends_its_own_request() -> None:
+def test_grammar_rejecting_a_sampled_token_fails_only_its_own_request() -> None:
     class Refuses:
         def mask(self, logits: object) -> None:
             """Not called: no model runs."""

@@ -91,12 +91,12 @@ def test_subscribed_events_reproduce_the_prefix_index() -> None:
     manager.check_invariants()
 
 
-def test_events_are_asked_for_when_the_manager_is_made() -> None:
+def test_subscribing_without_kv_events_enabled_is_rejected() -> None:
     with pytest.raises(CacheConfigError, match="kv_events"):
         make(kv_events=False).subscribe(print)
 
 
-def test_a_cache_in_use_is_not_reset() -> None:
+def test_reset_of_prefix_cache_in_use_is_rejected() -> None:
     manager = make()
     manager.admit(1, [1] * 9, 4)
     before = manager.stats()
@@ -124,13 +124,13 @@ def check_with_vllm(payload: bytes) -> None:
     assert isinstance(cleared, vllm_events.AllBlocksCleared)
 
 
-def test_vllms_own_classes_decode_a_batch() -> None:
+def test_vllm_event_classes_decode_a_batch() -> None:
     check_with_vllm(encode(EVENTS, 1.5))
     batch = msgspec.msgpack.decode(encode(EVENTS, 1.5, rank=3), type=vllm_events.KVEventBatch)
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
 
 
-def test_a_subscriber_and_a_late_one_get_the_batches() -> None:
+def test_publisher_sends_batches_live_and_replays_them_to_late_subscriber() -> None:
     publisher = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
     context = zmq.Context()
     try:

@@ -19,7 +19,7 @@ FLAGS = ("demo", "--engine", "vllm", "--engine-version", "0.32.0", "--device-mem
          "--kv-cache-memory-bytes", "512MiB")  # fmt: skip
 
 
-def test_the_mean_is_weighted_by_steps_and_the_shares_are_requests_of_the_trace(capsys):
+def test_trace_mean_is_weighted_by_steps_and_shares_count_requests(capsys):
     lengths = [(request.prompt_tokens, request.output_tokens) for request in read_trace(TRACE).requests]
     limit = sorted(map(sum, lengths))[len(lengths) * 3 // 4]  # as long as one of them
     assert run([*FLAGS, "--max-model-len", str(limit), "--trace", str(TRACE), "--json"]) == 0
@@ -43,7 +43,7 @@ def test_the_mean_is_weighted_by_steps_and_the_shares_are_requests_of_the_trace(
     ]
 
 
-def test_in_text_and_beside_lengths_of_ones_own(capsys):
+def test_trace_lengths_are_printed_as_text_beside_custom_lengths(capsys):
     assert main(["plan", *FLAGS, "--trace", str(TRACE), "--limit", "20", "--request", "100+20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"Requests with the lengths of {TRACE.name} (20): about ") for line in lines)

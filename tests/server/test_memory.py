@@ -58,13 +58,13 @@ class Held:
         self.process.communicate("\n")
 
 
-def test_counts_what_a_process_holds() -> None:
+def test_process_memory_is_measured() -> None:
     with Held(HOLDER, "0") as empty, Held(HOLDER, "64") as full:
         difference = process_tree_bytes(full) - process_tree_bytes(empty)
     assert abs(difference - 64 * MIB) < MIB
 
 
-def test_counts_children() -> None:
+def test_child_processes_are_counted() -> None:
     with Held(NESTED) as pid:
         tree = process_tree(pid)
         held = process_tree_bytes(pid)
@@ -80,7 +80,7 @@ def test_shared_pages_are_counted_once() -> None:
     assert 64 * MIB <= held < 100 * MIB
 
 
-def test_a_process_that_is_gone_holds_nothing() -> None:
+def test_exited_process_has_no_memory() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert process_tree(gone.pid) == []
@@ -99,7 +99,7 @@ print(sampler.peak - before, sampler.current - before)
 """
 
 
-def test_peak_outlives_what_made_it() -> None:
+def test_peak_memory_is_kept_after_allocation_is_freed() -> None:
     # In a process of its own: the sampler counts children too, and this one's come and go with other tests.
     out = subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True).stdout
     peak, current = map(int, out.split())

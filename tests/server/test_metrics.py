@@ -58,7 +58,7 @@ def total(samples: Samples, name: str) -> float:
     return sum(number for (found, _), number in samples.items() if found == name)
 
 
-async def test_names_types_and_labels(run_server, small_plan) -> None:
+async def test_metric_families_have_documented_names_types_and_labels(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
         text, samples = await scrape(server)
         types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
@@ -108,7 +108,7 @@ async def test_unmeasured_values_are_absent_not_zero(run_server, small_plan) -> 
         assert set(measured.values()) == {None}
 
 
-async def test_memory_components_add_up_to_the_device(run_server, small_plan) -> None:
+async def test_memory_components_sum_to_device_total(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
         plan = server.state.plan
         _, samples = await scrape(server)
@@ -142,7 +142,7 @@ async def test_memory_components_add_up_to_the_device(run_server, small_plan) ->
     [{"enable_lora": True, "max_loras": 4}, {"speculative_model": "demo", "num_speculative_tokens": 3}],
     ids=["LoRA", "draft"],
 )
-async def test_memory_with_lora_or_draft_adds_up_to_the_device(run_server, flags) -> None:
+async def test_memory_components_with_lora_or_draft_sum_to_device_total(run_server, flags) -> None:
     deployment = Deployment(engine="vllm", gpu="t4", max_model_len=1024, max_num_seqs=8, **flags)
     async with run_server(FakeEngine(make_plan("demo", deployment), memory=MEASURED)) as server:
         rank = server.state.plan.rank
@@ -159,7 +159,7 @@ async def test_memory_with_lora_or_draft_adds_up_to_the_device(run_server, flags
             assert set(report[part]) >= {"lora_bytes", "draft_bytes"}
 
 
-async def test_pool_families_of_a_loaded_server(run_server, small_plan) -> None:
+async def test_pool_metrics_of_busy_server_equal_engine_state(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(), token_rate=50, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[9] * 40, max_tokens=100)) for _ in range(2)]
@@ -293,7 +293,7 @@ def test_time_to_full_follows_the_growth_of_reservations() -> None:
     assert trend.seconds_to(100) == FOREVER_SECONDS
 
 
-async def test_vllm_names_match_vllm(run_server, small_plan) -> None:
+async def test_vllm_compatible_metric_names_match_vllm(run_server, small_plan) -> None:
     """Metrics that KEDA, gateways and dashboards for vLLM 0.32 read have its labels, types and values."""
     async with run_server(FakeEngine(small_plan()), metrics_compat="vllm") as server:
         await server.complete(prompt=[3] * 32, max_tokens=10)
@@ -340,7 +340,7 @@ async def test_vllm_names_match_vllm(run_server, small_plan) -> None:
             assert count == (9 if "inter_token" in name else 1)
 
 
-async def test_vllm_names_are_off_by_default(server) -> None:
+async def test_vllm_compatible_metrics_are_off_by_default(server) -> None:
     assert "vllm:" not in (await server.http.get("/metrics")).text
 
 

@@ -48,7 +48,7 @@ def sample(page: str, spec: str) -> tuple[dict[str, str], float]:
 
 
 @pytest.mark.parametrize("compat", ["none", "vllm"])
-async def test_inference_extension_signals_of_a_loaded_server(run_server, small_plan, compat: str) -> None:
+async def test_busy_server_exposes_inference_extension_signals(run_server, small_plan, compat: str) -> None:
     engine = Held(small_plan(64, max_num_seqs=2), token_rate=50)
     async with run_server(engine, metrics_compat=compat) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 40, max_tokens=200)) for n in range(5)]

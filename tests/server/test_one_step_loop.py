@@ -221,7 +221,7 @@ def assert_same(log: list[Decisions], other: list[Decisions]) -> None:
 
 
 @pytest.mark.parametrize("mode", list(POLICIES))
-def test_replay_fake_and_hf_engine_decide_the_same_in_every_step(
+def test_replay_fake_and_hf_engine_make_equal_decisions_in_every_step(
     folder: Path, loop: EngineLoop, mode: AdmissionMode
 ) -> None:
     plan, policy = plan_of(folder, caching=False), POLICIES[mode]

@@ -42,7 +42,7 @@ async def test_message_without_content_is_rejected(server, role: str, stream: bo
     assert response.status_code == 400
 
 
-async def test_an_assistants_message_is_taken_as_a_client_has_it(server) -> None:
+async def test_assistant_message_of_openai_client_is_accepted_unchanged(server) -> None:
     call = ChatCompletionMessageFunctionToolCall(
         id="call_1", type="function", function=Function(name="f", arguments='{"a": 1}')
     )
@@ -61,7 +61,7 @@ async def test_an_assistants_message_is_taken_as_a_client_has_it(server) -> None
     assert (await server.http.post(CHAT, json=body)).status_code == 200
 
 
-async def test_a_refusal_is_shown_as_what_was_said(server) -> None:
+async def test_refusal_part_is_rendered_as_assistant_text(server) -> None:
     said = await text(server, USER, {"role": "assistant", "content": "I will not."})
     parts = [{"type": "refusal", "refusal": "I will not."}]
     assert await text(server, USER, {"role": "assistant", "content": parts}) == said
@@ -80,7 +80,7 @@ WRONG: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
-async def test_fields_without_effect_have_types(run_server, small_plan, lenient: bool) -> None:
+async def test_ignored_fields_are_type_checked(run_server, small_plan, lenient: bool) -> None:
     async with run_server(FakeEngine(small_plan()), lenient=lenient) as server:
         for path, name, value in WRONG:
             given = (
@@ -98,7 +98,7 @@ async def test_fields_without_effect_have_types(run_server, small_plan, lenient:
                 assert response.headers.get("x-ignored-fields") == (None if good is None else name)
 
 
-def test_the_sampled_token_is_among_the_likeliest(tokenizer: Tokenizer) -> None:
+def test_sampled_token_is_included_in_top_logprobs(tokenizer: Tokenizer) -> None:
     """OpenAI's reference of ``logprobs``: there may be up to logprobs + 1 elements."""
     best = ((300, -0.1), (301, -2.5), (302, -3.0))
     for token, logprob, size in ((400, -7.0, 3), (301, -2.5, 2)):

@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_a_replay_prints_a_table_json_and_a_page(
+def test_replay_prints_table_json_and_html(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--limit", "40", "--max-model-len", "8192"]
@@ -48,7 +48,7 @@ def test_a_replay_prints_a_table_json_and_a_page(
     assert (record["finished"], record["preemptions"], record["policy"]) == (40, 0, "predictive")
 
 
-def test_a_replay_of_auto_waits_for_its_rehearsals(
+def test_auto_mode_replay_runs_rehearsals_synchronously(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its clock is simulated, so a rehearsal in a thread would come too late, and elsewhere in each replay."""
@@ -68,7 +68,7 @@ def test_a_replay_of_auto_waits_for_its_rehearsals(
 
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "zai-org__GLM-5.1"])
-def test_a_step_reads_the_bytes_of_a_token_once(name: str, tmp_path: Path) -> None:
+def test_step_time_counts_kv_bytes_per_token_once(name: str, tmp_path: Path) -> None:
     """Also where a block holds pages of two sizes (GLM's latents and the keys of its indexer)."""
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
     on = Deployment(engine="vllm", gpu="h200", tensor_parallel_size=8, num_gpu_blocks_override=1000)
@@ -78,7 +78,7 @@ def test_a_step_reads_the_bytes_of_a_token_once(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("where", [(), ("--gpu", "h100-80g"), ("--gpu-memory-utilization", "0.5")])
-def test_a_replay_plans_with_the_share_of_plan(
+def test_replay_and_plan_use_equal_memory_utilization(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU vLLM's default, on this CPU the hf engine's."""
@@ -89,7 +89,7 @@ def test_a_replay_plans_with_the_share_of_plan(
     assert replayed.kv_cache.usable_blocks == planned["kv_cache"]["usable_blocks"]
 
 
-def test_columns_of_ones_own_are_replayed(
+def test_trace_with_custom_columns_is_replayed(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own.csv"
@@ -103,7 +103,9 @@ def test_columns_of_ones_own_are_replayed(
     assert "did you mean arrival?" in capsys.readouterr().err
 
 
-def test_a_hybrid_says_where_its_states_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_hybrid_model_reports_state_caching(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text((DATA / "configs" / "Qwen__Qwen3.5-35B-A3B.json").read_text())
     flags = [TRACE, "--model", str(tmp_path), "--gpu", "h200-141g", "--limit", "20", "--max-model-len", "8192"]
     assert main(["replay", *flags]) == 0
@@ -114,7 +116,7 @@ def test_a_hybrid_says_where_its_states_are_cached(tmp_path: Path, capsys: pytes
     assert "recurrent states" not in capsys.readouterr().out
 
 
-def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_search_returns_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192", "--limit", "60"]
     assert main(["replay", *flags, "--search-gpus", "--wait-target", "1s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 1
@@ -163,14 +165,14 @@ def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.Cap
         (["--gpu", "h100-80g", "--watermark", "-1"], "watermark"),
     ],
 )
-def test_bad_flags_are_named(
+def test_invalid_replay_flags_are_named_in_error(
     model: str, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", TRACE, "--model", model, "--max-model-len", "2048", *flags]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_bad_line_is_named_by_its_number(
+def test_invalid_trace_line_is_named_by_its_number(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = tmp_path / "bad.csv"
@@ -189,7 +191,9 @@ def test_a_bad_line_is_named_by_its_number(
     ["LiquidAI__LFM2-1.2B", "Qwen__Qwen3.5-27B", "meta-llama__Llama-4-Scout-17B-16E-Instruct"],
     ids=["short convolutions", "gated delta, blocks of 784", "chunked"],
 )
-def test_states_and_chunks_are_replayed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_with_recurrent_states_or_chunked_attention_are_replayed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
     flags = [TRACE, "--model", str(tmp_path), "--gpu", "b300", "--kv-cache-memory-bytes", "20GiB"]
     flags += ["--max-num-seqs", "256"]  # with its default of 1,024 vLLM does not start: a state needs a block

@@ -7,7 +7,7 @@ import pytest
 from tonnage.server.requests.drain import DrainEstimate
 
 
-def test_the_drain_estimate_is_the_rate_of_what_was_given_back() -> None:
+def test_drain_estimate_uses_rate_of_freed_blocks() -> None:
     drain = DrainEstimate(window=4)
     assert drain.seconds(10, 0.0) is None
     for second in range(6):

@@ -45,7 +45,7 @@ async def schemathesis(url: str, phase: str, tmp_path: Path, *more: str) -> tupl
         pytest.param(False, "coverage,fuzzing", 2150, id="open", marks=pytest.mark.fuzz),
     ],
 )
-async def test_no_generated_request_breaks_the_contract(
+async def test_generated_requests_satisfy_the_openapi_document(
     run_server, small_plan, tmp_path, keys: bool, phase: str, least: int
 ) -> None:
     engine = FakeEngine(small_plan(4096, max_num_seqs=128))

@@ -136,7 +136,7 @@ async def test_models_match_openai_types_strictly(server) -> None:
         Model.model_validate_json(json.dumps(model), strict=True)
 
 
-async def test_error_events_are_errors(run_server, small_plan) -> None:
+async def test_stream_error_events_match_openai_error_type(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
         for path, more in (
             ("/v1/completions", {"prompt": "a"}),
@@ -155,7 +155,7 @@ async def test_error_events_are_errors(run_server, small_plan) -> None:
             server.engine._dead = None  # the next path dies again
 
 
-async def test_a_response_that_fails_says_so(run_server, small_plan) -> None:
+async def test_failed_response_sends_error_and_response_failed_events(run_server, small_plan) -> None:
     """The ``error`` event is flat, as in OpenAI's reference, and has an ``error``, as OpenAI's servers send it:
     that is what openai's client raises on. ``response.failed`` follows, as Open Responses asks."""
     async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
@@ -205,13 +205,13 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_every_field_of_openai_has_a_class(path: str) -> None:
+def test_every_openai_field_is_classified(path: str) -> None:
     names = set(OPENAI[path].__annotations__) | ({"stream"} if path != "/v1/embeddings" else set())
     assert names - TABLES[path].keys() == set()
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_the_table_and_the_model_agree(path: str) -> None:
+def test_honoured_fields_equal_request_model_fields(path: str) -> None:
     """What is honoured is in the model, and nothing else is."""
     fields: Fields = FIELDS[path]
     honoured = {
@@ -222,7 +222,7 @@ def test_the_table_and_the_model_agree(path: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
-def test_every_field_of_vllm_has_a_class() -> None:
+def test_every_vllm_field_is_classified() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -237,7 +237,7 @@ def test_every_field_of_vllm_has_a_class() -> None:
         assert set(model.model_fields) - TABLES[path].keys() == set(), path
 
 
-async def test_ignored_fields_are_listed_and_unknown_ones_only_when_lenient(run_server, small_plan) -> None:
+async def test_ignored_fields_are_listed_and_unknown_fields_need_lenient_mode(run_server, small_plan) -> None:
     body = {"model": "demo", "messages": MESSAGES, "max_tokens": 2, "store": True, "metadata": {"a": "b"}}
     async with run_server(FakeEngine(small_plan())) as server:
         response = await server.http.post("/v1/chat/completions", json=body)

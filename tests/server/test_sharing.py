@@ -54,7 +54,7 @@ def run(scheduler: HFScheduler, prompt: list[int], salt: str) -> int:
     return cached
 
 
-def test_tenants_share_the_system_prompt_of_the_file_and_nothing_else(tmp_path: Path) -> None:
+def test_tenants_share_only_the_configured_system_prompt(tmp_path: Path) -> None:
     plan, file = demo_plan(), tmp_path / "system.txt"
     file.write_text(SYSTEM + "\n")
     folder, size = Path(plan.model.path), plan.kv_cache.layout.block_size
@@ -73,7 +73,7 @@ def test_tenants_share_the_system_prompt_of_the_file_and_nothing_else(tmp_path: 
         assert run(scheduler, prompt, "another") == (len(prompt) - 1) // size * size > shared
 
 
-def test_a_short_or_missing_system_prompt_is_refused(tmp_path: Path) -> None:
+def test_short_or_missing_system_prompt_file_is_rejected(tmp_path: Path) -> None:
     folder = Path(demo_plan().model.path)
     with pytest.raises(DeploymentError, match="cannot read"):
         shared_prefix(tmp_path / "none", folder, 16)
@@ -82,7 +82,7 @@ def test_a_short_or_missing_system_prompt_is_refused(tmp_path: Path) -> None:
         shared_prefix(tmp_path / "short", folder, 256)
 
 
-def test_the_engine_publishes_where_the_setting_says(tmp_path: Path) -> None:
+def test_engine_publishes_kv_events_at_configured_endpoint(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     value = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
     settings = load_settings(model="demo", kv_events_config=value)
@@ -129,7 +129,7 @@ def test_the_engine_publishes_where_the_setting_says(tmp_path: Path) -> None:
         ('{"publisher": "kafka"}', "neither zmq nor null"),
     ],
 )
-def test_a_bad_kv_events_config_is_refused_by_name(value: str, said: str) -> None:
+def test_invalid_kv_events_config_is_rejected(value: str, said: str) -> None:
     with pytest.raises(DeploymentError, match=said):
         load_settings(model="demo", kv_events_config=value)
 
@@ -142,7 +142,7 @@ def test_backend_without_kv_events_or_shared_prompts_rejects_them(field: str) ->
         make_engine(settings, demo_plan())
 
 
-def test_retry_after_is_what_is_reserved_over_the_rate_of_giving_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_is_reserved_tokens_divided_by_release_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(accounts_module.time, "monotonic", lambda: now[0])
     accounts = Accounts()
@@ -166,7 +166,7 @@ def test_retry_after_is_what_is_reserved_over_the_rate_of_giving_back(monkeypatc
     assert accounts.retry_after() == 60.0
 
 
-def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_path: Path) -> None:
+def test_served_model_publishes_kv_events_and_shares_system_prompt(tmp_path: Path) -> None:
     endpoint, system = f"ipc://{tmp_path}/events", tmp_path / "system.txt"
     system.write_text(SYSTEM)
     events = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})

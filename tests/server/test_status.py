@@ -95,7 +95,7 @@ async def test_status_of_a_busy_server_equals_its_metrics(
     assert (idle["requests"]["longest_running_seconds"], idle["drain_seconds"]) == (None, 0)
 
 
-async def test_from_loading_to_draining(
+async def test_status_reports_phases_from_loading_to_draining(
     run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog
 ) -> None:
     caplog.set_level(logging.INFO, "tonnage.server")
@@ -132,7 +132,7 @@ async def test_from_loading_to_draining(
     assert more[-1] == "the time to drain is over: 2 requests are cut off"
 
 
-async def test_who_stops_it_again_reads_that_requests_are_cut_off_and_not_that_they_ended(
+async def test_second_stop_signal_logs_that_requests_are_cut_off(
     run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
@@ -153,7 +153,7 @@ async def test_who_stops_it_again_reads_that_requests_are_cut_off_and_not_that_t
     assert lines == ["draining: 2 requests in flight", "second stop signal: 2 requests are cut off"]
 
 
-async def test_refused_requests_are_told_and_never_quoted(
+async def test_rejected_requests_are_logged_without_their_content(
     run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tonnage.server")
@@ -185,7 +185,7 @@ async def test_refused_requests_are_told_and_never_quoted(
     assert not any("secret" in str(vars(line)) for line in caplog.records)
 
 
-def test_a_line_of_text_is_one_line() -> None:
+def test_log_record_is_one_line_without_control_characters() -> None:
     record = logging.makeLogRecord({"msg": "request", "param": "a\nINFO b \x1b[31m", "model": "caf\u00e9"})
     record.vllm_process_name = "MainProcess"  # as where vLLM is in the process
     line = logs.TextFormatter().format(record)
@@ -271,7 +271,7 @@ async def test_status_page_requires_a_key_and_loads_nothing_external(
         assert shown in re.sub(r"\s+", " ", page.text)
 
 
-async def test_the_documentation_needs_no_network(server: Any) -> None:
+async def test_api_documentation_pages_need_no_network(server: Any) -> None:
     for page, scripts in (("/docs", 2), ("/redoc", 2)):
         answer = await server.http.get(page)
         assert answer.status_code == 200
@@ -287,7 +287,7 @@ async def test_the_documentation_needs_no_network(server: Any) -> None:
         assert (await server.http.get(f"/docs/{name}")).status_code == 404
 
 
-async def test_the_page_that_plans_is_at_plan_where_pyodide_is(
+async def test_planner_page_is_served_at_plan_when_pyodide_is_present(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
@@ -359,7 +359,7 @@ def test_status_command_prints_text_and_json(report: str, capsys: pytest.Capture
     assert re.search(r"^all processes +[\d,]+ \([\d.]+ [MG]iB\) +[\d,]+ ", text, re.M)
 
 
-def test_an_interval_looks_again(report: str) -> None:
+def test_status_interval_repeats_the_report(report: str) -> None:
     with pages(memory=report) as server:
         command = [
             sys.executable,
@@ -394,7 +394,7 @@ def test_status_needs_no_optional_package(report: str) -> None:
     assert done.stdout.startswith("loading since ")
 
 
-def test_the_key_of_the_environment(report: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reads_api_key_from_environment(report: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TONNAGE_API_KEY", f"{KEY},another-key-of-it")
     with pages(memory=report) as server:
         assert run([server.url]) == 0
@@ -430,14 +430,14 @@ async def test_missing_key_error_names_the_key_options(
 @pytest.mark.parametrize(
     "arguments", [["--interval", "0", "--watch"], ["--timeout", "x"], ["--api-key", "a\nb"]]
 )
-def test_bad_input_is_refused_by_name(arguments: list[str]) -> None:
+def test_invalid_status_arguments_are_rejected(arguments: list[str]) -> None:
     with pytest.raises(TonnageError) as told:
         run(["http://127.0.0.1:9", *arguments])
     assert not isinstance(told.value, WatchError)
 
 
 @pytest.mark.parametrize(("encoding", "full"), [("utf-8", bars.SHADES[0]), ("latin-1", bars.ASCII[0])])
-def test_a_screen_of_any_encoding(
+def test_status_screen_works_in_any_terminal_encoding(
     report: str, monkeypatch: pytest.MonkeyPatch, encoding: str, full: str
 ) -> None:
     terminal = Terminal(encoding)
@@ -455,7 +455,7 @@ def test_a_screen_of_any_encoding(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_narrow_screen_cuts_no_figure_off(
+def test_narrow_status_screen_truncates_no_figure(
     report: str, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -477,7 +477,7 @@ def test_a_narrow_screen_cuts_no_figure_off(
         assert f"{measured:,}" not in row
 
 
-def test_a_dumb_terminal_is_not_left_without_a_look(
+def test_dumb_terminal_gets_plain_status_output(
     report: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = Terminal("utf-8")
@@ -499,7 +499,7 @@ def test_a_dumb_terminal_is_not_left_without_a_look(
     assert looks == 2
 
 
-def test_room_before_the_first_request_is_like_no_request_so_far(report: str) -> None:
+def test_headroom_before_first_request_uses_longest_request(report: str) -> None:
     fresh = json.loads(report)
     assert "1 more of the longest requests" in dict(status_of(fresh).facts)["headroom"]
     fresh["requests"]["received"] = 1

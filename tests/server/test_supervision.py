@@ -71,7 +71,7 @@ async def test_restarted_engine_keeps_counters_increasing(run_server, small_plan
             made[0]._forget(entry)
 
 
-async def test_an_engine_that_keeps_dying_ends_the_server(small_plan) -> None:
+async def test_server_exits_when_engine_keeps_dying(small_plan) -> None:
     class Stillborn(FakeEngine):
         async def start(self) -> None:
             if made > 1:
@@ -147,7 +147,7 @@ async def test_request_timeout_applies_while_queued_and_running(run_server, smal
         assert (outcomes["aborted"], outcomes["rejected"]) == (2, 1)
 
 
-async def test_a_silent_stream_is_kept_alive(run_server, small_plan) -> None:
+async def test_idle_stream_gets_keep_alive_comments(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(256, max_num_seqs=1), token_rate=4)
     async with run_server(engine, sse_keep_alive=0.05) as server:
         answer = await server.complete(max_tokens=3, stream=True, ignore_eos=True)
@@ -173,7 +173,7 @@ def serving(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
         process.communicate(timeout=PATIENCE)
 
 
-async def test_hf_is_killed_among_20_streams_and_comes_back(streams_until_killed, overload) -> None:
+async def test_hf_engine_killed_during_20_streams_is_restarted(streams_until_killed, overload) -> None:
     with serving("--kv-cache-memory-bytes", "512MiB", "--max-num-seqs", "8") as (url, process):
         (engine,) = process.children()
         await streams_until_killed(url, engine, 20)
@@ -184,7 +184,7 @@ async def test_hf_is_killed_among_20_streams_and_comes_back(streams_until_killed
 
 
 @pytest.mark.parametrize("grace", ["240", "0"], ids=["drained", "cut off"])
-async def test_sigterm_drains(grace: str) -> None:
+async def test_sigterm_drains_running_requests(grace: str) -> None:
     flags = ("--backend", "fake", "--drain-seconds", grace)
     with serving(*flags) as (url, process):
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE, base_url=url) as http:

@@ -30,7 +30,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_once_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with vllm("full") as server:
         out = told(capsys, server.url, "--once")
     assert out.startswith(f"vLLM 0.32.0 at {server.url}, serving demo\n")
@@ -39,7 +39,7 @@ def test_once_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "activations" not in out
 
 
-def test_once_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_once_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     with vllm("after") as server:
         found = json.loads(told(capsys, server.url, "--once", "--json", "--gpu", "h100-80g"))
     assert found["server"] == "vLLM"
@@ -50,7 +50,7 @@ def test_once_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cached" not in found["pool"]
 
 
-def test_a_failure_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_failure_prints_one_line_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     with pages() as server:
         assert run([server.url, "--once"]) == 1
     out = capsys.readouterr()
@@ -68,13 +68,13 @@ def test_a_failure_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) 
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(arguments: list[str]) -> None:
+def test_invalid_watch_arguments_are_rejected(arguments: list[str]) -> None:
     with vllm() as server, pytest.raises(TonnageError) as told:
         run([server.url, *arguments])
     assert not isinstance(told.value, WatchError)
 
 
-def test_help_names_every_flag_of_the_plan() -> None:
+def test_watch_help_lists_planner_flags() -> None:
     text = parser().format_help()
     assert "--gpu-memory-utilization" in text
     assert "--tensor-parallel-size" in text
@@ -114,7 +114,7 @@ def scraped(url: str, until: Callable[[dict[str, float]], bool]) -> dict[str, fl
         time.sleep(0.05)
 
 
-def test_exported_and_goes_on_while_the_server_is_away() -> None:
+def test_watch_exports_metrics_before_during_and_after_server_lifetime() -> None:
     """In a process of its own, as under systemd: before there is a server, with it, after it; then SIGTERM."""
     with vllm("full") as server:
         stored, server.paths = server.paths, {}
@@ -155,7 +155,7 @@ def test_exported_and_goes_on_while_the_server_is_away() -> None:
     assert all(json.loads(line) for line in out.splitlines())
 
 
-def test_a_port_that_is_taken() -> None:
+def test_watch_port_in_use_is_rejected() -> None:
     with vllm() as server, pytest.raises(TonnageError, match=r"^--port: cannot listen on"):
         run([server.url, "--port", server.url.rpartition(":")[2]])
 
@@ -169,7 +169,7 @@ sys.exit(main())
 """
 
 
-def test_a_screen_on_a_terminal() -> None:
+def test_watch_draws_screen_on_terminal() -> None:
     with vllm() as server:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(

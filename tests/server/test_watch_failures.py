@@ -25,7 +25,7 @@ from tonnage.server.watch.watcher import Watcher
 # -- counters, restarts, and servers that come and go
 
 
-def test_a_fallen_counter_is_a_restart() -> None:
+def test_decreased_counter_is_a_server_restart() -> None:
     with vllm("after") as server:
         watcher = Watcher(Client(server.url), {}, None)
         watcher.observe()
@@ -43,7 +43,7 @@ def test_a_fallen_counter_is_a_restart() -> None:
     assert grown.restarts == 1
 
 
-def test_another_server_on_the_port(gguf: str) -> None:
+def test_replaced_server_on_same_port_is_detected(gguf: str) -> None:
     with vllm() as server, llama("split", "load") as other:
         watcher = Watcher(Client(server.url), {}, gguf)
         assert watcher.observe().facts.title == "vLLM"
@@ -55,7 +55,7 @@ def test_another_server_on_the_port(gguf: str) -> None:
     assert (found.facts.title, found.restarts) == ("llama.cpp", 1)
 
 
-def test_a_restart_with_a_model_that_is_not_here_goes_on() -> None:
+def test_watch_continues_when_restarted_server_has_unavailable_model() -> None:
     with vllm("after") as server:
         watcher = Watcher(Client(server.url), {}, None)
         watcher.observe()
@@ -69,7 +69,7 @@ def test_a_restart_with_a_model_that_is_not_here_goes_on() -> None:
     assert any("without a plan: --model" in note for note in found.notes)
 
 
-def test_a_model_that_is_refused_is_watched_without_a_plan(tmp_path: Path) -> None:
+def test_unsupported_model_is_watched_without_a_plan(tmp_path: Path) -> None:
     config = json.loads(QWEN.read_text()) | {"model_type": "never_seen", "architectures": ["NeverSeen"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with vllm() as server:
@@ -79,7 +79,7 @@ def test_a_model_that_is_refused_is_watched_without_a_plan(tmp_path: Path) -> No
     assert found.reading.blocks("used") == 21
 
 
-def test_counters_that_are_missing_say_nothing() -> None:
+def test_missing_counters_are_excluded_from_changes() -> None:
     assert Counters(1, None, 3).since(Counters(1, 2, None)) == Counters(0)
     assert Counters(1).since(Counters(2)) is None
 
@@ -123,14 +123,14 @@ def test_loading_server_is_reported_as_not_ready() -> None:
         look(server)
 
 
-def test_a_redirect_is_not_followed() -> None:
+def test_redirect_is_not_followed() -> None:
     """A key is for the host it was given for."""
     away = Stored("", 302, {"Location": "http://elsewhere.invalid/metrics"})
     with pages(metrics=away) as server, pytest.raises(WatchError, match=r"redirected to http://elsewhere\.inv"):
         look(server)
 
 
-def test_a_closed_connection_and_a_page_of_noise() -> None:
+def test_closed_connection_and_malformed_metrics_are_reported() -> None:
     with pages(metrics=Stored(status=0)) as server:
         with pytest.raises(WatchError, match="is this the server's port"):
             look(server)
@@ -142,7 +142,7 @@ def test_a_closed_connection_and_a_page_of_noise() -> None:
             look(server)
 
 
-def test_a_page_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_larger_than_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_PAGE_BYTES", 2**20)
     with pages(metrics="x" * 2**20) as server:
         assert len(Client(server.url).get("/metrics").text) == 2**20
@@ -182,7 +182,7 @@ def dripping(first: bytes, drop: bytes) -> Iterator[str]:
     [(b"HTTP/1.1 200 OK\r\n\r\n", b"vllm:x 1\n"), (b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n"), (b"", b"")],
     ids=["body", "headers", "nothing"],
 )
-def test_an_answer_by_drops_ends(first: bytes, drop: bytes) -> None:
+def test_slowly_dripping_response_times_out(first: bytes, drop: bytes) -> None:
     with dripping(first, drop) as url, pytest.raises(WatchError, match=r"no complete response within 0\.5 s"):
         Client(url, timeout=0.5).get("/metrics")
 
@@ -205,7 +205,7 @@ def test_invalid_url_is_rejected(url: str) -> None:
         Client(url)
 
 
-def test_what_people_paste_is_a_url() -> None:
+def test_common_url_forms_are_normalized() -> None:
     for text in (
         "localhost:8000",
         "http://localhost:8000/",
@@ -216,7 +216,7 @@ def test_what_people_paste_is_a_url() -> None:
     assert Client("https://host/prefix/v1").url == "https://host/prefix"
 
 
-def test_numbers_that_are_none_are_not_told() -> None:
+def test_nan_negative_and_infinite_samples_are_ignored() -> None:
     samples = Samples(
         "vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\nvllm:kv_cache_usage_perc +Inf\n"
         'vllm:num_preemptions_total{engine="0"} 3\nvllm:num_preemptions_total{engine="1"} 4\nother 1\n'

@@ -31,7 +31,7 @@ def qwen(tmp_path: Path) -> str:
 # -- vLLM
 
 
-def test_vllm_full_pool() -> None:
+def test_vllm_full_pool_is_read_from_its_metrics() -> None:
     """22 blocks of 128 tokens, one of them the null block, from 64 MiB."""
     with vllm() as server:
         found = look(server)
@@ -49,7 +49,7 @@ def test_vllm_full_pool() -> None:
     assert (found.headroom.blocks, found.headroom.requests, found.headroom.prompt_tokens) == (0, 0, 0)
 
 
-def test_vllm_headroom_is_of_what_finished() -> None:
+def test_vllm_headroom_uses_average_finished_request() -> None:
     """30 requests of 12 + 400 tokens hold 4 blocks of 128 each."""
     with vllm("after") as server:
         found = look(server)
@@ -60,7 +60,7 @@ def test_vllm_headroom_is_of_what_finished() -> None:
     assert found.headroom.prompt_tokens == 2047  # max_model_len less one to generate
 
 
-def test_vllm_before_a_request_the_mix_is_the_longest() -> None:
+def test_vllm_headroom_before_first_request_uses_longest_request() -> None:
     with vllm("idle") as server:
         found = look(server)
     assert found.headroom is not None
@@ -68,7 +68,7 @@ def test_vllm_before_a_request_the_mix_is_the_longest() -> None:
     assert found.change is None
 
 
-def test_an_unknown_device_plans_only_what_does_not_need_it() -> None:
+def test_unknown_device_limits_plan_to_weights_and_pool() -> None:
     with vllm() as server:
         bare = look(server)
         named = look(server, gpu="h100-80g")
@@ -82,7 +82,7 @@ def test_an_unknown_device_plans_only_what_does_not_need_it() -> None:
     assert not any("--max-num-seqs" in note for note in said.notes)
 
 
-def test_vllms_server_info_says_the_rest() -> None:
+def test_vllm_server_info_completes_the_plan() -> None:
     """VLLM_SERVER_DEV_MODE=1: device, batch, parallel sizes."""
     with vllm(server_info=recorded(VLLM, "server_info.json")) as server:
         found = look(server)
@@ -99,7 +99,7 @@ def test_vllms_server_info_says_the_rest() -> None:
             look(server, gpu="h100-80g")
 
 
-def test_replicas_of_vllm_add_up() -> None:
+def test_vllm_replicas_are_summed() -> None:
     page = recorded(VLLM, "metrics_after.txt")
     with vllm() as server:
         server.paths["/metrics"] = Stored(page + page.replace('engine="0"', 'engine="1"'))
@@ -112,14 +112,14 @@ def test_replicas_of_vllm_add_up() -> None:
     assert found.measured["kv_pool"] == 64_880_640  # of one
 
 
-def test_metrics_of_vllm_off(tmp_path: Path) -> None:
+def test_disabled_vllm_metrics_are_reported(tmp_path: Path) -> None:
     with vllm() as server:
         server.paths["/metrics"] = Stored("# nothing of vLLM\n")
         with pytest.raises(WatchError, match=r"vLLM, but its metrics are off \(start it without --disable-log"):
             look(server)
 
 
-def test_a_vllm_with_our_plug_in_tells_its_plan() -> None:
+def test_vllm_with_tonnage_plugin_exports_its_plan() -> None:
     """Families of docs/vllm.md beside vLLM's own: no flag is needed, and none is taken."""
     ours = """
 tonnage_plan_info{model="demo",plan_id="abc",revision="0",engine="vllm",architecture="L",quantization="none"} 1
@@ -150,7 +150,7 @@ tonnage_headroom_prompt_tokens{model="demo"} 200
 # -- llama.cpp
 
 
-def test_slots_of_llama_cpp_with_a_cache_each(gguf: str) -> None:
+def test_llama_cpp_slots_with_separate_caches_are_read(gguf: str) -> None:
     with llama("split", "load") as server:
         found = look(server, gguf, kv_unified=False)
     assert found.facts.title == "llama.cpp"
@@ -165,7 +165,7 @@ def test_slots_of_llama_cpp_with_a_cache_each(gguf: str) -> None:
     assert found.headroom.requests == 0
 
 
-def test_slots_of_llama_cpp_that_share(gguf: str) -> None:
+def test_llama_cpp_slots_with_unified_cache_are_read(gguf: str) -> None:
     with llama("default", "after") as server:
         found = look(server, gguf, kv_unified=True)
     (replica,) = found.reading.replicas
@@ -176,7 +176,7 @@ def test_slots_of_llama_cpp_that_share(gguf: str) -> None:
     assert (found.headroom.requests, found.headroom.prompt_tokens) == (4, 4095)
 
 
-def test_llama_cpp_does_not_tell_whether_they_share(gguf: str) -> None:
+def test_llama_cpp_pool_is_unknown_without_kv_unified_option(gguf: str) -> None:
     with llama("split", "load") as server:
         found = look(server, gguf)
     assert found.planned is not None
@@ -187,7 +187,7 @@ def test_llama_cpp_does_not_tell_whether_they_share(gguf: str) -> None:
     assert any("--no-kv-unified" in note for note in found.notes)
 
 
-def test_llama_cpp_without_metrics_or_slots(gguf: str) -> None:
+def test_llama_cpp_with_disabled_slots_or_metrics_is_reported(gguf: str) -> None:
     with llama("split", "idle") as server:
         server.paths["/slots"] = Stored(recorded(LLAMA, "slots_off.json"), 501)
         found = look(server, gguf, kv_unified=False)
@@ -198,7 +198,7 @@ def test_llama_cpp_without_metrics_or_slots(gguf: str) -> None:
             look(server, gguf)
 
 
-def test_a_path_of_another_machine() -> None:
+def test_model_path_of_another_machine_is_rejected() -> None:
     with (
         llama("split", "idle") as server,
         pytest.raises(TonnageError, match=r"^--model: the server's model") as told,
@@ -236,7 +236,7 @@ def test_sglang_pool_and_plan_are_read_from_its_metrics(qwen: str) -> None:
     assert found.headroom.requests == 13_480 // 120  # 100 + 20 tokens each
 
 
-def test_older_sglang(qwen: str) -> None:
+def test_older_sglang_metrics_are_read(qwen: str) -> None:
     """Names of its documentation; arguments under /get_server_info."""
     with sglang("0.4", get_server_info=recorded(SGLANG, "server_info.json")) as server:
         del server.paths["/server_info"]
@@ -247,7 +247,7 @@ def test_older_sglang(qwen: str) -> None:
     assert found.reading.counters.prompt_tokens == 8_128_902
 
 
-def test_metrics_of_sglang_off(qwen: str) -> None:
+def test_disabled_sglang_metrics_are_reported(qwen: str) -> None:
     with sglang() as server:
         del server.paths["/metrics"]
         with pytest.raises(
@@ -259,7 +259,9 @@ def test_metrics_of_sglang_off(qwen: str) -> None:
 # -- our own server
 
 
-async def test_a_tonnage_server(run_server: Callable[..., Any], small_plan: Callable[..., Plan]) -> None:
+async def test_tonnage_server_plan_is_read_unchanged(
+    run_server: Callable[..., Any], small_plan: Callable[..., Plan]
+) -> None:
     """It tells its plan, also where it speaks vLLM's names beside its own; what it says is shown as it is."""
     plan = small_plan()
     async with run_server(FakeEngine(plan), metrics_compat="vllm") as running:
@@ -282,7 +284,7 @@ async def test_a_tonnage_server(run_server: Callable[..., Any], small_plan: Call
     assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (0, 0)
 
 
-async def test_a_tonnage_server_needs_no_flags_but_its_key(
+async def test_tonnage_server_needs_only_the_api_key_flag(
     run_server: Callable[..., Any], small_plan: Callable[..., Plan]
 ) -> None:
     async with run_server(FakeEngine(small_plan()), api_key="watch-secret", key="watch-secret") as running:
