@@ -1,4 +1,4 @@
-"""Log lines for requests that ended with an error: one line each, or one for all when there are many."""
+"""Log lines for failed requests: one line per request, or one summary when many fail within ten seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tonnage.server.security.middleware import PUBLIC_PATHS
 
 log = logging.getLogger("tonnage.server")
 
-# At most this many lines in each window; further requests are counted and reported at the window's end. A full
-# server rejects hundreds of requests per second, and one line costs as much time as one token.
+# At most this many lines are logged per window; further failures are counted and reported at the window's end.
+# A full server rejects hundreds of requests per second, and one line costs as much time as generating one
+# token.
 AT_ONCE = 10
 WINDOW_SECONDS = 10.0
 
 _MOST_OF_A_PATH = 200
 
-# Errors whose messages contain only numbers and names of settings. Other messages quote the client, and a log
-# line must never contain a prompt, so only their code and field are logged.
+# Error codes whose messages contain only numbers and names of settings, and are therefore logged. Other
+# messages quote the client's request, which may be a prompt, so the log has only their code and field.
 _QUOTE_NOTHING = frozenset(
     {
         ErrorCode.REQUEST_TOO_LARGE, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.EXCEEDS_KV_CAPACITY,
@@ -34,11 +35,11 @@ _QUOTE_NOTHING = frozenset(
 
 
 class FailedRequestLog:
-    """The log of failed requests of one app, used on its event loop."""
+    """Logger of one app's failed requests, with a limit on lines per window; used on the app's event loop."""
 
     def __init__(self) -> None:
-        self._lines = 0  # in this window
-        self._more: Counter[str] = Counter()  # by code, without a line
+        self._lines = 0  # number of lines logged in this window
+        self._more: Counter[str] = Counter()  # failures in this window without a line, counted by error code
         self._end: asyncio.TimerHandle | None = None
 
     def finished(self, ticket: Ticket) -> None:
@@ -47,8 +48,8 @@ class FailedRequestLog:
             self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
 
     def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
-        """Log an error, or only count it when the window already has its lines."""
-        if path in PUBLIC_PATHS:  # a probe comes every few seconds while a model loads
+        """Log the error of a rejected or failed request; only count it when the window's lines are used up."""
+        if path in PUBLIC_PATHS:  # not logged: a health probe comes every few seconds while a model loads
             return
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._window_ends)
@@ -76,9 +77,9 @@ class FailedRequestLog:
 
 
 def _field(error: ApiError) -> str | None:
-    """Return the top-level field of the body with the error, or None.
+    """Return the top-level field of the request body that the error is about, or None.
 
-    A nested name, or an unknown field, may be a secret of the client.
+    Nested names and unknown fields are left out, because they may contain a secret of the client.
     """
     if error.param is None or error.code is ErrorCode.UNKNOWN_PARAMETER:
         return None

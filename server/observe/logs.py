@@ -17,15 +17,15 @@ from tonnage.server.requests.accounts import Ticket
 access = logging.getLogger("tonnage.access")
 
 _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "asctime"}
-# Attribute that vLLM, when it runs in this process, adds to every record (its logger.py, 0.32).
+# vLLM, when it runs in this process, adds this attribute to every log record (its logger.py, 0.32).
 _STANDARD |= {"vllm_process_name"}
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter that writes one JSON object per line, with the caller's `extra` as fields."""
+    """A log formatter that writes one JSON object per line and record, with the caller's `extra` as fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the JSON object of a record."""
+        """Return a log record as one JSON object."""
         entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -44,7 +44,7 @@ def printable(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter that writes ``time level message key=value ...``."""
+    """A log formatter that writes lines of the form ``time level message key=value ...``."""
 
     converter = staticmethod(time.gmtime)
 
@@ -52,7 +52,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the message with the caller's `extra` as `key=value` pairs."""
+        """Return a log record's message, followed by the caller's `extra` as `key=value` pairs."""
         more = [
             f"{name}={printable(str(value))}"
             for name, value in record.__dict__.items()
@@ -62,7 +62,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """A handler that looks up sys.stderr for each line.
+    """A log handler that writes to the current sys.stderr, which it looks up for each line.
 
     A progress display replaces sys.stderr while a model loads.
     """
@@ -76,7 +76,7 @@ def configure(form: Literal["text", "json"], level: str) -> None:
     """Send the logs of tonnage and uvicorn to stderr.
 
     Args:
-        form: the format of the lines.
+        form: whether to write lines of text or of JSON.
         level: name of the lowest level to write.
     """
     handler = _ToStderr()
@@ -90,7 +90,7 @@ def configure(form: Literal["text", "json"], level: str) -> None:
 
 
 def log_access(ticket: Ticket) -> None:
-    """Log one line for a request that has ended."""
+    """Log one line with outcome, duration and token counts for a request that has ended."""
     counts = ticket.counts
     fields: dict[str, Any] = {
         "request_id": ticket.request_id,

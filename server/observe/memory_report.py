@@ -1,4 +1,4 @@
-"""The JSON of /memory: planned and measured bytes and their difference, pool states, and headroom."""
+"""The JSON of /memory: planned and measured bytes with their differences, KV pool states, and headroom."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class CapacityForecast:
-    """The capacity that is left now.
+    """How much more a running server can take now, and how long until it is full or drained.
 
     Attributes:
-        requests: requests of the average size that fit.
-        prompt_tokens: largest prompt that fits.
-        full_in_seconds: time until the pool is full, None when it takes more than a day.
-        drain_seconds: time until all requests in flight complete, None when unknown.
+        requests: number of further requests of the average size that fit.
+        prompt_tokens: tokens of the largest prompt that fits.
+        full_in_seconds: seconds until the KV pool is full, None when it takes more than a day.
+        drain_seconds: seconds until all requests in flight complete, None when unknown.
     """
 
     requests: int
@@ -31,9 +31,10 @@ class CapacityForecast:
 
 
 def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
-    """Return the measured bytes by the plan's component names, without components that are not measured.
+    """Return the measured bytes by component of the plan (weights, kv_pool ...); unmeasured ones are absent.
 
-    With all components measured they add up to the device: free is its total minus the peak of the processes.
+    When all components are measured, they add up to the device's memory: ``free`` is the device's total minus
+    the peak of the processes.
     """
     values = {
         "weights": memory.weights,
@@ -48,24 +49,24 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
 
 
 def planned_components(plan: Plan) -> dict[str, int]:
-    """Return the planned bytes of the worst rank by component; they add up to the device."""
+    """Return the planned bytes by component of the plan's worst rank; they add up to the device's memory."""
     return rank_components(plan.rank)
 
 
 def rank_components(rank: RankPlan) -> dict[str, int]:
-    """Return the planned bytes of one rank by component; they add up to its device."""
+    """Return the planned bytes of one rank by component; they add up to the memory of its device."""
     return {**rank.components, "free": rank.free_bytes}
 
 
 def memory_report(state: ServerState, room: CapacityForecast, counts: bool = True) -> dict[str, Any]:
     """Return the JSON object of /memory.
 
-    Bytes are integers; null means not measured or unknown. `time` and `since` (the start of `state`) are
-    seconds since the epoch.
+    Bytes are integers; null means not measured or unknown. `time` is now and `since` when `state` began, both
+    in seconds since the epoch.
 
     Args:
-        state: the state of the app.
-        room: the capacity that is left.
+        state: the app's plan, engine and accounts.
+        room: the requests and tokens that still fit.
         counts: whether to include the request counts of all tenants, which are null otherwise.
     """
     plan, stats = state.plan, state.engine.stats()
@@ -145,10 +146,10 @@ def _headroom(state: ServerState, pool: PoolStats, room: CapacityForecast) -> di
 
 
 def _requests(state: ServerState, stats: EngineStats) -> dict[str, Any]:
-    """Return the request counts, with ages since arrival.
+    """Return the number of requests by state, and the seconds since the oldest of each arrived.
 
-    When no request waits in the engine, all unfinished requests count as running, also before the engine
-    reports them.
+    When no request waits in the engine, all unfinished requests count as running, including requests that the
+    engine has not reported yet.
     """
     running, waiting = state.accounts.oldest()
     if not stats.waiting:

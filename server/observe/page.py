@@ -1,4 +1,4 @@
-"""The HTML status page at /, without scripts and external files. The browser reloads it every 5 seconds."""
+"""The HTML status page at /, without scripts and external files; the browser reloads it every 5 seconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LINKS = (("docs", "API"), ("memory", "memory as JSON"), ("metrics", "metrics"))
 
 
 def status_page(status: Status) -> str:
-    """Return the HTML of a status; send it with HEADERS."""
+    """Return the status of a server as an HTML page, which must be sent with the response headers HEADERS."""
     title = f"{status.model}: {status.state}"
     facts = "".join(f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in status.facts)
     head = "".join(f"<th>{escape(cell)}" for cell in TITLES)
@@ -59,7 +59,7 @@ def status_page(status: Status) -> str:
 
 
 def _bar(status: Status) -> str:
-    """Return the bar of the pool by state; its titles are read by pointers and screen readers."""
+    """Return an HTML bar of the KV pool's blocks by state, with titles for tooltips and screen readers."""
     if not status.usable:
         return ""
     at, parts, keys = 0.0, [], []

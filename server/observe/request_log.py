@@ -1,7 +1,7 @@
 """The request log for `tonnage replay`: the size of each request and output, without text.
 
-A prompt is logged as one number per block. Equal numbers mean equal prefixes with the same tenant and salt. A
-number depends only on when its block was first seen, so it reveals nothing of its tokens.
+A prompt is logged as one number per block of tokens. Equal numbers mean equal prefixes of the same tenant and
+cache salt. A number depends only on when its block was first seen, so it reveals nothing of its tokens.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from tonnage.server.requests.accounts import Ticket
 
 log = logging.getLogger("tonnage.server")
 
-_IDS = 2**30  # trace readers accept integers below this (cache/replay/trace.py)
-_REMEMBERED = 2**20  # blocks, at most about 150 MiB. A forgotten block gets a new number.
+# Block numbers stay below this, because trace readers accept no larger integers (cache/replay/trace.py).
+_IDS = 2**30
+# The log remembers the numbers of this many blocks, in at most about 150 MiB. A forgotten block gets a new
+# number.
+_REMEMBERED = 2**20
 
 
 class RequestLog:
     """A log file with one line for each sequence that produced tokens.
 
-    A line that cannot be written, as on a full disk, is counted in `lost` and logged. Requests are answered all
-    the same.
+    A line that cannot be written, as on a full disk, is counted in `lost`, and the failure is logged once.
+    Requests are still answered.
 
     Args:
         path: the file to append to.
-        block_size: tokens of a hashed block.
+        block_size: number of tokens per hashed block.
 
     Raises:
         DeploymentError: the file cannot be opened.
@@ -40,13 +43,14 @@ class RequestLog:
 
     def __init__(self, path: Path, block_size: int) -> None:
         try:
-            # Unbuffered: a buffer would keep bytes of a failed write and put them into a later line.
+            # The file is unbuffered, because a buffer would keep bytes of a failed write and put them into a
+            # later line.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise DeploymentError(f"cannot write {path}: {error.strerror}", field="request_log") from None
         self.lost = 0
         self._failing = False
-        self._torn = False  # the file ends in the middle of a line
+        self._torn = False  # whether the file ends in the middle of a line, after a failed write
         self._block = block_size
         # The first number is random, so that appending to an older file does not reuse its numbers.
         self._next = secrets.randbelow(_IDS)
@@ -56,7 +60,7 @@ class RequestLog:
         """Write the lines of a finished request; call it once for each request."""
         submission, counts = ticket.submission, ticket.counts
         if submission is None or counts is None:
-            return  # rejected before it reached the engine
+            return  # the request was rejected before it reached the engine
         salt = ticket.tenant.salt(submission.cache_salt).encode()
         for number, prompt in enumerate(submission.prompts):
             ids = self.block_ids(prompt, salt)
@@ -77,7 +81,8 @@ class RequestLog:
     def _append(self, line: str) -> None:
         data = f"\n{line}\n".encode() if self._torn else f"{line}\n".encode()
         try:
-            while data:  # a nearly full disk takes only a part, and the next call raises the error
+            # On a nearly full disk a write takes only a part of the data, and the next write raises the error.
+            while data:
                 data = data[self._file.write(data) :]
                 self._torn = bool(data)
         except OSError as error:
@@ -91,9 +96,9 @@ class RequestLog:
         self._failing = False
 
     def block_ids(self, prompt: Sequence[int], salt: bytes) -> tuple[int, ...]:
-        """Return one number for each block of `prompt`; the last block may be partial.
+        """Return one number for each block of `prompt`; the last block may have fewer tokens.
 
-        A number stands for all tokens up to the end of its block.
+        A number stands for the whole prefix: all tokens from the prompt's start to the end of the block.
         """
         data = array("q", prompt).tobytes()
         size = 8 * self._block

@@ -1,6 +1,6 @@
-"""The /memory report as rows, lines and a bar, for `tonnage status` and the page at /.
+"""The /memory report as table rows, text lines and a bar, for `tonnage status` and the page at /.
 
-This module imports nothing else of the server, so that the command starts fast.
+This module imports no other module of the server, so that the command starts fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.units import gib
 Row = tuple[str, str, str, str]
 TITLES: Row = ("", "planned bytes", "measured", "difference")
 
-# component -> its key in a rank of the plan's JSON
+# name of a component -> its key in a rank of the plan's JSON
 COMPONENTS = {
     "weights": "weights_bytes",
     "kv_pool": "kv_pool_bytes",
@@ -26,23 +26,23 @@ COMPONENTS = {
     "draft": "draft_bytes",
     "free": "free_bytes",
 }
-# States of the pool in the order of the bar; they add up to the usable blocks.
+# States of the pool's blocks, in the order of the bar. The counts of all states add up to the usable blocks.
 POOL_STATES = ("used", "reserved", "cached", "free")
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The status of a server, ready to be shown.
+    """The status of a server as texts and numbers that are ready to be shown.
 
     Attributes:
         model: name of the model.
         state: loading, ready, restarting, draining or failed.
         since: when the state began, as a text.
-        plan: the plan in one line.
-        memory: rows of the table of memory.
-        pool: blocks by POOL_STATES, empty for a model without KV cache. Reserved blocks are not yet held by the
-            running requests that they are reserved for.
-        facts: (name, text) of the other lines.
+        plan: one line that describes the plan.
+        memory: rows of the memory table: component, planned bytes, measured bytes, difference.
+        pool: number of KV blocks by POOL_STATES, empty for a model without KV cache. ``reserved`` counts blocks
+            that are reserved for running requests but not yet held by them.
+        facts: further lines, as pairs of name and text.
     """
 
     model: str
@@ -55,15 +55,16 @@ class Status:
 
     @property
     def usable(self) -> int:
-        """Return the usable blocks of the pool."""
+        """Return the number of usable blocks of the KV pool."""
         return sum(self.pool.values())
 
 
 def status_of(report: Mapping[str, Any]) -> Status:
-    """Return the status in a /memory report.
+    """Return the status that a /memory report describes.
 
     Raises:
-        KeyError: the report has another form than in this release. TypeError and IndexError mean the same.
+        KeyError: a key is missing, because the report is from another release. TypeError and IndexError have
+            the same cause.
     """
     plan, flags = report["plan"], report["plan"]["deployment"]
     pool = _pool(report["pool"]["blocks"])
@@ -81,7 +82,10 @@ def status_of(report: Mapping[str, Any]) -> Status:
 
 
 def memory_rows(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[Row]:
-    """Return (component, planned, measured, difference), free last, without components that have no bytes."""
+    """Return a table row (component, planned, measured, difference) for each component that has bytes.
+
+    The component ``free`` comes last.
+    """
     shown = {name: size for name, size in planned.items() if size or name in measured}
     names = [*shown, *(name for name in measured if name not in shown)]
     rows = [_row(name, shown.get(name), measured.get(name)) for name in names if name != "free"]
@@ -101,10 +105,10 @@ def span(seconds: float) -> str:
 
 
 def auto_text(auto: Mapping[str, Any]) -> str:
-    """Return the current rule of the admission mode `auto` in one line.
+    """Return one line that describes the current rule of the admission mode `auto`.
 
     Args:
-        auto: `tonnage.server.engines.stats.AutoStats.to_dict`.
+        auto: the JSON object of `tonnage.server.engines.stats.AutoStats.to_dict`.
     """
     parts = ["auto: vLLM's rule"]
     if auto["holds_back"] is not None:
@@ -159,7 +163,7 @@ def _since(report: Mapping[str, Any]) -> str:
 
 
 def _memory(report: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each component, and a row with the peak of all processes."""
+    """Return a table row for each memory component, and one with the peak of all processes."""
     plan, measured = report["plan"], report["measured"]
     rank = plan["ranks"][plan["worst_rank"]]
     planned = {name: rank[key] for name, key in COMPONENTS.items()}
@@ -170,7 +174,10 @@ def _memory(report: Mapping[str, Any]) -> list[Row]:
 
 
 def _pool(blocks: Mapping[str, Any]) -> dict[str, int]:
-    """Return the blocks by state; reserved blocks not yet held are taken from free, then from cached blocks."""
+    """Return the number of KV blocks by state.
+
+    Blocks that are reserved but not yet held are subtracted from the free blocks, then from the cached ones.
+    """
     used, cached, free = blocks["used"], blocks["cached"] or 0, blocks["free"]
     reserved = min(blocks["promised_unused"], cached + free)
     taken = max(0, reserved - free)
@@ -188,7 +195,7 @@ def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str
         facts.append(("KV pool", f"{states} of {blocks} ({gib(size)})"))
     if (auto := report["admission"]["auto"]) is not None:
         facts.append(("admission", auto_text(auto)))
-    if requests is None:  # this API key may not see the counts of all tenants
+    if requests is None:  # null when the client's API key may not see the counts of all tenants
         return facts
     running, waiting = requests["running"], requests["waiting"]
     limit = plan["deployment"]["max_num_seqs"]

@@ -1,8 +1,9 @@
 """OpenTelemetry traces: one span for each request, sent to an OTLP endpoint. Needs the extra `otel`.
 
-A span is created when its request has ended, from the values in the accounts, so tracing adds no cost to a
-stream. Attribute names follow the semantic conventions for GenAI of opentelemetry-semantic-conventions 0.66b2
-(`gen_ai.*`, development status). Values without a convention are named `tonnage.*`.
+A span is created when its request has ended, from the counts and times recorded for it. So tracing adds no cost
+while tokens are streamed. Attribute names follow the semantic conventions for GenAI of
+opentelemetry-semantic-conventions 0.66b2 (`gen_ai.*`, development status). Values without a convention are
+named `tonnage.*`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tonnage.server.state import ServerState
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-# W3C trace context of the current request, as its client sent it.
+# W3C trace context of the current request, as sent in its headers.
 _CARRIER: ContextVar[dict[str, str]] = ContextVar("tonnage_trace_context", default={})  # noqa: B039 (never written to)
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
@@ -31,13 +32,13 @@ OPERATIONS = {
 
 
 class TraceContext:
-    """An ASGI middleware that keeps the client's trace context for the request's span."""
+    """An ASGI middleware that stores the client's trace context, the parent of the request's span."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep the trace context of an HTTP request and call the app."""
+        """Store the trace context of an HTTP request and call the wrapped app."""
         if scope["type"] == "http":
             headers = dict(scope["headers"])
             found = {
@@ -49,12 +50,12 @@ class TraceContext:
 
 
 class Tracing:
-    """The tracing of one app, called by its accounts.
+    """Exporter of one app's traces; the app's accounts call it for each finished request.
 
     Args:
         state: the state of the app.
         endpoint: URL of the OTLP endpoint.
-        exporter: receiver of the spans, by default OTLP over HTTP.
+        exporter: the OpenTelemetry span exporter; None selects OTLP over HTTP.
 
     Raises:
         DeploymentError: the extra `otel` is not installed.
@@ -80,11 +81,12 @@ class Tracing:
         state.accounts.on_finish.append(self._finished)
 
     def shutdown(self) -> None:
-        """Send the remaining spans, within the exporter's time-out."""
+        """Send the spans that are not sent yet, for at most the exporter's time-out."""
         self._provider.shutdown()
 
     def _finished(self, ticket: Ticket) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode  # the extra otel is optional
+        # imported here, because the extra otel is optional
+        from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         operation = OPERATIONS.get(ticket.endpoint, "text_completion")

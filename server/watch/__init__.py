@@ -1,14 +1,14 @@
-"""The observation of a running server: its state, the plan for it, and both side by side.
+"""The observation of a running inference server: its measured state beside the plan for it.
 
 ============== ===============================================================================
 ``client``     HTTP requests with limits on bytes and seconds; each error says what to do next
 ``samples``    parsing of a metrics page
-``records``    the facts about a server, and one reading of its state
+``records``    facts that stay the same until a restart, and one reading of the changing state
 ``servers``    vLLM, SGLang, llama.cpp and Tonnage, with a file for each
 ``planned``    the plan for a server, from its facts and the given flags
 ``watcher``    repeated observations: rates, restarts, headroom
 ``text``       an observation as text and as JSON; ``drawing``: tables of bytes
-``status``     the same for /memory of a Tonnage server: ``tonnage status``
+``status``     /memory of a Tonnage server as text and as JSON, for ``tonnage status``
 ``screens``    output on lines or on a terminal screen; ``loop``: the loop that observes and shows
 ``export``     an observation for Prometheus, under the names of our own server
 ============== ===============================================================================

@@ -1,6 +1,7 @@
 """An HTTP client for GET requests with limits on bytes and seconds.
 
-It follows no redirect, so that an API key goes to no other host, and ignores proxies of the environment.
+The client follows no redirect, so that an API key goes to no other host. It ignores the proxies set in the
+environment.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from urllib.parse import urlsplit
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 
-# vLLM 0.32's page has 53 kB for one engine, so this holds 300 replicas.
+# Upper bound of a metrics page. vLLM 0.32's page has 53 kB for one engine, so 300 engines fit.
 MAX_PAGE_BYTES = 16 * 2**20
 _PORTS = "vLLM's and Tonnage's is 8000, SGLang's 30000, llama-server's 8080"
-_ENDPOINTS = ("/metrics", "/v1")  # endings that are removed from a pasted URL
+_ENDPOINTS = ("/metrics", "/v1")  # path endings that are removed from the URL given by the user
 
 
 class WatchError(TonnageError):
-    """An error for a server that cannot be read, at least for now."""
+    """An error for a watched server that cannot be read now; a later attempt may succeed."""
 
     code = "watch_failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An HTTP response; `start` is the start time of the server's process, if its headers have it."""
+    """An HTTP response; `start` is the server process's start time if a header gives it, else None."""
 
     status: int
     text: str
     start: str | None = None
 
     def json(self) -> Any:
-        """Return the JSON value of a response with status 200, else None."""
+        """Return the body parsed as JSON, or None when the status is not 200 or the body is not JSON."""
         if self.status != 200:
             return None
         try:
@@ -48,11 +49,7 @@ class Response:
 
 
 class Client:
-    """A client for one server.
-
-    Raises:
-        DeploymentError: the URL or the API key is invalid.
-    """
+    """A client for GET requests to one server."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 10.0) -> None:
         self.url = _base_url(url)
@@ -68,10 +65,11 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Response:
-        """Return the response, unless it is a redirect or has status 401, 403 or 503.
+        """Return the response to GET `path`.
 
         Raises:
-            WatchError: no response in time, or one of these.
+            WatchError: there was no complete response in time, or it was a redirect or had status 401, 403 or
+                503.
         """
         answer = self._get(path)
         if answer.status in (401, 403):
@@ -91,10 +89,13 @@ class Client:
         held: list[socket.socket] = []
         over = threading.Event()
 
-        def hang_up() -> None:  # a socket's timeout is for one read, so a slow response never reaches it
+        # A timer ends the request, because a socket's timeout limits only a single read: a slow response never
+        # exceeds it.
+        def hang_up() -> None:
             over.set()
             for sock in held or [connection.sock]:
-                with contextlib.suppress(OSError, TypeError):  # the socket is closed, or not open yet
+                # ignored: the socket is already closed (OSError) or not open yet (TypeError)
+                with contextlib.suppress(OSError, TypeError):
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
         timer = threading.Timer(self._timeout, hang_up)
@@ -154,12 +155,12 @@ class Client:
 
 
 def _base_url(url: str) -> str:
-    """Return the base URL: ``localhost:8000/metrics`` -> ``http://localhost:8000``."""
+    """Return the URL without a known ending: ``localhost:8000/metrics`` -> ``http://localhost:8000``."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # the port is not a number
+    except ValueError:  # urlsplit raises when the port is not a number
         good = False
     if not good or not text.isprintable() or not text.isascii() or " " in text:
         raise DeploymentError(

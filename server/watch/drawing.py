@@ -10,7 +10,7 @@ from tonnage.server.observe.status import TITLES, Row
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table with titles and rows, or no lines without rows."""
+    """Return the lines of a text table with a title row and aligned columns, or no lines without rows."""
     if not rows:
         return []
     table = [TITLES, *rows]
@@ -23,17 +23,18 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 class MemoryTable:
-    """A table for rich that fits the terminal's width without truncating a number.
+    """A memory table for rich that fits the terminal's width without truncating a number.
 
-    In a narrow terminal only GiB are shown instead of bytes, and in a still narrower one lines are folded.
+    A narrow terminal gets GiB instead of exact bytes, and in a still narrower one cells are folded onto further
+    lines.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yield the table for the console's width."""
-        from rich.markup import escape  # only on a terminal
+        """Yield the table in the form that fits the console's width."""
+        from rich.markup import escape  # imported here, because only output on a terminal needs rich
         from rich.table import Table
 
         titles, rows = TITLES, self._rows
@@ -49,6 +50,6 @@ class MemoryTable:
 
 
 def _short(row: Row) -> Row:
-    """Return the row with ``1.0 KiB`` in place of ``1,024 (1.0 KiB)``."""
+    """Return the table row with exact bytes removed: ``1.0 KiB`` in place of ``1,024 (1.0 KiB)``."""
     name, *cells = (re.sub(r"^\S+ \((.+)\)$", r"\1", cell) for cell in row)
     return name, cells[0], cells[1], cells[2]

@@ -1,7 +1,7 @@
 """An HTTP server that exports observations of the watched server to Prometheus.
 
-Metrics have the names and meanings of our own server's (docs/operations.md). A metric is absent when the
-watched server does not report it, and all are absent while it does not answer.
+Metrics have the names and meanings of a Tonnage server's metrics (docs/operations.md). A metric is absent when
+the watched server does not report it, and all are absent while it does not answer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.watcher import Observation
 
-_CLIENT_SECONDS = 10.0  # a scraper that is idle for longer is disconnected (Prometheus' own timeout)
+# A client that stays idle for longer is disconnected; Prometheus uses the same timeout for a scrape.
+_CLIENT_SECONDS = 10.0
 
 
 class Exporter:
     """A thread that serves the last observation at /metrics; a scrape never waits for the watched server.
 
     Raises:
-        DeploymentError: the port cannot be used.
+        DeploymentError: it cannot listen on the port.
     """
 
     def __init__(self, url: str, host: str, port: int) -> None:
@@ -70,7 +71,7 @@ class Exporter:
         return f"http://{host!s}:{port}/metrics"
 
     def show(self, observation: Observation) -> None:
-        """Replace the exported metrics by a new observation."""
+        """Replace the exported metrics with the values of a new observation."""
         self._last = observation
         self._write()
 
@@ -103,7 +104,10 @@ class Exporter:
 
 
 def families(page: Page, now: Observation) -> None:
-    """Write the metrics of an observation. Counters are the watched server's own, so they restart with it."""
+    """Write the metrics of an observation.
+
+    Counters have the values of the watched server's counters, so they return to zero when that server restarts.
+    """
     facts, reading, planned = now.facts, now.reading, now.planned
     page.info(
         "tonnage_watch_info",

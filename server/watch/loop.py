@@ -1,4 +1,4 @@
-"""The loop that observes a server, shows the result and waits."""
+"""The loop of ``tonnage watch``: observe a server, show the result, and wait for the next interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Shown = TypeVar("_Shown", contravariant=True)
 
 
 class Output(Protocol[_Shown]):
-    """A place that shows observations of the watched server: lines, a terminal screen or an exporter."""
+    """Interface of an output for observations: text lines, a terminal screen or an exporter."""
 
     def show(self, observe: _Shown) -> None:
         """Show an observation of the watched server."""
@@ -29,16 +29,16 @@ def watch(
     *,
     patient: bool = False,
 ) -> None:
-    """Observe and show every `interval` seconds until the process is stopped, or once when it is None.
+    """Observe a server every `interval` seconds and show each result, until the process is stopped.
 
     Args:
         observe: returns an observation or raises WatchError.
-        outputs: the outputs.
-        interval: seconds between the starts of two observations.
-        patient: also wait for a server that has never answered.
+        outputs: the outputs that show each observation.
+        interval: seconds between the starts of two observations; None observes once.
+        patient: keep trying when the first observation fails, since the server may still be starting.
 
     Raises:
-        WatchError: the only observation, or the first of an impatient loop, failed.
+        WatchError: the first observation failed, and the loop is not patient or observes only once.
     """
     while True:
         begun = time.monotonic()

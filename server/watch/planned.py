@@ -20,8 +20,8 @@ from tonnage.server.watch.records import PlanSummary, ServerFacts
 
 ENGINES: dict[str, EngineName] = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "llama.cpp"}
 
-# A stand-in for an unknown device, so large that every plan fits. Only figures that do not depend on the device
-# are used then.
+# Memory of a stand-in for an unknown device, so large that every plan fits. Figures that depend on the device
+# are then left out.
 _ANY_DEVICE = {"device": "cuda", "device_memory": 1 << 50}
 _DECIDE_THE_POOL = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 
@@ -29,16 +29,19 @@ _DECIDE_THE_POOL = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 def plan_of(
     facts: ServerFacts, given: Mapping[str, Any], model: str | None
 ) -> tuple[PlanSummary | None, tuple[str, ...]]:
-    """Return the plan for a server, or None for a model that the planner rejects, and notes for the reader.
+    """Return the plan for a watched server, and notes for the user.
+
+    The plan is None for a model that the planner does not support.
 
     Args:
-        facts: facts about the server.
-        given: fields of the Deployment from the command line.
-        model: the server's model as a path or hub id on this machine, None to use the server's own.
+        facts: the model and settings that the server reports.
+        given: fields of the Deployment that the user sets on the command line.
+        model: the server's model as a path or hub id on this machine; None uses the path or id that the server
+            reports.
 
     Raises:
-        DeploymentError: a flag contradicts the server.
-        ModelNotFound: --model is needed.
+        DeploymentError: a flag contradicts a setting that the server reports.
+        ModelNotFound: the server's model is not found on this machine, so --model is needed.
     """
     flags, notes = _merged(facts, given)
     if missing := [name for name in facts.assumed if name not in given]:
@@ -112,7 +115,8 @@ def _merged(facts: ServerFacts, given: Mapping[str, Any]) -> tuple[dict[str, Any
                 hint="leave it out",
             )
         flags[name] = value
-    if "gpu" in given and flags.get("device") == "cuda":  # the GPU's name implies the device
+    # drop the reported device, because the GPU's name already implies it
+    if "gpu" in given and flags.get("device") == "cuda":
         del flags["device"]
     if facts.version is not None and "engine_version" not in given and facts.title == "vLLM":
         flags["engine_version"] = facts.version
@@ -135,9 +139,10 @@ def _source(facts: ServerFacts, model: str | None) -> ModelSource:
 
 
 def _plan(source: ModelSource, flags: Mapping[str, Any]) -> Plan:
-    """Return the plan with the engine's default block size if it equals the server's, else with the server's.
+    """Return the plan for the server's flags.
 
-    An engine that derives the block size from the model may read a given one differently.
+    The block size is passed to the planner only if the engine's default differs from the server's. An engine
+    that derives the block size from the model may interpret a given size differently.
     """
     own = {name: value for name, value in flags.items() if name != "block_size"}
     sizer = Sizer(source)

@@ -1,4 +1,4 @@
-"""The facts about a watched server, and one reading of its state. None means not reported."""
+"""Records of a watched server: its facts, and one reading of its state; None means not reported."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from tonnage.server.observe.metrics.headroom import Headroom
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts about a server that stay the same until it restarts.
+    """Facts about a watched server that stay the same until it restarts.
 
     Attributes:
-        title: name of the server software.
-        version: its version.
-        served: name of the model in the API.
+        title: name of the server software, such as vLLM.
+        version: version of the server software.
+        served: name of the model in the server's API.
         model: path or hub id of the model.
-        flags: reported fields of the Deployment by name.
-        pool_tokens: token slots of one replica's pool.
-        most_tokens: limit of the pool's tokens by a flag.
-        measured: bytes by component that the server measured at its start.
-        hidden: components that cannot be planned from the facts.
-        assumed: important fields of the Deployment that the server does not report.
-        notes: notes for the reader.
+        flags: settings that the server reports, by field name of the Deployment.
+        pool_tokens: number of token slots in one replica's KV pool.
+        most_tokens: upper bound of the pool's tokens that a flag of the server sets.
+        measured: bytes by component that the server measured when it started.
+        hidden: components that cannot be planned from the reported facts.
+        assumed: important fields of the Deployment that the server does not report; the plan uses their
+            defaults.
+        notes: notes for the user.
     """
 
     title: str
@@ -44,7 +45,11 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV blocks of one replica: `used` by running requests, `cached` and evictable at any time."""
+    """The KV blocks of one replica.
+
+    `num_blocks` blocks exist, of which requests can use `usable`. Running requests hold `used`; `cached` can be
+    evicted at any time. A block has `block_size` tokens.
+    """
 
     num_blocks: int
     usable: int
@@ -60,7 +65,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine with its own pool; `seats` is its limit of running sequences if it is not the plan's."""
+    """One engine of a server, with its own KV pool and its numbers of running and waiting requests.
+
+    `seats` is its limit of running sequences, or None when the plan's limit applies.
+    """
 
     running: int | None
     waiting: int | None = None
@@ -70,9 +78,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counts since the start of the server.
+    """Counters of a server that start at zero when it starts.
 
-    `finished` requests had `finished_prompt` and `finished_generation` tokens in total.
+    All `finished` requests together had `finished_prompt` prompt tokens and `finished_generation` output
+    tokens.
     """
 
     preemptions: int | None = None
@@ -85,7 +94,10 @@ class Counters:
     finished_generation: int | None = None
 
     def since(self, before: Counters) -> Counters | None:
-        """Return the differences to an earlier reading, or None when a counter fell after a restart."""
+        """Return the increase of each counter since an earlier reading.
+
+        Returns None when a counter is lower than before, which means that the server restarted.
+        """
         found = {}
         for part in fields(self):
             now, then = getattr(self, part.name), getattr(before, part.name)
@@ -99,16 +111,17 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The state of a server at one moment.
+    """The state of a watched server at one moment.
 
     Attributes:
-        replicas: the engines.
-        counters: counts since the start.
-        measured: bytes by component of the plan.
-        started: a value that differs between two runs of the server.
-        typical: prompt and output tokens of a current request, for a server without counters of finished ones.
-        headroom: the server's own figure.
-        auto: the server's own state of the admission mode `auto`.
+        replicas: the server's engines, each with its KV pool and requests.
+        counters: counters since the start of the server.
+        measured: measured bytes by component of the plan.
+        started: a value that changes when the server restarts, such as its start time.
+        typical: average prompt and output tokens of the current requests, for a server that does not count
+            finished requests.
+        headroom: the headroom that the server itself reports.
+        auto: the server's state of the admission mode `auto`.
     """
 
     replicas: tuple[Replica, ...]
@@ -120,38 +133,39 @@ class Reading:
     auto: AutoStats | None = None
 
     def sum_of(self, name: str) -> int | None:
-        """Return `running` or `waiting`, summed over all replicas that report it."""
+        """Return the number of `running` or `waiting` requests, summed over all replicas that report it."""
         values = [getattr(replica, name) for replica in self.replicas]
         known = [value for value in values if value is not None]
         return sum(known) if known else None
 
     def blocks(self, name: str) -> int | None:
-        """Return a field of Pool summed over all replicas, or None when one does not report it."""
+        """Return the field `name` of Pool, summed over all replicas, or None when one does not report it."""
         values = [None if one.pool is None else getattr(one.pool, name) for one in self.replicas]
         return None if not values or None in values else sum(value for value in values if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """The plan of the worst rank.
+    """The figures of a plan that are compared with a watched server, for the plan's worst rank.
 
     Attributes:
         plan_id: id of the plan.
         model: id of the model.
-        architecture: its architecture.
-        engine: the engine that is planned for.
-        quantization: quantization or "none".
-        device: name of the device.
-        components: bytes by component, as far as they are known (without the device: weights only).
-        block_size: tokens of a block.
-        bytes_per_block: bytes of a block.
-        max_model_len: longest sequence.
-        num_blocks: blocks of one pool, if the flags or the device determine them.
-        tokens: token slots of one pool, likewise.
-        replicas: replicas of the model.
-        limits: limits of admission, None when the server itself reports its headroom.
-        revision: revision of the plan.
-        notes: notes for the reader.
+        architecture: architecture of the model, as in its config.json.
+        engine: name of the engine that the plan is for.
+        quantization: method of quantization, or "none".
+        device: name of the device, such as `cuda:0`.
+        components: planned bytes by component. Without a known device, only components that do not depend on
+            it.
+        block_size: number of tokens per KV block.
+        bytes_per_block: bytes of a KV block.
+        max_model_len: maximum number of tokens of a sequence.
+        num_blocks: KV blocks of one replica's pool, None when neither flags nor device determine them.
+        tokens: token slots of one replica's pool, None when neither flags nor device determine them.
+        replicas: number of replicas of the model.
+        limits: limits that admission uses, None when the server itself reports its headroom.
+        revision: revision of the plan: 0 before the load, 1 after it.
+        notes: notes for the user.
     """
 
     plan_id: str

@@ -11,7 +11,7 @@ from tonnage.server.watch.client import WatchError
 
 Labels = Mapping[str, str]
 
-# Only samples with these prefixes are parsed: a page can have thousands of other lines.
+# Only samples with these prefixes are parsed, because a page can have thousands of other lines.
 _PREFIXES = ("vllm:", "sglang:", "llamacpp:", "tonnage_", "process_start_time_seconds")
 
 
@@ -41,25 +41,31 @@ class Samples:
         return any(name.startswith(prefix) for name in self._found)
 
     def of(self, name: str) -> list[tuple[Labels, float]]:
-        """Return the labels and values of all series with this sample name."""
+        """Return labels and value of each series with the sample name `name`."""
         return self._found.get(name, [])
 
     def total(self, *names: str) -> float | None:
-        """Return the sum over the series of the first of `names` that the page has, or None."""
+        """Return the sum over all series of one metric, or None when the page does not have it.
+
+        The metric is the first of `names` that the page has, since releases of a server use different names.
+        """
         found = self.first(names)
         return None if found is None else sum(value for _, value in self.of(found))
 
     def count(self, *names: str) -> int | None:
-        """Return `total` rounded to an integer, for counts."""
+        """Return the sum over all series of one metric, rounded to an integer, or None when it is absent.
+
+        The metric is the first of `names` that the page has.
+        """
         value = self.total(*names)
         return None if value is None else round(value)
 
     def first(self, names: Iterable[str]) -> str | None:
-        """Return the first of several sample names that the page has, or None."""
+        """Return the first of several sample names that occurs on the page, or None."""
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """Return the series that match these labels; a series without such a label name also matches."""
+        """Return the samples that have these label values; a series without such a label is kept, too."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():
@@ -73,7 +79,7 @@ class Samples:
         return part
 
     def values_of(self, label: str, name: str) -> list[str]:
-        """Return the sorted values of `label` on the series `name`."""
+        """Return the distinct values of the label `label` over all series of `name`, sorted."""
         return sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
 
 

@@ -16,7 +16,7 @@ AnyObservation = TypeVar("AnyObservation")
 
 
 class Lines(Generic[AnyObservation]):
-    """An output of plain lines, or of one JSON object per line."""
+    """An output that prints each observation as lines of text, or as one JSON object per line."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Lines(Generic[AnyObservation]):
 
         Args:
             plain: returns the text of an observation.
-            to_dict: returns the JSON object of an observation, None for plain lines.
-            between: text between two observations.
+            to_dict: returns the JSON object of an observation; None prints text instead of JSON.
+            between: text printed between two observations.
         """
         self._plain, self._to_dict, self._between = plain, to_dict, between
         self._first = True
@@ -48,7 +48,7 @@ class Lines(Generic[AnyObservation]):
         self._first = False
 
     def lost(self, error: WatchError) -> None:
-        """Print the error of a failed observation."""
+        """Print the error of an observation that failed."""
         if self._to_dict is not None:
             values = {"code": error.code, "message": error.message, "hint": error.hint}
             known = {name: value for name, value in values.items() if value is not None}
@@ -63,15 +63,16 @@ def draws() -> bool:
 
 
 class Screen(Generic[AnyObservation]):
-    """A terminal screen that each observation redraws.
+    """An output that redraws the terminal screen for each observation.
 
     Args:
-        draw: returns a rich renderable from (observation, characters of bars, error of a newer observation).
-        again: redraw the screen; False prints once.
+        draw: returns a rich renderable from an observation, the characters of its bars, and the error of a
+            later attempt (None without one).
+        again: whether to redraw the screen in place; False prints each observation below the previous one.
     """
 
     def __init__(self, draw: Callable[[AnyObservation, str, str | None], Any], *, again: bool = True) -> None:
-        from rich.console import Console  # only on a terminal
+        from rich.console import Console  # imported here, because only output on a terminal needs rich
         from rich.live import Live
 
         self._draw, self._shades, self._again = draw, shades(sys.stdout), again
@@ -90,8 +91,8 @@ class Screen(Generic[AnyObservation]):
         self._update(self._draw(observation, self._shades, None))
 
     def lost(self, error: WatchError) -> None:
-        """Draw the last observation with the error of the failed one."""
-        from rich.text import Text  # only on a terminal
+        """Redraw the last observation together with the error of the attempt that failed after it."""
+        from rich.text import Text  # imported here, because only output on a terminal needs rich
 
         last = self._last
         self._update(Text(str(error)) if last is None else self._draw(last, self._shades, str(error)))
@@ -100,5 +101,6 @@ class Screen(Generic[AnyObservation]):
         if not self._again:
             self._live.console.print(drawn)
             return
-        self._live.start()  # only now, so that an earlier failure leaves the terminal unchanged
+        # started only now, so that an error before the first observation leaves the terminal unchanged
+        self._live.start()
         self._live.update(drawn, refresh=True)

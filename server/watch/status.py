@@ -1,4 +1,4 @@
-"""An observation of a Tonnage server's /memory, and its output on a terminal and as plain text."""
+"""Observation of a Tonnage server's /memory for ``tonnage status``: on a terminal, and as plain text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tonnage.server.observe.status import POOL_STATES, Status, status_of
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.drawing import MemoryTable, aligned
 
-_BAR = 48  # characters; with the names of the facts it fits a terminal of 60 columns
-# Colours of the pool's states. Without colours, the characters of the bar distinguish them.
+_BAR = 48  # width of the bar in characters; together with a line's name it fits a terminal of 60 columns
+# Colours of the KV pool's states. Without colours, the characters of the bar distinguish the states.
 _COLOURS = dict(zip(POOL_STATES, ("blue", "yellow", "cyan", "dim"), strict=True))
 _STATE_COLOURS = {
     "ready": "green",
@@ -25,7 +25,7 @@ _STATE_COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class StatusObservation:
-    """One observation; `report` is the JSON object of /memory."""
+    """One observation of a Tonnage server; `report` is the JSON object of its /memory."""
 
     url: str
     report: Mapping[str, Any]
@@ -33,7 +33,7 @@ class StatusObservation:
 
 
 def observe(client: Client) -> StatusObservation:
-    """Return an observation of the server.
+    """Read /memory of a Tonnage server and return the observation.
 
     Raises:
         WatchError: the server does not answer, rejects the key, or is not a Tonnage server.
@@ -55,7 +55,7 @@ def observe(client: Client) -> StatusObservation:
 
 
 def to_dict(observation: StatusObservation) -> dict[str, Any]:
-    """Return the JSON object of an observation."""
+    """Return an observation of a Tonnage server as a JSON object."""
     return {"url": observation.url, **observation.report}
 
 
@@ -69,8 +69,11 @@ def plain(observation: StatusObservation) -> str:
 
 
 def drawn(observation: StatusObservation, shades: str, trouble: str | None = None) -> Any:
-    """Return an observation as a rich renderable, with the error of a newer one."""
-    from rich.console import Group  # only on a terminal
+    """Return an observation as a rich renderable.
+
+    `trouble` is the error of a later attempt that failed, or None.
+    """
+    from rich.console import Group  # imported here, because only output on a terminal needs rich
     from rich.markup import escape
     from rich.table import Table
 
@@ -109,9 +112,9 @@ def _head(observation: StatusObservation) -> list[str]:
 
 
 def pool_bar(status: Status, shades: str) -> str:
-    """Return the bar of the pool's states as rich markup.
+    """Return a bar that shows the KV pool's blocks by state, as rich markup.
 
-    The borders between states are rounded, not their widths, so that the widths add up to the bar.
+    The positions of the borders are rounded, not the widths of the parts, so that the widths add up to the bar.
     """
     at, before, parts = 0, 0, []
     for (state, blocks), shade in zip(status.pool.items(), shades, strict=True):

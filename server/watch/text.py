@@ -1,4 +1,4 @@
-"""An observation as text and as a JSON object, without unknown values."""
+"""An observation of a watched server as text and as a JSON object; unknown values are left out."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def pool_line(now: Observation) -> str | None:
 
 
 def headroom_line(now: Observation) -> str:
-    """Return the headroom of an observation that has one."""
+    """Return one line with the requests and tokens that still fit; the observation must have a headroom."""
     room = now.headroom
     assert room is not None
     text = f"room for {room.requests:,} more, the largest prompt {room.prompt_tokens:,} tokens"
@@ -97,7 +97,7 @@ def rates_line(now: Observation) -> str | None:
 
 
 def _head(now: Observation) -> list[str]:
-    """Return the lines about the server, its plan and its memory that precede the lines of observations."""
+    """Return the lines about server, plan and memory, which are printed before the first observation's line."""
     table = aligned(_rows(now))
     lines = [*headline(now), *(["", *table, ""] if table else [])]
     return lines + [f"Note: {note}" for note in now.notes]
@@ -106,7 +106,8 @@ def _head(now: Observation) -> list[str]:
 def lines() -> Callable[[Observation], str]:
     """Return a function that turns observations into text.
 
-    The text begins with the lines about server and plan when these differ from the previous observation.
+    The text starts with lines about the server and its plan whenever these differ from the previous
+    observation's.
     """
     last: object = None
 
@@ -124,10 +125,10 @@ def drawn(now: Observation, shades: str, trouble: str | None = None) -> Any:
 
     Args:
         now: the observation.
-        shades: characters of its bar, from full to empty.
-        trouble: error of a newer observation, None if there is none.
+        shades: characters of the bar that shows the pool, from full to empty.
+        trouble: error of a later attempt that failed, None without one.
     """
-    from rich.console import Group  # only on a terminal
+    from rich.console import Group  # imported here, because only output on a terminal needs rich
     from rich.markup import escape
 
     first, *rest = headline(now)
@@ -137,7 +138,8 @@ def drawn(now: Observation, shades: str, trouble: str | None = None) -> Any:
         full = cells(used, usable, _BAR)
         colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
         parts.append(f"[{colour}]{shades[0] * full}[/]{shades[-1] * (_BAR - full)}")
-    parts += ["", MemoryTable(_rows(now)), ""]  # at the end, because a low window cuts off the end
+    # the table comes last, because a low terminal window cuts off the end
+    parts += ["", MemoryTable(_rows(now)), ""]
     parts += [f"[dim]Note: {escape(note)}[/]" for note in now.notes]
     clock = time.strftime("%H:%M:%S", time.localtime(now.at))
     parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")
@@ -191,7 +193,7 @@ def to_dict(now: Observation) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without None and empty collections."""
+    """Return the entries of `values` whose value is neither None nor an empty collection."""
     found = {}
     for name, value in values.items():
         kept = _known(value) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Repeated observation of one server: rates, restarts and headroom."""
+"""Repeated observation of one server: token rates, detected restarts and headroom."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-_WINDOW_SECONDS = 120.0  # for rates and the average request, equal to the window of `Trend`
+# Token rates and the average request are computed over this time, which is also the window of `Trend`.
+_WINDOW_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,18 @@ class Observation:
 
     Attributes:
         url: the server's URL.
-        at: seconds since the epoch.
-        facts: facts about the server.
-        planned: its plan, None without one.
-        reading: its state.
-        measured: bytes by component of one replica.
-        headroom: capacity that is left, None when unknown.
-        full_in: seconds until the pool is full.
-        change: counters since the previous observation; None at the first one and after a restart.
+        at: time of the observation, in seconds since the epoch.
+        facts: facts that stay the same until the server restarts.
+        planned: the plan for the server, None without one.
+        reading: the server's requests, KV pools and counters.
+        measured: measured bytes by component of one replica.
+        headroom: the requests and tokens that still fit, None when unknown.
+        full_in: estimated seconds until the KV pool is full, None when unknown.
+        change: increase of the counters since the previous observation; None at the first one and after a
+            restart.
         seconds: seconds since the previous observation.
-        restarts: restarts of the server seen so far.
-        notes: notes for the reader.
+        restarts: number of restarts of the server seen so far.
+        notes: notes for the user.
     """
 
     url: str
@@ -59,7 +61,7 @@ class Observation:
 
 @dataclass(slots=True)
 class _Run:
-    """The server between two of its restarts, with its plan and its recent readings."""
+    """One run of the watched server, from its start to its restart, with its plan and recent readings."""
 
     server: Server
     facts: ServerFacts
@@ -73,10 +75,10 @@ class Watcher:
     """An observer of one running inference server.
 
     Args:
-        client: the HTTP client.
-        given: flags of the plan that the server does not report.
-        model: its model as a path or hub id on this machine.
-        kv_unified: whether llama.cpp's slots share one KV cache, None when not given.
+        client: the HTTP client for the server.
+        given: fields of the Deployment that the user sets, because the server does not report them.
+        model: the server's model as a path or hub id on this machine; None uses what the server reports.
+        kv_unified: whether llama.cpp's slots share one KV cache; None when the user does not say.
     """
 
     def __init__(
@@ -87,14 +89,15 @@ class Watcher:
         self._kv_unified = kv_unified
         self._run: _Run | None = None
         self._restarts = 0
-        self._lost = False  # the last observation failed, so the next answer may come from another server
+        # whether the last observation failed; the next answer may then come from another server
+        self._lost = False
 
     def observe(self) -> Observation:
-        """Return an observation.
+        """Read the server once and return the observation.
 
         Raises:
             WatchError: the server cannot be read now.
-            TonnageError: the first observation could not be planned.
+            TonnageError: no plan could be made at the first observation.
         """
         try:
             return self._observe()
@@ -130,10 +133,10 @@ class Watcher:
         return _Run(server, facts, planned, notes)
 
     def _again(self, server: Server, samples: Samples) -> _Run:
-        """Start over with a restarted server; a plan that cannot be made does not end the observation."""
+        """Start a new run after a restart of the server; if no plan can be made, continue without a plan."""
         try:
             run = self._begin(server, samples)
-        except WatchError:  # the server is down again; the next observation starts over
+        except WatchError:  # The server is down again, so the next observation tries to start the new run.
             raise
         except TonnageError as error:
             facts = server.facts(self._client, samples)
@@ -183,7 +186,10 @@ def _restarted(before: Reading, now: Reading) -> bool:
 
 
 def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int]:
-    """Return the bytes by component of one replica, as measured or as its blocks times their bytes."""
+    """Return the measured bytes by component of one replica.
+
+    If the server does not measure the KV pool, its bytes are its blocks times the bytes of a block.
+    """
     blocks = reading.blocks("num_blocks")
     if planned is None or blocks is None or "kv_pool" in reading.measured:
         return reading.measured
@@ -191,10 +197,10 @@ def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int
 
 
 def _headroom(run: _Run, reading: Reading) -> Headroom | None:
-    """Return the headroom over all replicas; the largest prompt is the emptiest replica's.
+    """Return the headroom summed over all replicas, or None when it is unknown.
 
-    The engine reserves nothing for tokens that running requests still generate, so they may take free blocks
-    soon.
+    The largest prompt is not a sum: it is that of the emptiest replica. The engine reserves no blocks for
+    tokens that running requests will still generate, so these requests may soon take free blocks.
     """
     if run.planned is None or run.planned.limits is None:
         return None
@@ -229,7 +235,8 @@ def _room(planned: PlanSummary, replica: Replica, typical: tuple[float, float] |
 def _typical(run: _Run, reading: Reading) -> tuple[float, float] | None:
     """Return the average prompt and output tokens of requests that finished in the last two minutes.
 
-    Before any has finished in them, all finished requests count, and then the server's current requests.
+    If none has finished in that time, all finished requests count. If none has finished at all, the current
+    requests count.
     """
     recent = reading.counters.since(run.looks[0][1].counters)
     for counters in (recent, reading.counters):

@@ -53,7 +53,7 @@ __all__ = ["ADMISSIONS", "Metrics"]
 
 
 class Metrics:
-    """The metrics page of one app, which counts the app's requests from the start."""
+    """The /metrics page of one app; it counts the app's requests from the moment it is created."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -64,7 +64,7 @@ class Metrics:
         self._vllm = Page(model_name=state.model_name, engine="0")
 
     def capacity_forecast(self) -> CapacityForecast:
-        """Return the requests and tokens that still fit, and the times to full and to drain."""
+        """Return the number of requests and tokens that still fit, and the seconds until full and drained."""
         stats, counts = self._state.engine.stats(), self._state.accounts
         found = self._headroom(stats)
         self._trend.observe(time.monotonic(), stats.pool.usable - found.blocks)

@@ -1,4 +1,4 @@
-"""Metrics of the admission mode `auto`: step costs and the rule in force."""
+"""Metrics of the admission mode `auto`: measured step costs, and the admission rule that currently applies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tonnage.server.observe.metrics.families import Page
 
 
 def auto_families(page: Page, auto: AutoStats | None) -> None:
-    """Write the families of the mode ``auto``; nothing in other modes."""
+    """Write the metrics of the admission mode ``auto``; write nothing when ``auto`` is None (other modes)."""
     if auto is None:
         return
     page.gauges(

@@ -10,12 +10,12 @@ from tonnage.server.observe.metrics.families import Page
 
 
 def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | None) -> None:
-    """Write the plan and the settings.
+    """Write the metrics of the plan and of the settings.
 
     Args:
-        page: the page to write to.
-        plans: the plan of revision 0, and of revision 1 once the engine has started.
-        max_num_queued_reqs: the limit of unfinished sequences, None without one.
+        page: the metrics page to write to.
+        plans: revision 0 of the plan, made before the load, and revision 1 once the engine has started.
+        max_num_queued_reqs: the limit of unfinished sequences, None without a limit.
     """
     page.info(
         "tonnage_plan_info",
@@ -30,7 +30,7 @@ def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | 
 
 
 def engine_families(page: Page, stats: EngineStats, mode: str, *, ready: bool) -> None:
-    """Write the admission mode and the state of the engine."""
+    """Write the metrics of the admission mode and of the engine's state (loading, ready ...)."""
     page.info(
         "tonnage_admission_info",
         "How requests are admitted; always 1. guaranteed: what was admitted is never preempted.",

@@ -1,8 +1,8 @@
 """A writer of metric families in the Prometheus text format 0.0.4.
 
-A page of 630 series takes 0.35 ms of CPU time, with prometheus_client 3.5 ms (benchmarks/metrics_scrape.py).
-The text of a name with its labels is built once and kept. The tests parse every page with prometheus_client and
-promtool.
+Writing a page of 630 series takes 0.35 ms of CPU time, ten times less than with prometheus_client: 3.5 ms
+(benchmarks/metrics_scrape.py). The text of a metric's name and labels is built once and cached. The tests parse
+every page with prometheus_client and promtool.
 """
 
 from __future__ import annotations
@@ -14,44 +14,49 @@ from typing import TypeVar
 from tonnage.server.requests.histogram import Histogram
 
 Labels = tuple[str, ...]
-Key = TypeVar("Key", bound=Labels)  # Mapping is invariant in its key type, so tuples of two need a variable
+# A type variable is needed, because Mapping is invariant in its key type and would reject keys that are pairs.
+Key = TypeVar("Key", bound=Labels)
 
 
 class Page:
-    """The metrics page of one server, in the order in which its families are written.
+    """Writer of one server's metrics page in the Prometheus text format, one family after the other.
 
-    Every series has the labels given to the constructor. Label values come from bounded sets, so the kept texts
-    are bounded, too. `take` returns the text and starts the next page.
+    Every series gets the labels passed to the constructor. Label values come from bounded sets, so the cache of
+    label texts is bounded, too. `take` returns the text and starts the next page.
     """
 
     def __init__(self, **labels: str) -> None:
         self._base = labels
-        self._prefix: dict[tuple[str, Labels], str] = {}  # (sample name, label values) -> 'name{...} '
+        # cached texts: (sample name, label values) -> 'name{...} '
+        self._prefix: dict[tuple[str, Labels], str] = {}
         self._head: dict[str, str] = {}
         self._out: list[str] = []
 
     def gauge(self, name: str, text: str, value: float) -> None:
-        """Write a gauge without labels."""
+        """Write one gauge without labels: its name, its help text and its value."""
         self.gauges(name, text, (), {(): value})
 
     def counter(self, name: str, text: str, value: float) -> None:
-        """Write a counter without labels."""
+        """Write one counter without labels: its name without `_total`, its help text and its value."""
         self.counters(name, text, (), {(): value})
 
     def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
-        """Write a gauge with one series for each key of `values`: label values in the order of `labels`."""
+        """Write a gauge with one series per key of `values`; a key has one value for each of `labels`."""
         self._family(name, "gauge", text, labels, values)
 
     def counters(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
-        """Write a counter with one series for each key of `values`; `name` has no `_total`."""
+        """Write a counter with one series per key of `values`, which has one value for each of `labels`.
+
+        The written name gets the suffix `_total`, so `name` must not have it.
+        """
         self._family(f"{name}_total", "counter", text, labels, values)
 
     def info(self, name: str, text: str, labels: Labels, values: Iterable[Labels]) -> None:
-        """Write a gauge that is always 1 and has its information in labels."""
+        """Write a gauge with the constant value 1 that carries information in its labels."""
         self.gauges(name, text, labels, dict.fromkeys(values, 1.0))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        """Write a histogram."""
+        """Write a histogram: its buckets, sum and count."""
         out = self._out
         out.append(self._heading(name, "histogram", text))
         count = 0
@@ -63,7 +68,7 @@ class Page:
         out.append(f"{self._sample(f'{name}_sum', (), ())}{float(histogram.total)!r}\n")
 
     def take(self) -> str:
-        """Return the text written since the last call."""
+        """Return the page written since the last call, and start an empty one."""
         text = "".join(self._out)
         self._out.clear()
         return text

@@ -1,4 +1,4 @@
-"""Metrics of headroom: requests and tokens that still fit, and the times to a full and to a drained pool."""
+"""Metrics of headroom: requests and tokens that still fit, and the times until the pool is full or drained."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import RequestMix
 from tonnage.server.requests.counts import RequestCounts
 
-# Upper bound of all reported times. It also stands for "never", because PromQL cannot plot an infinity.
+# All reported times are at most this. The value also stands for "never", because PromQL cannot plot infinity.
 FOREVER_SECONDS = 86_400.0
 
-# The trend covers two minutes: eight scrapes at Prometheus' usual interval of 15 s.
+# The trend covers two minutes, which are eight scrapes at Prometheus' usual interval of 15 s.
 _WINDOW_SECONDS = 120.0
-_SPACING_SECONDS = 1.0  # at most one point per second, however many scrapers there are
+_SPACING_SECONDS = 1.0  # The trend keeps at most one point per second, however many clients scrape the metrics.
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """The capacity that is left now.
+    """The number of further requests and tokens that the engine can take now.
 
     Attributes:
         blocks: KV blocks that can still be reserved.
-        requests: requests of the average size that fit into these blocks and into the batch.
-        prompt_tokens: largest prompt that would be admitted now with the default max_tokens.
+        requests: number of requests of the average size that fit into these blocks and into the batch.
+        prompt_tokens: tokens of the largest prompt that admission would accept now with the default max_tokens.
     """
 
     blocks: int
@@ -38,18 +38,18 @@ class Headroom:
 def headroom(
     pool: PoolStats, sequences: int, mix: RequestMix, limits: Limits, default_max_tokens: int
 ) -> Headroom:
-    """Return the capacity that is left now.
+    """Return the number of further blocks, requests and tokens that the engine can take now.
 
     Args:
-        pool: statistics of the pool.
-        sequences: running sequences.
+        pool: the KV pool's blocks by state.
+        sequences: number of running sequences.
         mix: average size of a request. Before the first request, one sequence of max_model_len is used.
-        limits: limits of the engine.
-        default_max_tokens: max_tokens of a request that does not set it.
+        limits: the engine's limits of sequences and tokens, and its usable blocks.
+        default_max_tokens: max_tokens of a request that sets none.
     """
     blocks = pool.headroom
     seats = max(0, limits.max_num_seqs - sequences)
-    if not limits.layout.groups:  # an encoder stores nothing
+    if not limits.layout.groups:  # an encoder model has no KV cache, so only the batch limits its requests
         return Headroom(0, seats, limits.max_model_len if seats else 0)
     if mix.requests:
         typical, width = mix.blocks, mix.sequences
@@ -63,22 +63,23 @@ def headroom(
 
 
 class Trend:
-    """The growth of reserved KV blocks over the last two minutes, for an estimate of the time to full."""
+    """The number of reserved KV blocks over the last two minutes, to estimate when the pool will be full."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
 
     def observe(self, now: float, taken: int) -> None:
-        """Add a point: `taken` blocks at `now`, seconds of a monotonic clock."""
+        """Record that `taken` KV blocks were reserved at the time `now`, in seconds of a monotonic clock."""
         if not self._points or now - self._points[-1][0] >= _SPACING_SECONDS:
             self._points.append((now, taken))
         while now - self._points[0][0] > _WINDOW_SECONDS:
             self._points.popleft()
 
     def seconds_to(self, blocks_left: int) -> float:
-        """Return the seconds until `blocks_left` more blocks are taken, extrapolated by least squares.
+        """Return the seconds until `blocks_left` more blocks are reserved, by a least-squares line.
 
-        At most FOREVER_SECONDS, which also stands for no growth and for fewer than two points.
+        The result is at most FOREVER_SECONDS, also when the line does not rise or there are fewer than two
+        points.
         """
         if blocks_left <= 0:
             return 0.0
@@ -97,7 +98,7 @@ class Trend:
 def headroom_families(
     page: Page, room: Headroom, usable_blocks: int, bytes_per_block: int, trend: Trend, counts: RequestCounts
 ) -> None:
-    """Write the capacity that is left, the time to full and the time to drain."""
+    """Write the metrics of headroom: blocks, requests and tokens left, time until full, time until drained."""
     trend.observe(time.monotonic(), usable_blocks - room.blocks)
     drain = drain_seconds(counts)
     page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)
@@ -131,9 +132,9 @@ def headroom_families(
 
 
 def drain_seconds(counts: RequestCounts) -> float | None:
-    """Return the seconds until the requests in flight complete, or None when no completion rate is known.
+    """Return the seconds until all requests in flight complete, at the rate of the last completions.
 
-    The rate is the rate of the last completions.
+    Returns None when that rate is not known yet.
     """
     if not counts.in_flight:
         return 0.0

@@ -1,4 +1,4 @@
-"""Metrics of memory: bytes planned before the load, bytes measured, and their ratio."""
+"""Metrics of memory: bytes planned before the model is loaded, bytes measured afterwards, and their ratio."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
         ("device", "component"),
         planned,
     )
-    # An engine measures the sum over its processes, which is reported for the plan's worst rank.
+    # An engine measures the sum over its processes, so the measured bytes carry the label of the plan's worst
+    # rank.
     device = device_name(plan, plan.worst_rank)
     measured = {(device, name): size for name, size in measured_components(plan, memory).items()}
     page.gauges(

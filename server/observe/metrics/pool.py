@@ -11,12 +11,12 @@ from tonnage.server.observe.metrics.families import Page
 
 
 def difference_families(page: Page, plan: Plan, num_blocks: int) -> None:
-    """Write the difference between the engine's blocks and the planned blocks.
+    """Write the difference between the KV blocks that the engine has and the planned ones.
 
     Args:
-        page: the page to write to.
-        plan: the plan.
-        num_blocks: blocks that the engine has, with the null block.
+        page: the metrics page to write to.
+        plan: the plan of the deployment.
+        num_blocks: number of blocks that the engine has, including the null block.
     """
     difference = num_blocks - plan.kv_cache.num_blocks
     page.gauge(
@@ -32,11 +32,12 @@ def difference_families(page: Page, plan: Plan, num_blocks: int) -> None:
 
 
 def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> None:
-    """Write the state of the pool.
+    """Write the KV pool's blocks by state, evictions, preemptions and prefix hits.
 
     Args:
-        page: the page to write to.
-        layout: layout of the KV cache. None when there is no plan; only counts of blocks are written then.
+        page: the metrics page to write to.
+        layout: layout of the KV cache. None when there is no plan; then only numbers of blocks are written, no
+            bytes.
         stats: statistics of the engine.
     """
     pool = stats.pool

@@ -10,7 +10,8 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
-# Possible decisions. The API decides on max_num_queued_reqs, before the engine gets the request.
+# All pairs (outcome, reason) of an admission decision. The API applies max_num_queued_reqs, before a request
+# reaches the engine.
 ADMISSIONS: tuple[tuple[str, str], ...] = (
     ("admit", "fits"),
     ("admit", "resumed"),
@@ -22,7 +23,7 @@ ADMISSIONS: tuple[tuple[str, str], ...] = (
 
 
 def engine_request_families(page: Page, stats: EngineStats) -> None:
-    """Write the requests in the engine and its token counts."""
+    """Write the number of running and waiting requests in the engine, and its token counts."""
     page.gauges(
         "tonnage_engine_requests",
         "Requests in the engine by state.",
@@ -34,12 +35,12 @@ def engine_request_families(page: Page, stats: EngineStats) -> None:
 
 
 def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[str, str], int]) -> None:
-    """Write the admission decisions and the blocks that were missing.
+    """Write the number of admission decisions by outcome and reason, and the KV blocks that were missing.
 
     Args:
-        page: the page to write to.
-        stats: statistics of the engine, with its decisions.
-        refused: requests that the API rejected before the engine got them, by (outcome, reason).
+        page: the metrics page to write to.
+        stats: statistics of the engine, including its admission decisions.
+        refused: number of requests that the API rejected before they reached the engine, by (outcome, reason).
     """
     decisions = dict.fromkeys(ADMISSIONS, 0)
     for outcome, reason, count in stats.admissions:
@@ -67,12 +68,13 @@ def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[st
 
 
 def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outcome] = OUTCOMES) -> None:
-    """Write the requests by outcome.
+    """Write the number of finished requests by outcome, and the number in flight.
 
     Args:
-        page: the page to write to.
-        counts: counts of requests.
-        outcomes: the outcomes that are known. The received requests are written only when all are known.
+        page: the metrics page to write to.
+        counts: the request counts of the app.
+        outcomes: the outcomes that the server can count. The number of received requests is written only when
+            these are all outcomes.
     """
     if len(outcomes) == len(OUTCOMES):
         page.counter(
@@ -91,7 +93,7 @@ def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outco
 
 
 def latency_families(page: Page, counts: RequestCounts) -> None:
-    """Write the histograms of latencies."""
+    """Write the latency histograms: queue wait, time to first token, inter-token latency and request time."""
     for name, text, histogram in (
         ("queue_wait", "Seconds from the arrival in the engine's queue to admission.", counts.queue_wait),
         (
@@ -115,13 +117,13 @@ def tenant_families(
     bytes_per_block: int | None,
     outcomes: Sequence[Outcome] = OUTCOMES,
 ) -> None:
-    """Write the counts of each tenant.
+    """Write the request and token counts of each tenant.
 
     Args:
-        page: the page to write to.
-        tenants: usage by name of the tenant.
-        bytes_per_block: bytes of a block, None when the requested bytes are unknown.
-        outcomes: the outcomes that are known.
+        page: the metrics page to write to.
+        tenants: the usage of each tenant, by tenant name.
+        bytes_per_block: bytes of one KV block, None when unknown; then the requested bytes are not written.
+        outcomes: the outcomes that the server can count.
     """
     page.counters(
         "tonnage_tenant_requests",

@@ -1,4 +1,4 @@
-"""The average size of requests, which headroom is measured in, and the use of each tenant."""
+"""The average size of requests, on which the reported headroom is based, and the usage of each tenant."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
 from tonnage.server.requests.accounts import Accounts, Ticket
 
-# Prometheus keeps every series that it has seen, so the number of tenant labels must be bounded.
+# Prometheus keeps every series that it has ever scraped, so the number of tenant labels must be bounded.
 MAX_TENANTS = 64
 OTHER_TENANTS = "other"
 NO_TENANT = "none"
 
-# Weight of the newest request in the running mean. The last 44 requests make half of it: 0.5 = (1 - 1/64)^44.
+# Weight of the newest request in the running mean: the last 44 requests weigh one half, as (63/64)^44 = 0.5.
 _NEWEST = 1 / 64
 
 
 @dataclass(slots=True)
 class RequestMix:
-    """Running means over the requests received; zeros before the first one.
+    """The average size of the requests received, as running means; all values are 0 before the first request.
 
     Attributes:
-        requests: requests received.
-        blocks: mean of the upper bound of the KV blocks of a request, as admission counts them.
-        sequences: mean of the sequences of a request.
+        requests: number of requests received.
+        blocks: mean of the upper bound of a request's KV blocks, as admission computes it.
+        sequences: mean number of sequences of a request.
     """
 
     requests: int = 0
@@ -32,16 +32,20 @@ class RequestMix:
     sequences: float = 0.0
 
     def observe(self, blocks: int, sequences: int) -> None:
-        """Add a request that needs at most `blocks` blocks for its `sequences` sequences."""
+        """Add a request to the means; it needs at most `blocks` KV blocks for its `sequences` sequences."""
         self.requests += 1
-        weight = max(_NEWEST, 1 / self.requests)  # a plain mean until there are enough
+        # The first 64 requests form a plain mean; later ones all get the same weight.
+        weight = max(_NEWEST, 1 / self.requests)
         self.blocks += weight * (blocks - self.blocks)
         self.sequences += weight * (sequences - self.sequences)
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """Counts of one tenant; `asked_blocks` is the upper bound of the KV blocks of its unfinished requests."""
+    """Request and token counts of one tenant.
+
+    `asked_blocks` is the sum, over its unfinished requests, of the upper bound of their KV blocks.
+    """
 
     in_flight: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -51,22 +55,24 @@ class TenantUsage:
 
 
 class Usage:
-    """The request mix and the usage of each tenant of one app, updated by its accounts.
+    """The average request size and each tenant's usage, for one app; the app's accounts report every request.
 
-    The first MAX_TENANTS labels each have their own TenantUsage, and all others share one. A request that is
-    rejected before it reaches the engine counts as an outcome only.
+    The first MAX_TENANTS tenants each have their own TenantUsage, and all others share one. A request that is
+    rejected before it reaches the engine is counted only under its outcome.
     """
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}  # with zeros from the start
+        # present from the start, so that its series begin at zero
+        self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}
         self._limits = limits
-        self._asked: dict[int, int] = {}  # id() of an unfinished ticket -> blocks
+        # id() of an unfinished ticket -> upper bound of the KV blocks of its request
+        self._asked: dict[int, int] = {}
         accounts.on_submit.append(self._submitted)
         accounts.on_finish.append(self._finished)
 
     def tenant(self, name: str) -> TenantUsage:
-        """Return the usage that requests of tenant `name` are counted in."""
+        """Return the usage that counts requests of the tenant `name`; tenants beyond MAX_TENANTS share one."""
         label = name or NO_TENANT
         known = self.tenants.get(label)
         if known is None:
@@ -94,7 +100,7 @@ class Usage:
         assert ticket.outcome is not None
         usage.outcomes[ticket.outcome] += 1
         asked = self._asked.pop(id(ticket), None)
-        if asked is None:  # rejected before it reached the engine
+        if asked is None:  # the request was rejected before it reached the engine
             return
         usage.in_flight -= 1
         usage.asked_blocks -= asked

@@ -1,7 +1,8 @@
 """`--metrics-compat vllm`: metrics under the names that gateways, autoscalers and dashboards for vLLM read.
 
-Names, types, labels and meanings come from vLLM 0.32.0 (vllm/v1/metrics/loggers.py), for every backend. The
-option is off by default: colons are reserved for recording rules, and promtool rejects them in metric names.
+Names, types, labels and meanings come from vLLM 0.32.0 (vllm/v1/metrics/loggers.py), and apply to every backend
+of Tonnage. The option is off by default: colons are reserved for recording rules, and promtool rejects them in
+metric names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tonnage.server.state import ServerState
 
 
 def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
-    """Write vLLM's metrics to a page with vLLM's labels model_name and engine."""
+    """Write the server's statistics under vLLM's metric names, with vLLM's labels model_name and engine."""
     pool, accounts = stats.pool, state.accounts
     page.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", stats.running)
     page.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.waiting)
@@ -42,7 +43,7 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         ("generation_tokens", "Generation tokens processed.", stats.generation_tokens),
     ):
         page.counter(f"vllm:{name}", text, value)
-    # Requests that never reached the engine are left out, as in vLLM.
+    # vLLM does not count requests that never reached the engine, so they are left out here.
     outcomes = accounts.outcomes
     page.counters(
         "vllm:request_success",
@@ -65,7 +66,10 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
 
 
 def _cache_config(state: ServerState) -> dict[str, object]:
-    """Return the labels of `vllm:cache_config_info` that readers use (of vLLM's 34), with Python's booleans."""
+    """Return the labels of `vllm:cache_config_info` that known tools read (of vLLM's 34).
+
+    Booleans are written as Python's ``True`` and ``False``.
+    """
     deployment, cache = state.plan.deployment, state.plan.kv_cache
     return {
         "block_size": cache.layout.block_size,

@@ -1,8 +1,8 @@
 """Statistics of one vLLM engine, summed up from the messages that vLLM sends to a stat logger after each step.
 
 A message has the running and waiting requests, the share of used blocks, and the tokens and finished requests
-of the step. It does not have received and aborted requests, reservations and cached blocks. These metrics are
-absent unless our scheduler runs and adds them.
+of the step. It lacks received and aborted requests, reservations and cached blocks. These metrics are absent
+unless Tonnage's scheduler runs in vLLM and adds them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from tonnage.server.engines.vllm.stats_transport import AdmissionStats
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
-# FinishReason (v1/engine/__init__.py, 0.32) -> our outcome. A repetition counts as a stop.
+# vLLM's FinishReason (v1/engine/__init__.py, 0.32) -> Tonnage's outcome. A stop because of repetition counts as
+# a stop.
 _OUTCOMES: dict[str, Outcome] = {
     "stop": "stop", "length": "length", "abort": "aborted", "error": "error", "repetition": "stop",
 }  # fmt: skip
-# The outcomes that vLLM reports to a stat logger.
+# Outcomes that vLLM itself reports to a stat logger, without Tonnage's scheduler.
 _REPORTED: tuple[Outcome, ...] = ("stop", "length", "error")
 
 
 class EngineTotals:
-    """The statistics of one engine.
+    """The running totals of one vLLM engine's statistics.
 
     Args:
-        num_blocks: blocks of its pool, with the null block.
-        limits: limits of the plan. None without a plan; the blocks of a request are then unknown.
+        num_blocks: number of KV blocks of the engine's pool, including the null block.
+        limits: limits of the plan. Without a plan it is None, and the KV blocks of a request are unknown.
         caching: whether prompts are looked up in the prefix cache.
     """
 
@@ -45,20 +46,23 @@ class EngineTotals:
 
     @property
     def admission(self) -> AdmissionStats | None:
-        """Return the values of our scheduler, or None when it does not run."""
+        """Return the admission statistics of Tonnage's scheduler, or None when vLLM uses another scheduler."""
         return self._core.admission
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Return the request outcomes that are known; vLLM alone reports no aborted and rejected requests."""
+        """Return the request outcomes that can be counted.
+
+        Without Tonnage's scheduler, vLLM reports no aborted and no rejected requests.
+        """
         return _REPORTED if self.admission is None else OUTCOMES
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Add one message of the engine to the totals.
+        """Add vLLM's statistics of one engine step to the totals.
 
         Args:
-            scheduler: vLLM's SchedulerStats or None.
-            iteration: vLLM's IterationStats or None.
+            scheduler: vLLM's SchedulerStats, or None when the step has none.
+            iteration: vLLM's IterationStats, or None when the step has none.
         """
         self._core.record(scheduler, iteration)
         if iteration is not None:
@@ -70,10 +74,11 @@ class EngineTotals:
         self.tenant.in_flight = self.counts.in_flight
 
     def _settle(self, admission: AdmissionStats) -> None:
-        """Derive aborted requests and requests in flight from our scheduler's counts.
+        """Derive the aborted requests and the requests in flight from the counts of Tonnage's scheduler.
 
-        received = outcomes + in flight, so a request that left without an outcome was aborted. At a stop string
-        vLLM's front end ends a request one step before the scheduler knows it, so no count may decrease.
+        Because received = outcomes + in flight, a request that left the scheduler without an outcome was
+        aborted. At a stop string vLLM's front end ends a request one step before the scheduler knows it.
+        Therefore the count of aborted requests never decreases.
         """
         counts = self.counts
         ended = sum(counts.outcomes[outcome] for outcome in _REPORTED)
@@ -84,7 +89,10 @@ class EngineTotals:
         self.tenant.asked_blocks = admission.asked or 0
 
     def rejected(self, reason: str) -> None:
-        """Count a request that vLLM's front end rejected (0.32: `max_num_queued_reqs` or `_tokens`)."""
+        """Count a request that vLLM's front end rejected.
+
+        In vLLM 0.32 the reason is `max_num_queued_reqs` or `max_num_queued_tokens`.
+        """
         self.counts.refused["wait", reason] += 1
         self.counts.outcomes["rejected"] += 1
         self.tenant.outcomes["rejected"] += 1
@@ -117,7 +125,7 @@ class EngineTotals:
             self.mix.observe(reserved_blocks(asked, self._limits), 1)
 
     def stats(self, memory: MeasuredMemory) -> EngineStats:
-        """Return the statistics after the last step."""
+        """Return the engine's statistics as of its last step, with the measured memory added."""
         return replace(
             self._core.stats(memory),
             prompt_tokens=self._prompt_tokens,

@@ -2,8 +2,8 @@
 
 vLLM loads it by its entry point (group `vllm.stat_logger_plugins`, name `tonnage`) when tonnage is installed in
 its environment, unless `VLLM_PLUGINS` leaves that name out. It runs in vLLM's API process. The plan is made
-from vLLM's own config, and without a plan when the planner rejects the model. An exception in here is counted,
-logged once, and never reaches vLLM. Written against vLLM 0.30 to 0.33.
+from vLLM's own config; without a plan, for a model that the planner rejects, the other metrics remain. An
+exception in this module is counted, logged once, and never reaches vLLM. Written against vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ from tonnage.server.observe.metrics.usage import NO_TENANT
 from tonnage.server.observe.vllm.engine_totals import EngineTotals
 from tonnage.server.observe.vllm.page import CollectedPage
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows only messages of loggers whose names begin with "vllm."
 
 # Default max_tokens of a /v1/completions request (vLLM's SamplingParams and OpenAI's API).
 _DEFAULT_MAX_TOKENS = 16
-# Seconds between two memory samples of vLLM's processes, long enough to cost vLLM nothing noticeable.
+# Seconds between two memory samples of vLLM's processes, so long that sampling does not slow vLLM noticeably.
 _SAMPLE_SECONDS = 0.25
 
 
 class TonnageStatLogger(AggregateStatLoggerBase, Collector):
-    """A stat logger for all engines of one API process, and prometheus_client's collector of their metrics."""
+    """A vLLM stat logger for all engines of an API process, which is also their prometheus_client collector."""
 
-    _registered: TonnageStatLogger | None = None  # the registered logger; vLLM creates a new one when it scales
+    # the logger that is registered now; vLLM creates a new one when it changes the number of engines
+    _registered: TonnageStatLogger | None = None
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         self._engines: dict[int, EngineMetrics] = {}
@@ -67,9 +68,10 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         self._workers = figures.WorkerMemory()
         parallel = vllm_config.parallel_config
         if parallel.worker_extension_cls.startswith("tonnage."):
-            return  # `tonnage serve --backend vllm` has these metrics on its own page
+            return  # no metrics here, because `tonnage serve --backend vllm` has them on its own page
         with self._guarded("at start"):
-            return_rejections()  # this logger is the only code of ours in a plain vLLM's API process
+            # called here, because this logger is the only Tonnage code in the API process of a plain vLLM
+            return_rejections()
         if getattr(parallel, "_api_process_count", 1) > 1:
             logger.warning(
                 "Tonnage shows no metrics: with several API servers vLLM builds its page from files of its "
@@ -82,11 +84,11 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         with self._guarded("at start"):
             self._name = served_name(vllm_config)
             self._register()
-            self._workers = figures.read()  # the workers have started
+            self._workers = figures.read()  # the workers have already started and written their figures
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
                 self._sampler.start()
-            # The config has the sum of the blocks of all engines.
+            # vLLM's config has the sum over all engines, so divide it by the number of engines.
             blocks = (vllm_config.cache_config.num_gpu_blocks or 0) // max(1, len(engine_indexes))
             queued = getattr(vllm_config.scheduler_config, "max_num_queued_reqs", None)
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -110,16 +112,19 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             if engine is not None:
                 engine.totals.record(scheduler_stats, iteration_stats)
             elif scheduler_stats is not None:
-                take_stats(scheduler_stats.waiting_lora_adapters)  # keep our values off vLLM's own page
+                # take the values that Tonnage's scheduler put into this field, so that vLLM's own page does not
+                # show them
+                take_stats(scheduler_stats.waiting_lora_adapters)
 
     def record_admission_rejection(self, reason: str) -> None:
         """Count a request that vLLM's front end rejected."""
         with self._guarded("at a rejection"):
-            for engine in [*self._engines.values()][:1]:  # it reached no engine, so the first one counts it
+            # a rejected request reached no engine, so the first engine counts it
+            for engine in [*self._engines.values()][:1]:
                 engine.totals.rejected(reason)
 
     def log_engine_initialized(self) -> None:
-        """Log nothing."""
+        """Do nothing; vLLM's interface requires this method."""
 
     # -- methods that prometheus_client calls ----------------------------------------------------------------
 
@@ -154,7 +159,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
-        if sampler is None:  # GPU memory is not part of the processes' memory
+        # without a sampler the model is on a GPU, whose memory is not part of the processes' memory
+        if sampler is None:
             return MeasuredMemory(
                 weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,
                 cuda_graphs=workers.cuda_graphs,
@@ -172,12 +178,12 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
 
 class EngineMetrics:
-    """The metrics of one engine.
+    """The metrics of one vLLM engine, written from its plan and its running totals.
 
     Args:
         plan: the plan, or None when the planner rejected the model.
-        num_blocks: blocks that vLLM has, with the null block.
-        max_num_queued_reqs: vLLM's limit of queued requests, None without one.
+        num_blocks: number of KV blocks that vLLM has, including the null block.
+        max_num_queued_reqs: vLLM's limit of queued requests, None without a limit.
         caching: whether prompts are looked up in the prefix cache.
     """
 
@@ -224,7 +230,7 @@ class EngineMetrics:
 
 
 def _plan(config: Any) -> Plan | None:
-    """Return the plan of the model that vLLM loaded, or None, with a warning, when the planner rejects it."""
+    """Return the plan of the model that vLLM loaded; warn and return None when the planner rejects it."""
     try:
         running = read_config(config)
         return make_plan(running.model, running.deployment)
@@ -245,7 +251,7 @@ def _log_difference(plan: Plan, num_blocks: int) -> None:
 
 
 def _loaded(plan: Plan, stats: EngineStats) -> Plan:
-    """Return the plan as revision 1, with the pool that vLLM has."""
+    """Return revision 1 of the plan, in which the KV pool has the size that vLLM gave it."""
     pool = stats.pool
     cache = replace(plan.kv_cache, num_blocks=pool.num_blocks, usable_blocks=pool.usable)
     return replace(plan, revision=1, kv_cache=cache)

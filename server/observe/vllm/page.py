@@ -1,4 +1,4 @@
-"""A metrics page that collects prometheus_client metrics instead of writing text."""
+"""A metrics page that collects prometheus_client's metric objects instead of writing text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tonnage.server.requests.histogram import Histogram
 
 
 class CollectedPage(Page):
-    """A page that adds its metrics to `families` (by name), so that several engines share one page."""
+    """A metrics page that adds its metrics to the dict `families`, keyed by metric name.
+
+    Pages of several engines share one dict, so that each metric has the series of all engines.
+    """
 
     def __init__(self, families: dict[str, Metric], **labels: str) -> None:
         super().__init__(**labels)

@@ -1,7 +1,7 @@
-"""The servers that can be watched: how each is recognised, and how its facts and state are read.
+"""The kinds of servers that can be watched: how each is recognised, and how its facts and state are read.
 
-Each file has one `Server`, and `servers` has the order in which they are tried. A Tonnage server may also use
-vLLM's metric names (`--metrics-compat vllm`), so it comes first.
+Each module has one implementation of `Server`, and `servers` lists them in the order in which they are tried.
+Tonnage comes before vLLM, because a Tonnage server may also use vLLM's metric names (`--metrics-compat vllm`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tonnage.server.watch.servers.vllm import VLLMServer
 
 
 class Server(Protocol):
-    """A kind of server. Every method may raise WatchError."""
+    """Interface of a reader for one kind of server, such as vLLM; every method may raise WatchError."""
 
     title: str
 
@@ -26,25 +26,28 @@ class Server(Protocol):
         """Return whether the metrics page belongs to this kind of server."""
 
     def metrics_hint(self, client: Client) -> str | None:
-        """Return how to turn the metrics on, if this kind of server answers without metrics."""
+        """Return how to turn on the metrics of a server of this kind, or None for a server of another kind."""
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
         """Return the version, model and flags of the server, which stay the same until it restarts."""
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the running requests, pool and counters of the server now."""
+        """Return the server's running requests, KV pool and counters at this moment."""
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return the server's own plan, or None."""
+        """Return the plan that the server itself reports, or None when it reports no plan."""
 
 
 def servers(kv_unified: bool | None) -> tuple[Server, ...]:
-    """Return all kinds of servers; `kv_unified` says whether llama.cpp's slots share one cache."""
+    """Return a reader for each kind of server.
+
+    `kv_unified` says whether llama.cpp's slots share one KV cache; None means that this is not known.
+    """
     return (TonnageServer(), VLLMServer(), SGLangServer(), LlamaCppServer(kv_unified))
 
 
 def recognise(client: Client, samples: Samples, known: tuple[Server, ...]) -> Server:
-    """Return the kind of server that the metrics page belongs to.
+    """Return the reader for the kind of server that the metrics page belongs to.
 
     Raises:
         WatchError: the server is of no known kind, or its metrics are off.

@@ -1,4 +1,4 @@
-"""Tonnage's own metrics on the page of a Tonnage server, or of a vLLM with our plug-in (docs/vllm.md)."""
+"""Reading of Tonnage's own metrics from a Tonnage server, or a vLLM with Tonnage's plug-in (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _INFO = ("plan_id", "architecture", "engine", "quantization")
 
 
 def read_headroom(samples: Samples) -> Headroom | None:
-    """Return the headroom over all engines of the page; the largest prompt is the emptiest engine's."""
+    """Return the headroom summed over all engines of the page.
+
+    The largest prompt is not a sum: it is the largest that any engine can take.
+    """
     blocks = samples.count("tonnage_headroom_blocks")
     requests = samples.count("tonnage_headroom_requests")
     prompts = [round(value) for _, value in samples.of("tonnage_headroom_prompt_tokens")]
@@ -49,7 +52,10 @@ def _auto(samples: Samples) -> AutoStats | None:
 
 
 def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
-    """Return the plan of one engine, for the rank with measured bytes, or None without a plan."""
+    """Return the plan of one engine from the metrics page, or None when the page has no plan.
+
+    The bytes are of the rank whose memory is measured.
+    """
     engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples
     info = next((labels for labels, _ in one.of("tonnage_plan_info") if labels.get("revision") == "0"), {})

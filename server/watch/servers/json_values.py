@@ -7,25 +7,25 @@ from typing import Any
 
 
 def text(value: object) -> str | None:
-    """Return a non-empty string, or None for any other value."""
+    """Return `value` if it is a non-empty string, else None."""
     return value if isinstance(value, str) and value else None
 
 
 def number(value: object) -> int | None:
-    """Return an integer count, or None for a bool, a fraction or a negative value."""
+    """Return `value` if it is a non-negative integer, else None; a bool is not accepted."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Return a dict, or an empty one for any other value."""
+    """Return `value` if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def objects(value: object) -> list[Mapping[str, Any]]:
-    """Return the dicts of a list, or an empty list for any other value."""
+    """Return the dicts in the list `value`, or an empty list if it is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def cards(models: object) -> list[Mapping[str, Any]]:
-    """Return the models of /v1/models."""
+    """Return the model objects in the answer of /v1/models."""
     return objects(mapping(models).get("data"))

@@ -1,7 +1,8 @@
-"""llama.cpp's llama-server, as in tools/server/server-context.cpp of llama-cpp-python 0.3.36's sources.
+"""Reading of llama.cpp's llama-server (tools/server/server-context.cpp of llama-cpp-python 0.3.36's sources).
 
 ``/metrics`` has counters, ``/slots`` the tokens of each slot, ``/props`` and ``/v1/models`` the model. The
-server does not report whether the slots share one KV cache (``-kvu``, and the default without ``-np``).
+server does not report whether the slots share one KV cache. They do with ``-kvu``, and by default without
+``-np``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from tonnage.server.watch.servers.json_values import cards, mapping, number, obj
 
 
 class LlamaCppServer:
-    """A llama-server; `kv_unified` says whether its slots share one KV cache (None: unknown)."""
+    """Reader for a llama-server.
+
+    `kv_unified` says whether its slots share one KV cache; None means that this is not known.
+    """
 
     title = "llama.cpp"
 
@@ -27,7 +31,7 @@ class LlamaCppServer:
         return samples.has_prefix("llamacpp:")
 
     def metrics_hint(self, client: Client) -> str | None:
-        """Return how to turn on the metrics of a llama-server without metrics."""
+        """Return how to turn on the metrics of a llama-server, or None for a server of another kind."""
         props = mapping(client.get("/props").json())
         return "start it with --metrics" if "total_slots" in props else None
 
@@ -42,7 +46,7 @@ class LlamaCppServer:
         slots, context = number(props.get("total_slots")) or 1, _context(props)
         unified = self._shares(slots)
         flags: dict[str, Any] = {} if context is None else {"max_model_len": context}
-        # a context that all slots share is planned like the context of one sequence
+        # Slots that share one context are planned as one sequence with that context.
         flags["max_num_seqs"] = 1 if unified else slots
         size = number(mapping(card.get("meta")).get("size"))
         notes = []
@@ -64,7 +68,8 @@ class LlamaCppServer:
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the running requests, slots and counters of a llama-server now."""
-        slots = objects(client.get("/slots").json())  # 501 with --no-slots: then only the counters
+        # With --no-slots the server answers 501 here, so only counters are known then.
+        slots = objects(client.get("/slots").json())
         replicas, typical = self._slots(samples, slots)
         return Reading(
             replicas=replicas,
@@ -85,11 +90,15 @@ class LlamaCppServer:
     def _slots(
         self, samples: Samples, slots: list[Any]
     ) -> tuple[tuple[Replica, ...], tuple[float, float] | None]:
-        """Return the replicas (one of all slots or one each), and the average tokens of a slot in use."""
+        """Return the server's replicas, and the average tokens of a slot in use.
+
+        Slots that share one KV cache form one replica; otherwise each slot is a replica.
+        """
         running, waiting = (
             samples.count("llamacpp:requests_processing"), samples.count("llamacpp:requests_deferred")
         )  # fmt: skip
-        held = [number(slot.get("n_prompt_tokens")) or 0 for slot in slots]  # prompt and output so far
+        # tokens of prompt and output so far, for each slot
+        held = [number(slot.get("n_prompt_tokens")) or 0 for slot in slots]
         busy = [slot.get("is_processing") is True for slot in slots]
         used = [tokens for tokens in held if tokens]
         typical = (sum(used) / len(used), 1.0) if used else None
@@ -99,7 +108,7 @@ class LlamaCppServer:
         pairs = list(zip(held, busy, strict=True))
         if unified:
             return (Replica(running, waiting, _pool(context, pairs), len(slots)),), typical
-        # a waiting request may get any slot, so all are counted with the first replica
+        # A waiting request may get any slot, so all waiting requests are counted with the first replica.
         parts = [Replica(int(one[1]), 0, _pool(context, [one]), 1) for one in pairs]
         parts[0] = Replica(parts[0].running, waiting, parts[0].pool, 1)
         return tuple(parts), typical
@@ -112,7 +121,7 @@ def _pool(cells: int, slots: list[tuple[int, bool]]) -> Pool:
 
 
 def _context(props: Any) -> int | None:
-    """Return the token slots of one slot of the server."""
+    """Return the context of one slot in tokens, from the server's /props."""
     return number(mapping(props.get("default_generation_settings")).get("n_ctx"))
 
 

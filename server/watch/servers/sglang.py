@@ -1,8 +1,8 @@
-"""SGLang 0.4 to 0.5, with the metrics of docs/references/production_metrics.md and its scheduler and tokenizer.
+"""Reading of SGLang 0.4 to 0.5: metrics of docs/references/production_metrics.md, scheduler and tokenizer.
 
-``/server_info`` (older: ``/get_server_info``) has all arguments of the server. Ranks of one replica (tp_rank,
-pp_rank, moe_ep_rank) repeat each other's figures, so the largest counts. Replicas (dp_rank) add up. With
-priorities on, the series without a priority is the sum of the others.
+``/server_info`` (in older releases ``/get_server_info``) has all arguments of the server. The ranks of one
+replica (tp_rank, pp_rank, moe_ep_rank) repeat its figures, so the largest value counts. The values of replicas
+(dp_rank) are added up. With priorities on, the series without a priority is the sum of the series with one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tonnage.server.watch.servers.json_values import mapping, number, objects, t
 
 _INFO_PATHS = ("/server_info", "/get_server_info")
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
-# server argument -> field of the Deployment
+# argument of the SGLang server -> field of the Deployment
 _ARGUMENTS = {
     "dtype": "dtype",
     "quantization": "quantization",
@@ -39,7 +39,7 @@ _ARGUMENTS = {
 
 
 class SGLangServer:
-    """An SGLang server."""
+    """Reader for an SGLang server."""
 
     title = "SGLang"
 
@@ -48,7 +48,7 @@ class SGLangServer:
         return samples.has_prefix("sglang:")
 
     def metrics_hint(self, client: Client) -> str | None:
-        """Return how to turn on the metrics of an SGLang server without metrics."""
+        """Return how to turn on the metrics of an SGLang server, or None for a server of another kind."""
         return "start it with --enable-metrics" if _info(client) else None
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
@@ -90,7 +90,10 @@ class SGLangServer:
 
 
 def _info(client: Client) -> Mapping[str, Any]:
-    """Return SGLang's arguments; empty for another server (vLLM's /server_info has no model_path)."""
+    """Return the arguments of an SGLang server; empty for another server.
+
+    vLLM's /server_info is told apart by its missing model_path.
+    """
     for path in _INFO_PATHS:
         found = mapping(client.get(path).json())
         if "model_path" in found and "mem_fraction_static" in found:
@@ -112,7 +115,7 @@ def _flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
-    """Return the measured bytes by component from SGLang's GiB with two decimals, which it calls GB."""
+    """Return the measured bytes by component; SGLang reports GiB with two decimals and calls the unit GB."""
     found = {}
     for key, name in {"weight": "weights", "graph": "cuda_graphs"}.items():
         if isinstance(value := memory.get(key), (int, float)) and value > 0:
@@ -121,7 +124,10 @@ def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _value(samples: Samples, *names: str) -> float | None:
-    """Return a metric's value for one replica, or its sum over all replicas, or None when it is absent."""
+    """Return the value of the first of `names` on the page, summed over replicas, or None when none is present.
+
+    The ranks of one replica repeat its value, so the largest of them counts.
+    """
     found = samples.first(names)
     if found is None:
         return None
@@ -148,7 +154,7 @@ def _replica(samples: Samples, facts: ServerFacts) -> Replica:
 
 
 def _pool(samples: Samples, facts: ServerFacts) -> Pool | None:
-    """Return the pool of one replica; evictable tokens of the radix cache do not count as used."""
+    """Return the KV pool of one replica; tokens of the radix cache that can be evicted do not count as used."""
     tokens = _count(samples, "sglang:max_total_num_tokens") or facts.pool_tokens
     if not tokens:
         return None
@@ -172,7 +178,8 @@ def _counters(samples: Samples) -> Counters:
         generation_tokens=generated,
         prefix_query_tokens=prompt,
         prefix_hit_tokens=_count(samples, "sglang:cached_tokens_total"),
-        # SGLang counts tokens when a request ends (tokenizer_manager.py)
+        # The token counts are of finished requests, because SGLang counts tokens when a request ends
+        # (tokenizer_manager.py).
         finished=_count(samples, "sglang:num_requests_total"),
         finished_prompt=prompt,
         finished_generation=generated,

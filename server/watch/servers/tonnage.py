@@ -1,4 +1,4 @@
-"""A Tonnage server: /memory has its plan and measured bytes, /metrics all other values."""
+"""Reading of a Tonnage server: its plan and measured bytes from /memory, all other values from /metrics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
 
 
 class TonnageServer:
-    """A Tonnage server."""
+    """Reader for a Tonnage server."""
 
     title = "Tonnage"
 
     def matches(self, client: Client, samples: Samples) -> bool:
-        """Return whether the page has Tonnage's metrics and the server has a /memory.
+        """Return whether the metrics page has Tonnage's metrics and the server answers /memory.
 
-        `tonnage watch --port` and the plug-in in vLLM write the same metrics without a /memory.
+        `tonnage watch --port` and the plug-in in vLLM write the same metrics but have no /memory.
         """
         return samples.has_prefix("tonnage_") and client.get("/memory").status == 200
 
@@ -36,7 +36,7 @@ class TonnageServer:
         return ServerFacts(self.title, None, text(_memory(client).get("model")), model=None)
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return the plan in the server's /memory."""
+        """Return the plan that the server reports in /memory."""
         try:
             return _planned(mapping(_memory(client)["plan"]))
         except (KeyError, TypeError, IndexError) as error:
@@ -46,7 +46,7 @@ class TonnageServer:
             ) from None
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the running requests, pool and counters of a Tonnage server now."""
+        """Return the server's running requests, KV pool and counters at this moment."""
         memory = _memory(client)
         measured = mapping(memory.get("measured"))
         state = {labels["state"]: round(value) for labels, value in samples.of("tonnage_engine_requests")}

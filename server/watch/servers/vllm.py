@@ -1,7 +1,7 @@
-"""vLLM, with the metrics and labels of vllm/v1/metrics/loggers.py, 0.32.0, and names of older releases.
+"""Reading of vLLM: metrics and labels of vllm/v1/metrics/loggers.py, 0.32.0, and names of older releases.
 
-The metrics page lacks the batch, the parallel sizes and the device. They are in ``/server_info``, which exists
-only with VLLM_SERVER_DEV_MODE=1.
+The metrics page lacks the batch size, the parallel sizes and the device. They are in ``/server_info``, which
+exists only with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tonnage.server.watch.servers.families import read_auto, read_headroom, read
 from tonnage.server.watch.servers.json_values import cards, mapping, text
 
 _INFO = "vllm:cache_config_info"
-_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # before 0.10
-# label of cache_config_info -> field of the Deployment
+# the second name is from releases before 0.10
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+# label of the metric cache_config_info -> field of the Deployment
 _CACHE = {
     "block_size": "block_size",
     "cache_dtype": "kv_cache_dtype",
@@ -27,7 +28,7 @@ _CACHE = {
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
     "num_gpu_blocks_override": "num_gpu_blocks_override",
 }
-# /server_info: part of vllm_config -> its field -> field of the Deployment
+# section of vllm_config in /server_info -> its fields, each with the field of the Deployment
 _CONFIG = {
     "model_config": {"enforce_eager": "enforce_eager", "quantization": "quantization"},
     "parallel_config": {
@@ -48,7 +49,7 @@ _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "e
 
 
 class VLLMServer:
-    """A vLLM server."""
+    """Reader for a vLLM server."""
 
     title = "vLLM"
 
@@ -57,13 +58,13 @@ class VLLMServer:
         return samples.has_prefix("vllm:")
 
     def metrics_hint(self, client: Client) -> str | None:
-        """Return how to turn on the metrics of a vLLM without metrics."""
+        """Return how to turn on the metrics of a vLLM server, or None for a server of another kind."""
         models = client.get("/v1/models").json()
         owners = {card.get("owned_by") for card in cards(models)}
         return "start it without --disable-log-stats" if "vllm" in owners else None
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return the plan of our plug-in, made from vLLM's own config, or None without the plug-in."""
+        """Return the plan that Tonnage's plug-in in vLLM reports, or None without the plug-in."""
         return read_plan(samples, _served(samples))
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
@@ -79,7 +80,8 @@ class VLLMServer:
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
-        has_plan = "tonnage_memory_planned_bytes" in samples  # from our plug-in, so nothing is assumed
+        # With a plan from Tonnage's plug-in no setting has to be assumed.
+        has_plan = "tonnage_memory_planned_bytes" in samples
         if not has_plan and config.get("speculative_config"):
             notes.append("speculative decoding is on: the draft is planned only with --speculative-model")
         return ServerFacts(
@@ -93,7 +95,7 @@ class VLLMServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the running requests, pools and counters of a vLLM server now."""
+        """Return the server's running requests, KV pools and counters at this moment."""
         engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
         parts = [samples.where(engine=name) if name else samples for name in engines]
         started = samples.total("process_start_time_seconds")
@@ -103,7 +105,7 @@ class VLLMServer:
                 preemptions=samples.count("vllm:num_preemptions_total"),
                 prompt_tokens=samples.count("vllm:prompt_tokens_total"),
                 generation_tokens=samples.count("vllm:generation_tokens_total"),
-                # gpu_: before 0.10
+                # the names that begin with gpu_ are from releases before 0.10
                 prefix_query_tokens=samples.count(
                     "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
                 ),
@@ -130,14 +132,14 @@ def _replica(samples: Samples) -> Replica:
 
 
 def _pool(samples: Samples) -> Pool | None:
-    """Return the pool of one engine, whose cached blocks are unknown.
+    """Return the KV pool of one engine; vLLM does not report its cached blocks.
 
-    vLLM's usage covers all blocks but the null block (v1/core/block_pool.py, get_usage) and counts cached
-    blocks as free.
+    vLLM's usage is a fraction of all blocks except the null block (v1/core/block_pool.py, get_usage) and counts
+    cached blocks as free.
     """
     labels = next((labels for labels, _ in samples.of(_INFO)), {})
     blocks, size = _number(labels.get("num_gpu_blocks")), _number(labels.get("block_size"))
-    if not blocks or not size:  # an encoder has no KV blocks
+    if not blocks or not size:  # an encoder model has no KV blocks
         return None
     usable = blocks - 1
     usage = samples.total(*_USAGE)
@@ -175,7 +177,7 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(label: str | None) -> Any:
-    """Return the value of a label that Python's str() wrote."""
+    """Return the Python value of a label that vLLM wrote with str(), or the label itself if it has none."""
     try:
         return None if label is None else ast.literal_eval(label)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
