@@ -13,24 +13,31 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.sharing import Sharing
 
-# Key of vLLM's additional config that tells `BackendScheduler` what to do besides admission.
+# Key in vLLM's additional config. Its value selects the features that `BackendScheduler` adds to admission.
 BACKEND = "tonnage_backend"
 
-# Defaults for environment variables. A variable that the user has set keeps its value.
+# Default environment variables for vLLM's processes. A variable that the user has set keeps its value.
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for the plan and for --json
-    "VLLM_NO_USAGE_STATS": "1",  # vLLM would report each start to its authors
-    # vLLM on a CPU leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32), which on two cores
-    # halves the compute. Here every core computes.
+    # vLLM logs to stderr, because stdout carries the plan and the output of --json
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports usage statistics to its authors
+    # On a CPU, vLLM leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32). With two cores that
+    # halves the compute, so every core computes here.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    # One day. The limit is --engine-ready-timeout, and vLLM's 600 s would cut a longer one short.
+    # One day. The effective limit is --engine-ready-timeout, and vLLM's default of 600 s would cut a longer
+    # limit short.
     "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
 }
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:
-    """Return the keywords of AsyncEngineArgs that make vLLM allocate what the plan says.
+    """Return the AsyncEngineArgs keywords that make vLLM allocate exactly the planned memory.
+
+    Args:
+        plan: the plan of the model and its KV pool.
+        enforce_eager: run without torch.compile and CUDA graphs.
+        quantization: vLLM's name of the method that quantizes the weights while loading; None for none.
 
     Raises:
         DeploymentError: an environment variable would silently change the plan.
@@ -50,11 +57,11 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "max_num_seqs": deployment.max_num_seqs,
         "max_num_batched_tokens": deployment.max_num_batched_tokens,
         "block_size": deployment.block_size,
-        # vLLM has no name for a cache in float32: auto is the model's own dtype.
+        # vLLM has no name for a float32 cache. "auto" is the model's own dtype, which is float32 here.
         "kv_cache_dtype": "auto"
         if deployment.kv_cache_dtype == deployment.dtype
         else deployment.kv_cache_dtype,
-        # vLLM reads 0 as all free memory. An encoder has no KV cache, and one byte changes nothing there.
+        # vLLM reads 0 as all free memory, so an encoder, which has no KV cache, gets one byte.
         "kv_cache_memory_bytes": max(1, plan.rank.kv_pool_bytes),
         "gpu_memory_utilization": deployment.gpu_memory_utilization,
         "enable_prefix_caching": deployment.enable_prefix_caching,
@@ -67,17 +74,18 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "max_loras": deployment.max_loras,
         "max_lora_rank": deployment.max_lora_rank,
         "trust_remote_code": False,
-        # Text stays in the API process, but without a tokenizer vLLM has no thread for grammars.
+        # The API process handles text, but vLLM compiles grammars only if it has a tokenizer of its own.
         "skip_tokenizer_init": False,
-        "generation_config": "vllm",  # no defaults from the model's file: the request states every parameter
-        "disable_log_stats": True,  # no log lines; our own stat logger still gets the numbers
+        # no defaults from the model's generation_config.json, because each request states every parameter
+        "generation_config": "vllm",
+        "disable_log_stats": True,  # vLLM prints no statistics, but our stat logger still receives them
         "enable_log_requests": False,
         "worker_extension_cls": "tonnage.server.engines.vllm.worker.WorkerExtension",
     }
 
 
 def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, grammars: bool) -> dict[str, Any]:
-    """Return the AsyncEngineArgs keywords that put our scheduler into vLLM's engine core.
+    """Return the AsyncEngineArgs keywords that make vLLM's engine core use Tonnage's scheduler.
 
     An encoder keeps no KV blocks, so it gets no keywords and runs vLLM's own scheduler.
 
@@ -102,5 +110,6 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
             BACKEND: {"grammars": grammars, "prefixes": [list(prefix) for prefix in sharing.prefixes]},
         },
         "kv_events_config": sharing.events,
-        "scheduling_policy": "priority",  # the queue position of a request is its priority
+        # vLLM's priority of a request is its position in the queue, set by `QueuePositions`
+        "scheduling_policy": "priority",
     }

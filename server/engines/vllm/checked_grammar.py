@@ -1,4 +1,7 @@
-"""The message that carries a checked grammar from the API process to vLLM's engine core."""
+"""The message that carries a checked grammar from the API process to vLLM's engine core.
+
+A checked grammar has compiled within its time and memory limits in the trial process.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,20 @@ from dataclasses import asdict, dataclass
 
 from tonnage.server.text.grammar import Grammar
 
-# The stop_reason of a sequence whose text matches the whole grammar and that no stop token can end.
+# The stop_reason of a sequence that ends because its text matches the whole grammar, when no stop token could
+# end it.
 COMPLETE = "its text is complete"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
-    """A grammar that compiled within its limits in the trial process.
+    """A grammar that compiled within its time and memory limits in the trial process.
 
     Attributes:
-        grammar: its kind, and its text in llguidance's syntax (a structural tag keeps its own syntax).
-        bytes: memory that it took in its trial.
-        tenant: tenant whose share of the mask budget it uses.
+        grammar: kind and text of the grammar, converted to llguidance's syntax. A structural tag keeps its own
+            syntax.
+        bytes: memory in bytes that compiling it took in the trial process.
+        tenant: tenant of the request. Each tenant has a share of the time for computing token masks.
     """
 
     grammar: Grammar
@@ -26,11 +31,11 @@ class CheckedGrammar:
     tenant: str
 
     def encode(self) -> str:
-        """Return the message as the text of a grammar, which vLLM passes on unchanged."""
+        """Return the message as a string that vLLM accepts as a grammar and passes on unchanged."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> CheckedGrammar:
-        """Return the grammar that `encode` wrote."""
+        """Return the checked grammar encoded in ``text`` by `encode`."""
         said = json.loads(text)
         return cls(Grammar(**said["grammar"]), said["bytes"], said["tenant"])

@@ -1,10 +1,10 @@
-"""HTTP status 400 for requests that our scheduler rejects inside a plain `vllm serve`.
+"""HTTP status 400 for requests that Tonnage's scheduler rejects inside a plain `vllm serve`.
 
 vLLM alone returns 500. A scheduler can end a request with an error and a reason, but vLLM's HTTP layer answers
-every error with "Internal server error". Between them, in the API process, a collector holds the outputs of a
-request (v1/engine/output_processor.py). The collector also takes an exception and raises it where the outputs
-are awaited. A client error passes `AsyncLLM.generate` unchanged and becomes status 400, or the last event of a
-stream. The same holds in vLLM 0.30 to 0.33.
+every error with "Internal server error". In the API process, between scheduler and HTTP layer, a collector
+holds the outputs of each request (v1/engine/output_processor.py). The collector also accepts an exception and
+raises it to the coroutine that awaits the outputs. A client error passes `AsyncLLM.generate` unchanged and
+becomes status 400, or the last event of a stream. vLLM 0.30 to 0.33 behave alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
 def return_rejections() -> None:
-    """Make vLLM's collectors in this process raise our scheduler's rejections; further calls change nothing."""
+    """Patch vLLM's output collectors in this process to raise our scheduler's rejections as client errors.
+
+    Further calls change nothing.
+    """
     put = RequestOutputCollector.put
     if getattr(put, "tells", False):
         return
@@ -31,9 +34,9 @@ def return_rejections() -> None:
 
 
 def _refusal(output: Any) -> str | None:
-    """Return the reason why our scheduler ended a request, or None for any other output.
+    """Return the reason why our scheduler rejected a request, or None for any other output.
 
-    vLLM's own errors have no `stop_reason`.
+    Only our rejections set `stop_reason` on an error; vLLM's own errors leave it empty.
     """
     if isinstance(output, RequestOutput):
         for sequence in output.outputs:

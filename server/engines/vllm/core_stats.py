@@ -1,6 +1,6 @@
-"""Statistics of vLLM's engine cores, taken from the messages that they send after each step.
+"""Statistics of vLLM's engine cores, taken from the messages that the cores send after each step.
 
-A message has vLLM's own statistics, and the values that our scheduler adds
+A message has vLLM's own statistics, and the values that our scheduler adds to them
 (`tonnage.server.engines.vllm.stats_transport`).
 """
 
@@ -18,9 +18,9 @@ class CoreStats:
     """The statistics of one engine core.
 
     Args:
-        num_blocks: blocks of its pool, with the null block.
+        num_blocks: number of blocks of its KV pool, including the null block.
         caching: whether prompts are looked up in the prefix cache.
-        admission: our scheduler's statistics before the first step, None when vLLM's own scheduler runs.
+        admission: our scheduler's statistics before the first step; None if vLLM's own scheduler runs.
     """
 
     def __init__(self, num_blocks: int, *, caching: bool, admission: AdmissionStats | None = None) -> None:
@@ -32,11 +32,11 @@ class CoreStats:
 
     @property
     def unfinished(self) -> int:
-        """Return the requests running or waiting after the last step."""
+        """Return the number of requests that were running or waiting after the last step."""
         return self._running + self._waiting
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Take in one message of the engine core.
+        """Update the statistics from one message of the engine core.
 
         Args:
             scheduler: vLLM's SchedulerStats or None.
@@ -44,14 +44,16 @@ class CoreStats:
         """
         if scheduler is not None:
             found = take_stats(scheduler.waiting_lora_adapters)
-            # The first step shows whether our scheduler runs. It may stop reporting later.
+            # The first step shows whether our scheduler runs. It may stop reporting after an error; the last
+            # values then stay.
             self.admission = found if self._steps == 0 else found or self.admission
             self._steps += 1
             self._running = scheduler.num_running_reqs
             self._waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self._usage = scheduler.kv_cache_usage
-            # A preempted request looks its tokens up again and recomputes the tokens that are not cached,
-            # except the last token, which was sampled and never computed.
+            # Count the tokens that preempted requests recompute. A preempted request looks all its tokens up in
+            # the prefix cache and recomputes the misses. Its last token was sampled but not computed before, so
+            # it does not count.
             looked = scheduler.prefix_cache_stats
             self._preempted_tokens += looked.preempted_queries - looked.preempted_hits
             self._preempted_tokens -= looked.preempted_requests
@@ -61,18 +63,18 @@ class CoreStats:
     def stats(self, memory: MeasuredMemory, *, idle: bool = False) -> EngineStats:
         """Return the statistics of one engine core after its last step.
 
-        vLLM's own scheduler reserves nothing, so its reserved blocks are its used blocks.
+        vLLM's own scheduler reserves nothing, so its used blocks are reported as reserved.
 
         Args:
-            memory: measured bytes, passed through.
-            idle: no request is left, whatever the last message said.
+            memory: measured bytes, returned unchanged in the statistics.
+            idle: whether no request is left, regardless of the last message.
         """
         admission = self.admission or AdmissionStats("greedy")
         if idle and admission.reserved is not None:
             admission = replace(admission, reserved=0, committed=0, waste=0)
         usable = max(0, self.num_blocks - 1)
         used = 0 if idle else min(usable, round(self._usage * usable))
-        # The count is up to one second old, when fewer blocks may have been in use.
+        # The number of cached blocks is up to one second old, and more blocks may be in use now.
         cached = None if admission.cached is None else min(admission.cached, usable - used)
         evicted: tuple[int, ...] = ()
         if admission.cached is not None:
@@ -107,17 +109,18 @@ class CoreStats:
 class EngineCores:
     """The statistics of all engine cores behind one AsyncLLM.
 
-    Until a core joins, the figures of the plan stand for core 0.
+    Until the first core has started, the planned number of blocks is reported as core 0.
 
     Args:
-        num_blocks: planned blocks.
+        num_blocks: planned number of blocks.
         mode: configured admission mode.
         caching: whether prompts are looked up in the prefix cache.
     """
 
     def __init__(self, num_blocks: int, mode: str, *, caching: bool) -> None:
-        self.messages = 0  # received so far
-        self.queued: dict[str, float | None] = {}  # seconds in vLLM's queue, for the request ids entered here
+        self.messages = 0  # number of messages received
+        # by request id, seconds in vLLM's queue; `record` fills only ids that are already keys
+        self.queued: dict[str, float | None] = {}
         self._mode, self._caching = mode, caching
         self._cores = {0: self._new(num_blocks)}
 
@@ -130,7 +133,10 @@ class EngineCores:
         self._cores[index] = self._new(num_blocks)
 
     def record(self, index: int, scheduler: Any, iteration: Any) -> None:
-        """Take in the SchedulerStats and IterationStats (or None) of one message of engine core `index`."""
+        """Update the statistics of engine core `index` from one message.
+
+        `scheduler` is vLLM's SchedulerStats and `iteration` its IterationStats, or None.
+        """
         self.messages += 1
         self._cores[index].record(scheduler, iteration)
         for finished in () if iteration is None else iteration.finished_requests:
@@ -138,6 +144,11 @@ class EngineCores:
                 self.queued[finished.request_id] = finished.queued_time
 
     def stats(self, memory: MeasuredMemory, *, idle: bool) -> EngineStats:
-        """Return the statistics summed over all engine cores, with `memory` passed through."""
+        """Return the statistics summed over all engine cores.
+
+        Args:
+            memory: measured bytes, returned unchanged in the statistics.
+            idle: whether no request is left, regardless of the last messages.
+        """
         parts = [core.stats(memory, idle=idle) for core in self._cores.values()]
         return replace(total(parts), memory=memory)

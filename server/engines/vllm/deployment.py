@@ -1,7 +1,7 @@
 """Conversion of vLLM's VllmConfig into a `Deployment`, so that the plan uses the flags of the running vLLM.
 
-This module imports nothing of vLLM. It reads a `vllm.config.VllmConfig` (0.30 to 0.33) that vLLM has completed,
-and rejects a setting that the planner does not know by the setting's name in vLLM.
+This module does not import vLLM. It reads a `vllm.config.VllmConfig` (0.30 to 0.33) in which vLLM has already
+filled in the defaults. A setting that the planner does not support is rejected by its name in vLLM.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import GiB
 
-# Quantization methods that vLLM applies to 16-bit weights while loading -> the planner's name (quantizes_to).
+# Methods by which vLLM quantizes 16-bit weights while loading, with the planner's names (quantizes_to).
 _MADE_WHILE_LOADING = {"bitsandbytes": "nf4", "fp8": "fp8"}
-# Checkpoint-only formats, whose quantization config may be in a file beside config.json.
+# Formats of checkpoints that are already quantized. Their quantization config may be in a file beside
+# config.json.
 _OF_CHECKPOINTS = ("gguf", "modelopt")
-# Speculative methods without draft weights (SpeculativeMethod, config/speculative.py).
+# Speculative decoding methods that have no draft weights (SpeculativeMethod, config/speculative.py).
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """The model and deployment of a running vLLM.
+    """The model and the deployment of a running vLLM.
 
     Attributes:
         model: folder or hub id of the model that vLLM loads.
@@ -62,7 +63,8 @@ def read_config(config: Any) -> RunningModel:
         max_model_len=model.max_model_len,
         max_num_seqs=batch.max_num_seqs,
         max_num_batched_tokens=batch.max_num_batched_tokens,
-        # The planner derives vLLM's default block size itself. A hybrid model's block size is not a flag.
+        # None lets the planner derive vLLM's default block size. The block size that vLLM computes for a hybrid
+        # model is not a flag.
         block_size=cache.block_size if cache.user_specified_block_size else None,
         kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
         enable_prefix_caching=bool(cache.enable_prefix_caching),
@@ -86,13 +88,16 @@ def read_config(config: Any) -> RunningModel:
 
 
 def served_name(config: Any) -> str:
-    """Return the model name in the `model_name` label of vLLM's metrics: the first of several served names."""
+    """Return the value of the `model_name` label in vLLM's metrics: the first of several served names."""
     name = config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name or config.model_config.model)
 
 
 def _quantization(model: Any) -> str | None:
-    """Return the quantization that vLLM applies while loading, or None when the checkpoint's format holds."""
+    """Return the method by which vLLM quantizes weights while loading.
+
+    Returns None if the checkpoint's own format is kept.
+    """
     method = model.quantization
     if method is None or getattr(model.hf_config, "quantization_config", None) is not None:
         return None
@@ -104,10 +109,10 @@ def _quantization(model: Any) -> str | None:
 
 
 def _without(model: Any) -> str:
-    """Return the modalities that prompts may not have, as the JSON of `limit_mm_per_prompt` with zeros.
+    """Return the modalities that no prompt may use, as the JSON of `limit_mm_per_prompt` with zeros.
 
-    vLLM does not load their encoders. Limits above zero hardly change how many of the largest images fit in one
-    step, so they are left out.
+    vLLM does not load the encoders of these modalities. Limits above zero are left out, because they hardly
+    change how many of the largest images fit in one step.
     """
     found = model.multimodal_config
     names = () if found is None else ("image", "video", "audio")
@@ -115,7 +120,7 @@ def _without(model: Any) -> str:
 
 
 def _draft(config: Any) -> tuple[str | None, int]:
-    """Return the Deployment's `speculative_model` and `num_speculative_tokens`."""
+    """Return `speculative_model` and `num_speculative_tokens` of the `Deployment`."""
     draft = config.speculative_config
     if draft is None or draft.method in _WITHOUT_WEIGHTS:
         return None, 0

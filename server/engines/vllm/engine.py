@@ -1,9 +1,9 @@
 """The `Engine` that runs vLLM's AsyncLLM with the plan's KV pool and Tonnage's admission.
 
 Written against vLLM 0.32. vLLM manages its own blocks. The plan fixes the size of its pool
-(`kv_cache_memory_bytes`), and the real number of blocks is compared with the plan. Admission runs in vLLM's
-engine core (`tonnage.server.engines.vllm.scheduler`), with the free blocks of each step. This process rejects
-requests that can never fit and gives all others a position in the queue. Nothing of vLLM is imported before
+(`kv_cache_memory_bytes`), and the real number of blocks is compared with the plan. Admission runs inside vLLM's
+engine core (`tonnage.server.engines.vllm.scheduler`), with the free blocks of each step. The API process
+rejects requests that can never fit and gives all others a position in the queue. vLLM is not imported before
 `start`.
 """
 
@@ -59,8 +59,7 @@ class VLLMEngine(Engine):
             takes minutes.
         loras: folder of each LoRA adapter by name. All are loaded before the engine is ready.
         embeds: use vLLM's pooling runner, which returns one vector for each prompt.
-        quantization: vLLM's name of the method that quantizes the weights while loading. None applies no
-            method.
+        quantization: vLLM's name of the method that quantizes the weights while loading. None means no method.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class VLLMEngine(Engine):
         if enforce_eager is not None:
             self._eager = enforce_eager
         self._lora_paths = dict(loras or {})
-        self._loras: dict[str, Any] = {}  # adapter name -> vLLM's LoRARequest
+        self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each adapter, by name
         self._policy, self._sharing = policy or Policy(), sharing or Sharing()
         self._positions = QueuePositions(limits_of(plan))
         self._cores = EngineCores(
@@ -92,7 +91,7 @@ class VLLMEngine(Engine):
             str(self._policy.mode),
             caching=bool(plan.deployment.enable_prefix_caching),
         )
-        self._unfinished = 0  # requests
+        self._unfinished = 0  # number of unfinished requests
         self._idle = asyncio.Event()  # set while no request is unfinished
         self._idle.set()
         self._llm: Any = None
@@ -107,7 +106,7 @@ class VLLMEngine(Engine):
         self._sampler = PeakSampler()
         self._weights: int | None = None
         self._kv_pool: int | None = None
-        self._lora: int | None = None  # bytes of the adapters' slots
+        self._lora: int | None = None  # bytes of the LoRA adapters' slots, once measured
         self._framework: int | None = None
         self._num_blocks = plan.kv_cache.num_blocks
         self._prompt_tokens = 0
@@ -126,11 +125,12 @@ class VLLMEngine(Engine):
         return self._capabilities
 
     def own_metrics(self) -> bytes:
-        """Return vLLM's metrics page under vLLM's names.
+        """Return vLLM's metrics page with vLLM's metric names.
 
-        The names do not pass promtool, which reserves the colon for recording rules.
+        The names contain colons. promtool reports colons, because they are reserved for recording rules.
         """
-        from prometheus_client import REGISTRY, generate_latest  # vLLM's; this server writes its own pages
+        # vLLM's dependency, whose registry has vLLM's metrics; this server writes its own pages itself
+        from prometheus_client import REGISTRY, generate_latest
 
         return generate_latest(REGISTRY)
 
@@ -139,7 +139,7 @@ class VLLMEngine(Engine):
 
         Raises:
             DeploymentError: vLLM did not start.
-            EngineDead: vLLM's processes hung while loading.
+            EngineDead: vLLM's processes hung during the load and were killed.
         """
         arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
         arguments["runner"] = "pooling" if self._embeds else "generate"
@@ -152,11 +152,12 @@ class VLLMEngine(Engine):
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm watch")
         try:
             self._llm = await asyncio.wrap_future(self._loading)
-            # The blocks of all engine cores, with one null block each, as in the plan.
+            # Blocks of all engine cores, each with one null block, as the plan counts them.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
             if grammars:
                 self._checks = GrammarChecks(model_files(self._plan.model.path))
-                # With this config vLLM compiles each grammar again in this loop (sampling_params.py, 0.32).
+                # With this config, vLLM would compile each grammar a second time in this event loop
+                # (sampling_params.py, 0.32).
                 self._llm.input_processor.structured_outputs_config = None
                 await self._llm.collective_rpc("tonnage_import_masks")
             if self._on_cpu:
@@ -180,14 +181,14 @@ class VLLMEngine(Engine):
         process = self._sampler.sample()
         if self._weights is not None:
             self._framework = process - self._weights - self._kv_pool - (self._lora or 0)
-        # A request runs on a single engine core, so only that core's blocks are usable.
+        # A request runs on a single engine core, so it can use only that core's blocks.
         usable = self._num_blocks // self._plan.deployment.data_parallel_size - 1
         self._positions.limits = replace(self._positions.limits, usable_blocks=usable)
         self._ready = True
 
     async def _load_adapters(self) -> None:
-        """Load each LoRA adapter into a slot once, so that an unsuitable adapter fails the start."""
-        from vllm.lora.request import LoRARequest  # vLLM is imported only by `start`
+        """Load each LoRA adapter into a slot once, so that an invalid adapter fails the start."""
+        from vllm.lora.request import LoRARequest  # imported here, because only `start` may import vLLM
 
         for number, (name, path) in enumerate(self._lora_paths.items(), 1):
             self._loras[name] = LoRARequest(name, number, path)
@@ -199,8 +200,8 @@ class VLLMEngine(Engine):
                 ) from error
 
     def _load(self, arguments: dict[str, Any]) -> Any:
-        """Create the AsyncLLM; blocks for 30 s or more, so it runs in a thread while /health answers."""
-        # Starting multiprocessing's resource tracker later would unblock SIGINT (Python 3.11).
+        """Create the AsyncLLM; this takes 30 s or more, so call it in a thread to keep the event loop free."""
+        # Start multiprocessing's resource tracker now. Starting it later would unblock SIGINT (Python 3.11).
         resource_tracker.ensure_running()
         with interrupt_held():
             llm = load(arguments, self._cores, lambda: not self._stopping)
@@ -241,7 +242,7 @@ class VLLMEngine(Engine):
     def _submit(
         self, request: GenerationRequest, checked: CheckedGrammar | None, position: int
     ) -> AsyncGenerator[Any, None]:
-        from vllm.inputs.engine import tokens_input  # vLLM is imported only by `start`
+        from vllm.inputs.engine import tokens_input  # imported here, because only `start` may import vLLM
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
@@ -259,7 +260,7 @@ class VLLMEngine(Engine):
         position: int,
         converter: OutputConverter,
     ) -> AsyncGenerator[Chunk, None]:
-        from vllm.exceptions import VLLMClientError  # vLLM is imported only by `start`
+        from vllm.exceptions import VLLMClientError  # imported here, because only `start` may import vLLM
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         if self._embeds:
@@ -308,12 +309,12 @@ class VLLMEngine(Engine):
     def _die(self, error: BaseException) -> None:
         if not isinstance(error, EngineDead):
             error = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
-        self._dead = self._dead or error  # the first error is the cause
+        self._dead = self._dead or error  # keep the first error, because it is the cause of later ones
 
     async def _watch_progress(self) -> None:
-        """Kill vLLM's processes when they hang, and fail the requests that wait for them.
+        """Kill vLLM's processes if they hang, and fail the requests in flight.
 
-        A hang means that processes with work to do use no processor time and send no message.
+        The processes hang if they have work but use no processor time and send no message.
         """
         cores, seconds = await processes.wait_for_hang(lambda: self._cores.messages, self._check_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
@@ -327,13 +328,19 @@ class VLLMEngine(Engine):
         processes.kill(cores)
 
     def _check_limit(self) -> int | None:
-        """Return the number of checks without activity that counts as a hang, or None while vLLM is idle."""
+        """Return how many consecutive checks may find no activity before the processes count as hung.
+
+        Returns None while vLLM is idle.
+        """
         if not self._ready:
             return watchdog.HANG_CHECKS_LOADING
         return watchdog.HANG_CHECKS if self._llm.output_processor.has_unfinished_requests() else None
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Abort a request in vLLM. One sequence (`index`) of several cannot be aborted."""
+        """Abort a request in vLLM; with `index`, nothing is aborted.
+
+        vLLM cannot abort one sequence of several.
+        """
         if self._ready and index is None:  # vLLM cannot abort one of several sequences
             await self._llm.abort(request_id)
 
@@ -365,7 +372,7 @@ class VLLMEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
-        """Return the blocks, lengths and measured bytes that the running engine has.
+        """Return the blocks, maximum lengths and measured bytes of the running engine.
 
         Raises:
             QueueFull: the engine has not started yet.
@@ -389,13 +396,13 @@ class VLLMEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests and wait until none is unfinished, at most `seconds`."""
+        """Stop admitting requests, and wait at most `seconds` for the unfinished ones."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
-        """Stop vLLM's processes and release their files, also while vLLM still loads."""
+        """Stop vLLM's processes and close their files; this also works while vLLM is loading."""
         self._stopping = self._draining = True
         self._ready = False
         self._sampler.stop()
@@ -407,8 +414,10 @@ class VLLMEngine(Engine):
             await processes.interrupt_loading(self._loading)
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            if self._dead is not None:  # waiting requests get no error once the output handler is cancelled
-                from vllm.v1.engine.exceptions import EngineDeadError  # vLLM is imported only by `start`
+            # fail waiting requests now, because cancelling the output handler gives them no error
+            if self._dead is not None:
+                # imported here, because only `start` may import vLLM
+                from vllm.v1.engine.exceptions import EngineDeadError
 
                 llm.output_processor.propagate_error(EngineDeadError())
             if llm.output_handler is not None:
@@ -423,7 +432,7 @@ class VLLMEngine(Engine):
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of a validation error; the lines below it point into the input."""
+    """Return the first line of a validation error; its other lines only quote the invalid input."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 

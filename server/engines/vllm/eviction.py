@@ -1,11 +1,12 @@
 """Learned eviction in vLLM's block pool: `install` replaces the pool's free queue by a `LearnedQueue`.
 
-vLLM's manager asks its pool for blocks, and the pool asks its free queue which free block to hand out next.
-Blocks without content still go first. After them goes the block that `tonnage.cache.eviction` would evict,
-where vLLM takes the block released longest ago. The queue sees which blocks leave and join it. Five wrapped
-methods of vLLM's manager and pool report when requests begin and end, and which blocks they hold.
+vLLM's KV cache manager asks its block pool for blocks, and the pool asks its free queue which free block to
+hand out next. Blocks without content still go first. Next goes the block that the learned order of
+`tonnage.cache.eviction` evicts, instead of the least recently released block. The queue sees which blocks leave
+and join it. Five wrapped methods of vLLM's manager and pool report when requests begin and end, and which
+blocks they hold.
 
-An exception in this module never reaches a request: after the first one, vLLM's own queue is used again.
+An exception in this module never fails a request: after the first one, vLLM's own queue is used again.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from tonnage.cache.blocks.state import UInt64Array
 from tonnage.cache.eviction.order import EvictionOrder
 from tonnage.planner.units import ceil_div
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+# a child of the "vllm" logger, because vLLM configures only its own loggers
+logger = init_logger(f"vllm.{__name__}")
 
-# Methods that vLLM 0.30 to 0.33 call on a free queue, and the first arguments of the manager's allocate_slots.
+# Interface that this module was written for: the methods that vLLM 0.30 to 0.33 call on a free queue, and the
+# first arguments of the manager's allocate_slots.
 QUEUE = {
     *("popleft", "popleft_n", "remove", "append", "prepend_n", "append_n"),
     *("get_all_free_blocks", "iter_blocks_after"),
 }
 ALLOCATE = ["request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks"]
-# Blocks chosen in one call. A decode asks for one block, and calling compiled code costs more than choosing.
+# Blocks that one call of compiled code chooses in advance. A decode needs one block, and the call costs more
+# than the choice.
 AHEAD = 32
 
 
 class UnsupportedManager(Exception):
-    """An error that says why learned eviction cannot work with this vLLM manager."""
+    """An error that says why learned eviction does not support this vLLM manager."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,9 @@ class EvictionStats:
     """Counts of learned eviction for metrics.
 
     Attributes:
-        learned: whether blocks are evicted by the learned rule now (False: LRU).
-        evicted: blocks with content that the rule has chosen, including the next few that it has already
-            chosen.
-        fallbacks: exceptions in our code so far, 0 or 1.
+        learned: whether blocks are evicted in the learned order now; False means LRU.
+        evicted: number of cached blocks chosen for eviction, including up to a few that are not handed out yet.
+        fallbacks: exceptions in our code so far, 0 or 1; after one, vLLM's own queue is used.
     """
 
     learned: bool
@@ -61,8 +64,9 @@ def install(manager: Any) -> LearnedQueue | None:
     """Install learned eviction in a vLLM KVCacheManager that has not handed out a block yet.
 
     Returns:
-        The new queue. None, with a warning in vLLM's log, when vLLM's own eviction stays: without prefix
-        caching, without a full-attention group, or with an interface other than that of vLLM 0.30 to 0.33.
+        The new queue, or None (with a warning in vLLM's log) if vLLM's own eviction stays. It stays without
+            prefix caching, without a full-attention group, or with an interface other than that of vLLM 0.30 to
+            0.33.
     """
     try:
         queue = LearnedQueue(manager)
@@ -77,7 +81,10 @@ def install(manager: Any) -> LearnedQueue | None:
 
 
 def _wrap(manager: Any, queue: LearnedQueue) -> None:
-    """Wrap the methods of vLLM's manager and pool that report to `queue` what a free queue cannot see."""
+    """Wrap methods of vLLM's manager and pool, so that they report to `queue`.
+
+    They report which requests begin and end, and which content is dropped; a free queue cannot see this.
+    """
     pool = manager.block_pool
     allocate, free, take_out = manager.allocate_slots, manager.free, manager.pop_blocks_for_free
     reset, evict = pool.reset_prefix_cache, pool.evict_blocks
@@ -124,14 +131,14 @@ def _wrap(manager: Any, queue: LearnedQueue) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One KV cache group of vLLM.
+    """One of vLLM's KV cache groups.
 
     Attributes:
         at: index of the group.
-        tables: blocks of each request by request id.
-        cached: number of leading blocks of each request that a prefix can hit, by request id.
-        block_size: tokens in one block.
-        scale: hashes of a request per block of this group.
+        tables: block table of each request, by request id.
+        cached: number of leading blocks of each request that are in the prefix cache, by request id.
+        block_size: tokens per block.
+        scale: number of request hashes per block of this group, because hashes may be made for smaller blocks.
         full: whether the group has full attention and prefix caching.
     """
 
@@ -143,7 +150,7 @@ class _Group:
     full: bool
 
     def hashes(self, request: Any, count: int) -> UInt64Array:
-        """Return the first 8 bytes of the hashes of the first `count` full blocks (uint64 [blocks])."""
+        """Return the first 8 bytes of the hash of each of the first `count` full blocks (uint64 [count])."""
         hashes = request.block_hashes[self.scale - 1 : count * self.scale : self.scale]
         if not hashes:
             return np.zeros(0, np.uint64)
@@ -186,7 +193,7 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
 
 
 class LearnedQueue:
-    """A replacement for vLLM's FreeKVCacheBlockQueue that hands out blocks in the learned order.
+    """A replacement for vLLM's FreeKVCacheBlockQueue that hands out cached blocks in the learned order.
 
     It has the interface of v1/core/kv_cache_utils.py in vLLM 0.30 to 0.33.
     """
@@ -203,20 +210,25 @@ class LearnedQueue:
         self._order = EvictionOrder(len(pool.blocks), size, ceil_div(manager.max_model_len, smallest))
         self.num_free_blocks = len(free)
         self.ahead = AHEAD
-        self.live: dict[str, int] = {}  # request that holds blocks -> turn of its conversation
+        # by id of each request that holds blocks, the turn number of its conversation
+        self.live: dict[str, int] = {}
         self._blocks = pool.blocks
-        self._stack: list[Any] = free[::-1]  # blocks without content; the last is handed out first
-        self._chosen: list[int] = []  # blocks to evict next, the last first; a prefix can still hit them
-        self._taken: list[int] = []  # blocks that left the queue and that the order has not heard of yet
-        self._starting: tuple[Any, list[int]] | None = None  # request that gets its first blocks, and its hit
-        self._forgotten: set[int] = set()  # blocks in use whose cached content was dropped
-        self._plain: FreeKVCacheBlockQueue | None = None  # vLLM's queue, after an exception in our code
+        self._stack: list[Any] = free[::-1]  # free blocks without content; the last is handed out first
+        # ids of cached blocks chosen for eviction, the last goes first; a prefix can still hit them
+        self._chosen: list[int] = []
+        # ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order
+        self._taken: list[int] = []
+        # request that gets its first blocks, and the ids of its prefix hit
+        self._starting: tuple[Any, list[int]] | None = None
+        self._forgotten: set[int] = set()  # ids of blocks in use whose cached content was dropped
+        # vLLM's own queue, used after an exception in our code
+        self._plain: FreeKVCacheBlockQueue | None = None
         for block in free:
             block.prev_free_block = block.next_free_block = None
 
     @property
     def stats(self) -> EvictionStats:
-        """Return the counts of learned evictions and of exceptions."""
+        """Return the number of learned evictions and of exceptions."""
         failed = self._plain is not None
         return EvictionStats(self._order.learned and not failed, self._order.evicted, int(failed))
 
@@ -260,7 +272,7 @@ class LearnedQueue:
         return list(self._plain.popleft_n(n))
 
     def remove(self, block: Any) -> None:
-        """Remove a free block that a prefix hit uses again."""
+        """Remove a free cached block that a prefix hit uses again."""
         self.num_free_blocks -= 1
         if self._plain is not None:
             self._plain.remove(block)
@@ -270,11 +282,11 @@ class LearnedQueue:
             self._taken.append(block.block_id)
 
     def append(self, block: Any) -> None:
-        """Add one block that no request references any more and that keeps its content."""
+        """Add one block that no request references any more; it keeps its cached content."""
         self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        """Add blocks that no request references any more and that keep their content."""
+        """Add blocks that no request references any more; they keep their cached content."""
         if not blocks:
             return
         self.num_free_blocks += len(blocks)
@@ -283,12 +295,12 @@ class LearnedQueue:
                 self._report_events()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
-                self._fail()  # puts every unreferenced block into vLLM's queue, these included
+                self._fail()  # this puts every unreferenced block into vLLM's queue, including these
         else:
             self._plain.append_n(_not_queued(blocks))
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Add blocks that no request references any more and that have no content a prefix could hit."""
+        """Add blocks that no request references any more and whose content no prefix can hit."""
         if not blocks:
             return
         self.num_free_blocks += len(blocks)
@@ -307,7 +319,7 @@ class LearnedQueue:
                 self._fail()
 
     def get_all_free_blocks(self) -> list[Any]:
-        """Return all free blocks: blocks without content in order, then the others by release time. O(pool)."""
+        """Return all free blocks: first without content, in order, then the others by release time; O(pool)."""
         if self._plain is None:
             try:
                 self._report_events()
@@ -319,18 +331,27 @@ class LearnedQueue:
         return list(self._plain.get_all_free_blocks())
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Iterate over the free blocks behind `cursor` (None: all free blocks). O(pool).
+        """Iterate over the free blocks that follow `cursor`, or all if `cursor` is None; O(pool).
 
-        Connectors copy the blocks that will be evicted soon.
+        vLLM's KV connectors use it to copy blocks that will be evicted soon.
         """
         blocks = self.get_all_free_blocks()
         at = _index_of(cursor, blocks)
         return iter(blocks if at is None else blocks[at + 1 :])
 
-    # -- the wrapped methods call these ----------------------------------------------------------------------
+    # -- methods that the wrapped methods of vLLM's manager and pool call
+    # ----------------------------------------
 
     def starting(self, request: Any, hit_tokens: int, computed: Any) -> None:
-        """Note that vLLM allocates the first blocks of a request, which may still fail without any change."""
+        """Record that vLLM is about to allocate the first blocks of a request.
+
+        The allocation may still fail without any change. `started` reports the outcome.
+
+        Args:
+            request: vLLM's request.
+            hit_tokens: prompt tokens found in the prefix cache.
+            computed: the cached blocks of these tokens, or None.
+        """
         if self._plain is not None:
             return
         try:
@@ -342,16 +363,16 @@ class LearnedQueue:
             self._fail()
 
     def started(self, granted: bool) -> None:
-        """Note whether vLLM allocated the first blocks of a request, after `starting` announced it."""
+        """Record whether vLLM allocated the first blocks of the request that `starting` announced."""
         if self._plain is None and granted:
             try:
-                self._begin()  # no call has done it yet if vLLM neither took nor returned a block
+                self._begin()  # reported already, unless vLLM neither took nor returned a block meanwhile
             except Exception:
                 self._fail()
         self._starting = None
 
     def ended(self, request: Any) -> None:
-        """Learn the value of a request's blocks when the request returns them."""
+        """Report a request's blocks to the eviction order when the request returns them."""
         turn = self.live.pop(request.request_id, None)
         if turn is None or self._plain is not None:
             return
@@ -370,7 +391,7 @@ class LearnedQueue:
             self._fail()
 
     def reset(self) -> None:
-        """Treat all blocks as free and without content, after vLLM dropped its prefix cache."""
+        """Treat all blocks as free and without content; vLLM calls this when it drops its prefix cache."""
         if self._plain is not None:
             return
         try:
@@ -382,7 +403,7 @@ class LearnedQueue:
             self._fail()
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Treat these blocks as blocks without content, after vLLM dropped what they hold."""
+        """Treat these blocks as blocks without content; vLLM calls this when it drops their content."""
         if self._plain is not None:
             return
         try:
@@ -392,10 +413,11 @@ class LearnedQueue:
         except Exception:
             self._fail()
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    # -- internal methods
+    # ----------------------------------------------------------------------------------------
 
     def _report_events(self) -> None:
-        """Report the last events to the order: the request that began, then the blocks that it hit."""
+        """Report pending events to the eviction order: the request that began, then its prefix hit."""
         if self._starting is not None:
             self._begin()
         if self._taken:
@@ -406,7 +428,7 @@ class LearnedQueue:
                 self._chosen = [block for block in self._chosen if block not in out]
 
     def _choose(self, count: int) -> None:
-        """Choose blocks to evict until `_chosen` has at least `count` entries."""
+        """Choose cached blocks to evict until `_chosen` has at least `count` block ids."""
         short = count - len(self._chosen)
         if short > 0:
             more = self._order.pop(min(max(short, self.ahead), self._order.cached))
@@ -421,7 +443,10 @@ class LearnedQueue:
         self.live[request.request_id] = turn
 
     def _held(self, group: _Group, id: str) -> list[int]:
-        """Return the ids of the request's blocks: in a full group the cached blocks only. A lost block is 0."""
+        """Return the ids of the request's blocks in `group`, with 0 for a block whose content was dropped.
+
+        In a group with full attention, only the cached blocks are returned.
+        """
         blocks = group.tables.get(id, ())
         held = [block.block_id for block in (blocks[: group.cached.get(id, 0)] if group.full else blocks)]
         if not self._forgotten:
@@ -429,7 +454,7 @@ class LearnedQueue:
         return [0 if block in self._forgotten else block for block in held]
 
     def _fail(self) -> None:
-        """Switch to vLLM's own free queue, filled with all unreferenced blocks, after an exception of ours."""
+        """Switch to vLLM's own free queue after an exception in our code, with all unreferenced blocks."""
         logger.exception("Tonnage's learned eviction failed: vLLM evicts by LRU from now on")
         stamp = self._order.arrays.stamp
         free = [block for block in self._blocks if block.ref_cnt == 0 and not block.is_null]
@@ -439,29 +464,31 @@ class LearnedQueue:
         self._stack, self._chosen, self._taken = [], [], []
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, as in Fibonacci hashing
+# 2^64 divided by the golden ratio, which spreads the group index over 64 bits (Fibonacci hashing)
+_GOLDEN = 0x9E3779B97F4A7C15
 _NO_HASHES = np.zeros(0, np.uint64)
 
 
 def _not_queued(blocks: list[Any]) -> list[Any]:
-    """Return the blocks that vLLM's queue does not hold yet.
+    """Return the blocks that vLLM's own queue does not hold yet.
 
-    A release makes two calls. If the first one failed, the fallback has already entered all blocks.
+    vLLM returns a request's blocks in two calls. If the first call failed in our code, the fallback has already
+    queued all blocks.
     """
     return [block for block in blocks if block.next_free_block is None]
 
 
 def _index_of(block: Any, blocks: list[Any]) -> int | None:
-    """Return the index of `block` in `blocks`, or None.
+    """Return the index of the object `block` in `blocks`, or None if it is not there.
 
-    `list.index` would compare vLLM's blocks field by field.
+    It compares identities, because `list.index` would compare vLLM's blocks field by field.
     """
     return next((at for at, each in enumerate(blocks) if each is block), None)
 
 
 @cache
 def _warm(block_size: int) -> None:
-    """Compile the functions of the order, or load them from disk, before the first request needs them."""
+    """Compile the eviction order's functions, or load them from disk, before the first request."""
     order = EvictionOrder(8, block_size, 4)
     hashes = np.arange(1, 4, dtype=np.uint64)
     for turn in range(2):

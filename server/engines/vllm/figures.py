@@ -1,10 +1,10 @@
-"""The memory figures that vLLM's GPU workers log while they start. vLLM reports them nowhere else.
+"""Collection of the memory measurements that vLLM's GPU workers log at start; vLLM reports them nowhere else.
 
-A GPU worker logs at level INFO the bytes of its weights, of other memory beside them, of the activation peak,
-of CUDA graphs and of the KV pool (v1/worker/gpu_worker.py, 0.30 to 0.33), rounded to 0.01 GiB. vLLM calls
-`watch` in each of its processes (entry point group `vllm.general_plugins`). The figures are kept in a folder
-that the first process creates and removes at its end. Workers on other machines, and workers that do not log,
-contribute no figures.
+A GPU worker logs at level INFO the bytes of its weights, of memory other than weights, of the activation peak,
+of CUDA graphs and of the KV pool, rounded to 0.01 GiB (v1/worker/gpu_worker.py, 0.30 to 0.33). vLLM calls
+`watch` in each of its processes (entry point group `vllm.general_plugins`). The measurements are stored in a
+folder that the first process creates and removes when it ends. Workers on other machines, and workers that do
+not log, are not measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.vllm.log import read_line, settle
 
-# Environment variable with the folder's path, inherited by the processes that vLLM starts.
+# Environment variable with the path of the folder for measurements; the processes that vLLM starts inherit it.
 FOLDER = "TONNAGE_VLLM_FIGURES"
 
 _WORDS = ("GiB", "KV cache size")
@@ -30,7 +30,10 @@ _WORDS = ("GiB", "KV cache size")
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Bytes on one device: the maximum over the workers that logged a figure, None where no worker did."""
+    """Memory measurements of one device in bytes.
+
+    Each is the maximum over the workers that logged it, or None if none did.
+    """
 
     weights: int | None = None
     framework: int | None = None
@@ -39,7 +42,10 @@ class WorkerMemory:
 
 
 def watch() -> None:
-    """Install a log handler that collects the figures of this process. Further calls change nothing."""
+    """Install a log handler that collects the memory measurements of this process.
+
+    Further calls change nothing.
+    """
     if FOLDER not in os.environ:
         folder = tempfile.mkdtemp(prefix="tonnage-vllm-")
         os.environ[FOLDER] = folder
@@ -50,7 +56,7 @@ def watch() -> None:
 
 
 def read() -> WorkerMemory:
-    """Return the figures that the workers have logged so far."""
+    """Return the memory measurements that the workers have logged so far."""
     found: dict[str, float] = {}
     folder = os.environ.get(FOLDER)
     for file in Path(folder).glob("*.json") if folder else ():
@@ -67,13 +73,13 @@ def read() -> WorkerMemory:
 
 
 def _take_away(folder: str, owner: int) -> None:
-    """Delete the folder, unless this process is a fork of the one that created it."""
+    """Delete the folder of measurements, unless this process is a fork of its creator `owner` (a pid)."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Listener(logging.Handler):
-    """A log handler that keeps the figures of one process in a JSON file."""
+    """A log handler that stores the memory measurements of one process in a JSON file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.INFO)
@@ -81,15 +87,17 @@ class _Listener(logging.Handler):
         self._figures = LogFigures()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Read the figures in one log record and write them to the file when they changed."""
+        """Read the measurements from one log record, and write them to the file if they changed."""
         try:
             text = record.getMessage()
             if not any(word in text for word in _WORDS):
-                return  # most lines, such as the log of requests, have no memory figures
+                return  # most log lines, such as request logs, have no measurements
             before = dict(self._figures.figures)
             read_line(text, self._figures)
             if self._figures.figures != before:
-                settled = deepcopy(self._figures)  # `settle` derives figures and may run once on each record
+                # a copy, because `settle` derives values and may only run once on the measurements of one
+                # record
+                settled = deepcopy(self._figures)
                 settle(settled)
                 beside = self._file.with_suffix(".new")
                 beside.write_text(json.dumps(settled.figures))

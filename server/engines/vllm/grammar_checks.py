@@ -1,4 +1,7 @@
-"""Grammar checks before vLLM: a grammar reaches the engine core only after a successful trial."""
+"""Grammar checks in front of vLLM: a grammar reaches the engine core only after a successful trial.
+
+A trial compiles the grammar in a child process with limits of time and memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tonnage.server.text.grammar import Grammar
 
 
 class GrammarChecks:
-    """Grammar trials in a child process, awaited in the running event loop.
+    """Trial compilations of grammars in a child process, awaited in the running event loop.
 
     Args:
         folder: folder with the model's tokenizer.json.
@@ -27,11 +30,11 @@ class GrammarChecks:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the trial process."""
+        """Return the process id of the child process that tries grammars."""
         return self._trials.pid
 
     async def check(self, request: GenerationRequest) -> CheckedGrammar | None:
-        """Return the checked grammar of a request, or None when it has no grammar.
+        """Wait for the trial of a request's grammar; return the checked grammar, or None without a grammar.
 
         Raises:
             TonnageError: the grammar failed its trial.
@@ -57,7 +60,7 @@ class GrammarChecks:
         return CheckedGrammar(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
 
     def close(self) -> None:
-        """End the trials; requests that wait for one fail."""
+        """End all grammar trials; requests that wait for one fail."""
         self._closed = True
         self._trials.close()
         for future in self._pending.values():
@@ -65,7 +68,10 @@ class GrammarChecks:
                 future.set_result(None)
 
     def _set_outcome(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
-        """Set the outcome of a trial. This runs in the thread of the trials."""
+        """Set the outcome of a grammar trial for the waiting request; called in the trial client's thread.
+
+        `tried` is None if the trial process ended before the trial.
+        """
 
         def set_result() -> None:
             if (future := self._pending.get(request_id)) is not None and not future.done():

@@ -1,7 +1,7 @@
-"""Structured output inside vLLM's engine core, with the matchers and limits of the hf engine.
+"""Structured output inside vLLM's engine core, with the matchers and limits of the HF engine.
 
-Written against vLLM 0.32, whose own backends compile grammars in the event loop of the API process and fill
-token masks without a time limit. Here llguidance has limits and the masks of a step have a time budget. A
+Written against vLLM 0.32. vLLM's own backends compile grammars in the event loop of the API process and fill
+token masks without a time limit. Here llguidance has limits, and the masks of a step have a time budget. A
 sequence that exceeds a limit ends with the error as its `stop_reason`.
 """
 
@@ -27,16 +27,16 @@ from tonnage.server.engines.vllm.checked_grammar import COMPLETE, CheckedGrammar
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
 
-# vLLM would log an error for each sequence that ends because of its grammar.
+# Drop vLLM's error log for each sequence that ends because of its grammar.
 logging.getLogger("vllm.v1.core.sched.scheduler").addFilter(
     lambda record: not record.getMessage().startswith("Unexpected: grammar rejected tokens")
 )
 
 
 class GrammarState:
-    """The grammar state of one request, in the interface of vLLM's StructuredOutputGrammar.
+    """The grammar state of one request, with the interface of vLLM's StructuredOutputGrammar.
 
-    The interface is in v1/structured_output/backend_types.py. The methods that only draft tokens need are
+    The interface is in v1/structured_output/backend_types.py. Methods that only speculative decoding needs are
     missing.
     """
 
@@ -47,28 +47,36 @@ class GrammarState:
         self._row: npt.NDArray[np.int32] | None = None
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        """Write the mask of allowed next tokens into row `index` of `bitmask` (int32 [sequences, words])."""
+        """Write the mask of permitted next tokens into row `index` of `bitmask` (int32 [sequences, words]).
+
+        A word has one bit for each of 32 tokens.
+        """
         row = bitmask[index]
         row.fill_(-1)
         self._row = None
         if self.error is not None or self.matcher is None:
-            return  # the sequence ends with the next token, so any token is allowed
+            return  # the sequence ends with the next token, so every token is permitted
         try:
             self._row = self.matcher.row()
-        except Exception as error:  # a request's grammar must not stop the engine
+        except Exception as error:  # an error of one request's grammar must not stop the engine
             self.error = first_line(str(error))
             return
         row[: len(self._row)] = torch.from_numpy(self._row)[: len(row)]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance the matcher by sampled tokens; return False when the sequence ends, with a `stop_reason`."""
+        """Advance the matcher by sampled tokens.
+
+        Returns:
+            False if the sequence has to end; its `stop_reason` is then set.
+        """
         for token in tokens:
             if self.error is None and not self.done:
                 self._accept(token)
         if self.error is None and self.done:
             if not self.request.is_finished():  # the request has no stop token that could end it
                 self.error = COMPLETE
-            # vLLM allows a stop token before min_tokens if no other token is left (MinTokensLogitsProcessor).
+            # vLLM permits a stop token before min_tokens if no other token is possible
+            # (MinTokensLogitsProcessor).
             elif self.request.num_output_tokens <= self.request.sampling_params.min_tokens:
                 self.error = NO_TOKEN
         if self.error is not None:
@@ -82,7 +90,7 @@ class GrammarState:
         assert self.matcher is not None
         try:
             self.done = self.matcher.accept(token)
-        except Exception as error:  # a request's grammar must not stop the engine
+        except Exception as error:  # an error of one request's grammar must not stop the engine
             self.error = first_line(str(error))
 
     def is_terminated(self) -> bool:
@@ -91,9 +99,10 @@ class GrammarState:
 
 
 class GrammarBackend:
-    """A factory of grammar states, in the interface of vLLM's StructuredOutputBackend.
+    """A factory of grammar states, with the interface of vLLM's StructuredOutputBackend.
 
-    A grammar that fails to compile yields a state with the error, which the sequence reports when it ends.
+    If a grammar fails to compile, the factory returns a state that holds the error. The sequence reports the
+    error when it ends.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -104,7 +113,7 @@ class GrammarBackend:
     def compile_grammar(
         self, request_type: object, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> GrammarState:
-        """Return the grammar state of a request from the encoded grammar of the API process."""
+        """Return the grammar state for a grammar that the API process has checked and encoded."""
         checked = CheckedGrammar.decode(grammar_spec)
         try:
             ends = tuple(stop_token_ids or ())
@@ -118,29 +127,32 @@ class GrammarBackend:
         return torch.full((max_num_seqs, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
 
     def destroy(self) -> None:
-        """Release nothing; vLLM calls this at its end."""
+        """Do nothing; vLLM calls this when the engine ends, and no resource needs a release."""
 
 
 class _Threads:
-    """An executor that compiles grammars, with a thread of its own for structural tags, which may take long."""
+    """An executor that compiles grammars in two threads.
+
+    Structural tags may take long to compile, so they have a thread of their own.
+    """
 
     def __init__(self) -> None:
         self._grammars = ThreadPoolExecutor(1, "grammars")
         self._tags = ThreadPoolExecutor(1, "structural tags")
 
     def submit(self, create: Callable[[Any], GrammarState], request: Any) -> Future[GrammarState]:
-        """Compile the grammar of a vLLM request in the thread of its kind."""
+        """Compile the grammar of a vLLM request by `create`, in the thread for its kind of grammar."""
         tag = request.structured_output_request.params.structural_tag is not None
         return (self._tags if tag else self._grammars).submit(create, request)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel the waiting compilations without waiting for the running ones."""
+        """Cancel the pending compilations, without waiting for the running ones."""
         for threads in (self._grammars, self._tags):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 class BoundedGrammars(Scheduler):
-    """A mixin for vLLM's scheduler that bounds the memory and time of grammars."""
+    """A mixin for vLLM's scheduler that limits the memory and time that grammars take."""
 
     def __init__(self, *args: Any, **flags: Any) -> None:
         super().__init__(*args, **flags)
@@ -150,7 +162,7 @@ class BoundedGrammars(Scheduler):
         manager.executor = _Threads()
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """Return the token masks of a step, and end sequences whose masks do not fit into its time budget."""
+        """Return the token masks of a step, and end sequences whose masks exceed the step's time budget."""
         if scheduler_output.has_structured_output_requests:
             drawing = []
             for request_id in scheduler_output.num_scheduled_tokens:

@@ -1,6 +1,6 @@
-"""The creation of vLLM's AsyncLLM, with a stat logger that collects the messages of its engine cores.
+"""Creation of vLLM's AsyncLLM, with a stat logger that collects the messages of its engine cores.
 
-Written against vLLM 0.32. Nothing of vLLM is imported before `load`.
+Written against vLLM 0.32. vLLM is not imported before `load`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tonnage.server.engines.vllm.core_stats import EngineCores
 
 
 def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], bool]) -> Any:
-    """Create the AsyncLLM of these AsyncEngineArgs; blocks for 30 s or more.
+    """Create the AsyncLLM for these AsyncEngineArgs; blocks for 30 s or more.
 
     Args:
         arguments: keywords of AsyncEngineArgs.
-        cores: the collector of the statistics.
-        wanted: returns False once the start was cancelled; it is called after vLLM was imported.
+        cores: collector of the engine cores' statistics.
+        wanted: function that returns False if the start was cancelled; called after vLLM was imported.
 
     Raises:
         DeploymentError: vLLM is not installed, or the start was cancelled.
@@ -46,12 +46,13 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
     class Listener(StatLoggerBase):
         """A vLLM stat logger that passes the statistics of each step to `cores`.
 
-        vLLM calls it before the loggers of plug-ins, such as ours, which remove the values that it reads.
+        vLLM calls it before the stat loggers of plug-ins. Our plug-in's logger removes the values that this one
+        reads.
         """
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            # Each engine core's handshake adds its number of blocks to the client's config
-            # (v1/engine/core_client.py, 0.32), so the config has the sum over all cores.
+            # The number of blocks in the client's config is the sum over all engine cores, because each core's
+            # handshake adds its own (v1/engine/core_client.py, 0.32).
             engines = vllm_config.parallel_config.data_parallel_size
             cores.join(engine_index, vllm_config.cache_config.num_gpu_blocks // engines)
             self._index = engine_index
@@ -63,14 +64,14 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
             mm_cache_stats: Any = None,
             engine_idx: int = 0,
         ) -> None:
-            """Pass one message to the collector."""
+            """Pass the statistics of one engine core's step to the collector."""
             cores.record(self._index, scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
-            """Log nothing."""
+            """Do nothing; vLLM calls this when the engine has started."""
 
-    # vLLM copies its tokenizer for threads that render prompts (120 MiB each with a vocabulary of 262,144).
-    # Here prompts are token ids, and only the event loop uses the tokenizer.
+    # Do not copy the tokenizer for threads that render prompts, as vLLM does (120 MiB each with a vocabulary of
+    # 262,144). Prompts are token ids here, and only the event loop uses the tokenizer.
     vars(renderers)["maybe_make_thread_pool"] = lambda tokenizer, copies=1: tokenizer
     if (events := arguments.get("kv_events_config")) is not None:
         arguments = arguments | {"kv_events_config": KVEventsConfig(**asdict(events))}
@@ -79,12 +80,12 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
         with no_collections():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
     finally:
-        # vLLM sets variables for its children (LD_PRELOAD, thread counts) in the environment of this process.
+        # Remove the variables that vLLM sets in this process for its children (LD_PRELOAD, thread counts).
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
     if not collector.is_alive():
-        # pyzmq starts its thread for zero-copy messages with the first message of 64 KiB. Started here, no
-        # request opens the thread's seven files.
+        # pyzmq starts its thread for zero-copy messages at the first message of 64 KiB. Start it now, so that
+        # no request has to open the thread's seven files.
         collector.start()
     return llm

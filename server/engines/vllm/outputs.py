@@ -16,15 +16,17 @@ from tonnage.server.engines.vllm.stats_transport import NEVER_FITS
 class OutputConverter:
     """A converter of one request's vLLM outputs into chunks.
 
-    It keeps two facts between outputs: `cached`, the prompt tokens found in the prefix cache (None before the
-    first output), and the seconds that the request spent in this process before vLLM got it.
+    It keeps two values between outputs. `cached` is the number of prompt tokens found in the prefix cache, None
+    before the first output. The other is the seconds that the request spent in this process before vLLM
+    received it.
     """
 
     def __init__(self, request: GenerationRequest, checked: CheckedGrammar | None, waited: float) -> None:
         self.cached: int | None = None
         self._request, self._grammar, self._waited = request, checked is not None, waited
         self._stops = set(request.params.stop_token_ids)
-        # Greedy sequences of one prompt are identical, so vLLM computes one and it is returned n times.
+        # Greedy sequences of one prompt are identical, so vLLM computes one sequence, and its output is
+        # returned n times.
         self._copies = request.n if request.params.temperature == 0 else 1
 
     def chunks(self, output: Any) -> Iterator[Chunk]:
@@ -64,11 +66,11 @@ class OutputConverter:
                 )
 
     def vector(self, output: Any, queued: float | None) -> Chunk:
-        """Return the chunk with the embedding of one vLLM PoolingRequestOutput.
+        """Return the chunk with the embedding in one vLLM PoolingRequestOutput.
 
         Args:
             output: the PoolingRequestOutput.
-            queued: seconds that the request waited inside vLLM, None when they are unknown.
+            queued: seconds that the request waited inside vLLM; None if unknown.
 
         Raises:
             EngineDead: vLLM failed on this request.
@@ -87,18 +89,18 @@ class OutputConverter:
         )
 
     def _queued(self, metrics: Any) -> float | None:
-        """Return the seconds from the request's arrival until vLLM first scheduled it, or None before that."""
+        """Return the seconds from arrival until vLLM first scheduled the request; None if not scheduled yet."""
         if metrics is None or not metrics.scheduled_ts:
             return None
         return self._waited + max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
 def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
-    """Return the finish reason of a vLLM CompletionOutput and its error message, each None when it has none."""
+    """Return the finish reason of a vLLM CompletionOutput and its error message; each may be None."""
     finish, said = sequence.finish_reason, sequence.stop_reason
     if finish != "error":
         return finish, None
     if said == COMPLETE:
         return "stop", None
-    # The message comes from a grammar (.grammars) or from the scheduler.
+    # The message was set as stop_reason by a grammar (.grammars) or by our scheduler.
     return finish, said if isinstance(said, str) else "vLLM ended it with an error"

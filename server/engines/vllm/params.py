@@ -1,6 +1,6 @@
-"""Conversion of sampling parameters to vLLM's, and of vLLM's log probabilities to ours.
+"""Conversion of sampling parameters to vLLM's classes, and of vLLM's log probabilities to ours.
 
-Written against vLLM 0.32. vLLM is optional, so it is imported inside functions only.
+Written against vLLM 0.32. vLLM is optional, so it is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ HONOURED = BASIC_PARAMS | {
 
 
 def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) -> Any:
-    """Return vLLM's SamplingParams for a request and its grammar, with one token-id output for each step."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams  # vLLM is optional
+    """Return vLLM's SamplingParams for a request and its checked grammar, if any.
+
+    They make vLLM output token ids, one output per step.
+    """
+    # imported here, because vLLM is optional
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
     return SamplingParams(
-        n=1 if params.temperature == 0 else request.n,  # vLLM refuses n greedy sequences (VLLMEngine._chunks)
+        # vLLM rejects n > 1 greedy sequences, so OutputConverter copies one
+        n=1 if params.temperature == 0 else request.n,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -47,7 +52,7 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         structured_outputs=_structured(checked),
-        ignore_eos=True,  # the model's EOS ids are among stop_token_ids where they count
+        ignore_eos=True,  # the model's EOS ids are in stop_token_ids if they should end the output
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -55,14 +60,14 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
 
 def pooling_params(request: GenerationRequest) -> Any:
     """Return vLLM's PoolingParams for an embedding request."""
-    from vllm.pooling_params import PoolingParams  # vLLM is optional
+    from vllm.pooling_params import PoolingParams  # imported here, because vLLM is optional
 
     pooling = request.params.pooling
     return PoolingParams(task="embed", dimensions=None if pooling is None else pooling.dimensions)
 
 
 def _structured(checked: CheckedGrammar | None) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams  # vLLM is optional
+    from vllm.sampling_params import StructuredOutputsParams  # imported here, because vLLM is optional
 
     if checked is None:
         return None
@@ -74,12 +79,13 @@ def _structured(checked: CheckedGrammar | None) -> Any:
 def token_logprobs(
     token_ids: Sequence[int], positions: Sequence[Mapping[int, Any]] | None, top: int | None
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the log probabilities of each output token with the `top` most likely alternatives.
+    """Return the log probability of each output token, with the `top` most likely alternatives.
 
     Args:
         token_ids: the output tokens.
-        positions: vLLM's dict of token id to (logprob, rank) for each token, the token's own included.
-        top: number of alternatives, None when log probabilities were not requested.
+        positions: for each output token, vLLM's dict from token id to (logprob, rank), which includes the
+            output token.
+        top: number of alternatives; None if log probabilities were not requested.
     """
     if top is None or not positions:
         return ()
@@ -89,7 +95,13 @@ def token_logprobs(
 def prompt_logprobs(
     prompt: Sequence[int], positions: Sequence[Mapping[int, Any] | None] | None, top: int | None
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Return the log probabilities of each prompt token, None where vLLM has none (the first token)."""
+    """Return the log probability of each prompt token; None where vLLM has none, as for the first token.
+
+    Args:
+        prompt: the prompt tokens.
+        positions: for each prompt token, vLLM's dict from token id to (logprob, rank), or None.
+        top: number of most likely alternatives to return; None if log probabilities were not requested.
+    """
     if top is None or not positions:
         return ()
     return tuple(

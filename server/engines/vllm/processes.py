@@ -1,4 +1,4 @@
-"""Detection of hangs in vLLM's processes, and their end. Written against vLLM 0.32."""
+"""Detection of hangs in vLLM's processes, and termination of the processes. Written against vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -17,38 +17,46 @@ from typing import Any
 from tonnage.server.engines import watchdog
 from tonnage.server.engines.process_memory import process_tree
 
-# Upper bound of the clock ticks per second of a waiting vLLM process. A worker's main thread checks its queue
-# every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): 1 tick in 36 s was measured with its
-# engine core stopped. Its gloo threads always use 2.2 ticks per second. A busy process uses 4 or more
-# (watchdog.py).
+# Upper bound of the clock ticks of processor time per second that an idle vLLM process uses. A worker's main
+# thread checks its queue every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): 1 tick in 36 s
+# was measured with its engine core stopped. Its gloo threads always use 2.2 ticks per second. A busy process
+# uses 4 or more (watchdog.py).
 PARKED_TICKS = 0.2
-# Seconds that an engine core has to end by itself while it loads: vLLM's own limit (v1/utils.py, 0.32).
+# Seconds in which a loading engine core may end by itself before it is killed. It is vLLM's own limit
+# (v1/utils.py, 0.32).
 _GRACE_SECONDS = 5.0
-# Name of vLLM's thread that waits for the end of its engine cores (v1/engine/core_client.py, 0.32).
+# Name of vLLM's thread that waits for its engine cores to end (v1/engine/core_client.py, 0.32).
 _MONITOR = "MPClientEngineMonitor"
 
 
 async def wait_for_hang(
     messages: Callable[[], int], limit: Callable[[], int | None]
 ) -> tuple[list[int], float]:
-    """Wait until the engine cores have been inactive for `limit()` checks; return their pids and the seconds.
+    """Wait until the engine cores have been inactive for `limit()` consecutive checks.
 
-    The arguments are passed to `tonnage.server.engines.watchdog.wait_until_hung`.
+    `tonnage.server.engines.watchdog.wait_until_hung` makes the checks.
+
+    Args:
+        messages: returns the number of messages received from the cores.
+        limit: returns the permitted number of checks without activity, or None while the cores are idle.
+
+    Returns:
+        The process ids of the engine cores, and the seconds without activity.
     """
-    while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM has no event for it
+    while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM has no event for the start of its cores
         await asyncio.sleep(watchdog.CHECK_SECONDS)
     watched = watchdog.Watchdog(*cores, main_threads=True, parked=PARKED_TICKS)
     return cores, await watchdog.wait_until_hung(watched, messages, limit)
 
 
 async def interrupt_loading(loading: Future[Any]) -> None:
-    """End the engine cores of an AsyncLLM that still loads, and wait for the loading thread to give up.
+    """End the engine cores of an AsyncLLM that is still loading, and wait until the loading thread fails.
 
     A thread cannot be cancelled, but it fails as soon as the child process that it waits for has ended.
     """
     asked = time.monotonic()
     while not loading.done():
-        if time.monotonic() - asked > _GRACE_SECONDS:  # the core hangs
+        if time.monotonic() - asked > _GRACE_SECONDS:  # the core did not end by itself
             kill(_engine_cores())
         for child in _engine_cores():
             with contextlib.suppress(ProcessLookupError):
@@ -57,16 +65,16 @@ async def interrupt_loading(loading: Future[Any]) -> None:
 
 
 def shut_down(llm: Any, *, at_once: bool) -> None:
-    """End the processes of an AsyncLLM; blocks, so call it in a thread.
+    """End the processes of an AsyncLLM; it blocks, so call it in a thread.
 
     vLLM 0.32 kills its processes after 5 s. On a CPU this limit is always reached, because a worker needs that
     long to free its heap (2 s of processor time, on two idle cores).
 
     Args:
         llm: the AsyncLLM.
-        at_once: kill without the wait, where no device has to be released in order.
+        at_once: kill the processes without waiting; for CPUs, where no device has to be released in order.
     """
-    import psutil  # vLLM's
+    import psutil  # a dependency of vLLM
 
     logger = logging.getLogger("vllm")
     level = logger.level
@@ -74,8 +82,8 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
         logger.setLevel(logging.ERROR)  # vLLM would warn that it kills its processes, as requested here
     try:
         llm.shutdown(timeout=0 if at_once else None)
-    except psutil.NoSuchProcess:  # vLLM reads the name of a process that has just ended
-        kill(_engine_cores())  # the cores that vLLM did not reach
+    except psutil.NoSuchProcess:  # vLLM read the name of a process that had just ended
+        kill(_engine_cores())  # kill cores that vLLM did not end
     finally:
         logger.setLevel(level)
 
@@ -84,30 +92,35 @@ def close_files(llm: Any) -> None:
     """Close the ZMQ context of an AsyncLLM that is shut down, and release its ended processes.
 
     Each ended process leaves a zombie and two pipes, which vLLM 0.32 leaves to the garbage collector
-    (v1/engine/core_client.py: BackgroundResources). Call it in a later iteration of the event loop than
-    `shut_down`: vLLM closes its sockets in that loop.
+    (v1/engine/core_client.py: BackgroundResources). Call this in a later iteration of the event loop than
+    `shut_down`, because vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    with contextlib.suppress(AttributeError):  # the first call has deleted its attributes
-        held()  # a second call: an exception in the first, also in vLLM's own thread, leaves sockets open
+    with contextlib.suppress(AttributeError):  # the first call has already deleted the attributes
+        # a second call, because an exception in the first call (also in vLLM's own thread) leaves sockets open
+        held()
     held.ctx.destroy(linger=0)
     for thread in threading.enumerate():
-        if thread.name == _MONITOR:  # the thread still uses the processes
+        if thread.name == _MONITOR:  # this thread still uses the processes
             thread.join(_GRACE_SECONDS)
     for process in held.engine_manager.processes:
         process.join(_GRACE_SECONDS)
-        with contextlib.suppress(ValueError):  # a process that still runs is left to the garbage collector
+        # a process that is still running is left to the garbage collector
+        with contextlib.suppress(ValueError):
             process.close()
 
 
 def kill(pids: list[int]) -> None:
-    """Kill processes and their descendants; a stopped descendant would not notice the end of its parent."""
+    """Kill processes and their descendants.
+
+    Descendants are killed too, because a stopped one (SIGSTOP) would not notice that its parent has ended.
+    """
     for member in [member for pid in pids for member in process_tree(pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
 
 
 def _engine_cores() -> list[int]:
-    """Return the process ids of vLLM's engine cores, which are children of this process."""
+    """Return the process ids of vLLM's engine cores among the children of this process."""
     children = multiprocessing.active_children()
     return [child.pid for child in children if child.pid and child.name.startswith("EngineCore")]

@@ -1,4 +1,4 @@
-"""The check of new requests against an empty pool, and their positions in vLLM's queue."""
+"""Checks of new requests against an empty KV pool, and their positions in vLLM's queue."""
 
 from __future__ import annotations
 
@@ -12,39 +12,43 @@ from tonnage.cache.admission.types import AGEING_SECONDS
 from tonnage.server.engines.errors import NeverFits
 from tonnage.server.engines.request import GenerationRequest
 
-# vLLM's priorities are integers, so positions are in milliseconds.
+# Queue positions per second. vLLM's priorities are integers, so a position is an arrival time in milliseconds.
 _PLACES_A_SECOND = 1000
 
 
 class QueuePositions:
-    """The admission check in front of vLLM's queue.
+    """The admission check in front of vLLM's queue, which also assigns queue positions.
 
-    vLLM schedules the n sequences of a request in the same step, before the first one has cached a block. Each
-    sequence computes the prompt for itself, so forks share nothing, unlike in `tonnage.cache.admission`.
+    vLLM schedules all n sequences of a request in one step, before the first sequence has cached a block. So
+    each sequence computes the prompt for itself, and the sequences share no blocks, unlike in
+    `tonnage.cache.admission`.
 
     Args:
         limits: limits of one engine core.
-        clock: returns seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self._clock = limits, clock
         self._refused: Counter[str] = Counter()
-        self._missing: Counter[str] = Counter()  # blocks
+        self._missing: Counter[str] = Counter()  # missing blocks by reason
 
     def position(self, priority: int) -> int:
-        """Return vLLM's priority for a request that arrives now; the lowest runs first.
+        """Return vLLM's priority for a request that arrives now; vLLM runs the lowest value first.
 
-        The position is the arrival time minus a bonus for priority, as in `tonnage.cache.scheduler.queue`:
-        arrival plus priority times AGEING_SECONDS. A waiting request is overtaken only by requests that arrive
-        within a bounded time after it.
+        It is the arrival time plus `priority` times AGEING_SECONDS, in milliseconds, as in
+        `tonnage.cache.scheduler.queue`. A low `priority` moves a request forward. A waiting request is
+        overtaken only by requests that arrive within a bounded time after it.
         """
         return round((self._clock() + priority * AGEING_SECONDS) * _PLACES_A_SECOND)
 
     def check(self, request: GenerationRequest, *, embeds: bool) -> None:
-        """Raise `NeverFits`, with the numbers, for a request that an empty pool cannot hold."""
+        """Raise `NeverFits`, with the block counts, if an empty pool cannot hold the request.
+
+        `embeds` says that the request is for an embedding, which has no output tokens.
+        """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if embeds:  # an embedding has no output: count the last prompt token as the one output token
+        if embeds:  # without output: count the last prompt token as the one output token
             prompt, output = max(1, prompt - 1), 1
         never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:
@@ -54,24 +58,25 @@ class QueuePositions:
             raise NeverFits(str(never), field="prompt")
 
     def rejection(self, request: AdmissionRequest) -> Never | None:
-        """Return why an empty pool cannot hold the request, or None when it can."""
-        # Forks cannot share a block of a one-token prompt, so all other tokens count for each fork.
+        """Return why an empty pool cannot hold the request, or None if it can."""
+        # Count every token once per sequence: sequences cannot share a block of a one-token prompt, so move all
+        # other prompt tokens to the output.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
         answer = refusal(unshared, self.limits)
         return answer and replace(answer, largest_prompt_tokens=self._largest_prompt(request))
 
     @property
     def refused(self) -> tuple[tuple[str, str, int], ...]:
-        """Return ("never", reason, requests) for each reason of a rejection."""
+        """Return ("never", reason, number of requests) for each reason of a rejection."""
         return tuple(("never", reason, count) for reason, count in self._refused.items())
 
     @property
     def refused_blocks(self) -> tuple[tuple[str, str, int], ...]:
-        """Return ("never", reason, missing blocks) for each reason of a rejection."""
+        """Return ("never", reason, number of missing blocks) for each reason of a rejection."""
         return tuple(("never", reason, count) for reason, count in self._missing.items())
 
     def _largest_prompt(self, request: AdmissionRequest) -> int:
-        """Return the largest prompt that fits if each of the n sequences has an equal part of the pool."""
+        """Return the largest prompt in tokens that fits if the n sequences divide the pool equally."""
         share = self.limits.usable_blocks // request.n
         if share == 0 or request.n > self.limits.max_num_seqs:
             return 0

@@ -1,10 +1,11 @@
 """Transport of our scheduler's statistics from vLLM's engine core to our stat logger in the API process.
 
 The values travel in the SchedulerStats of each step. vLLM decodes SchedulerStats as its own dataclass (msgspec,
-v1/serial_utils.py, 0.32), so a new field would be dropped. The free dictionary `kv_connector_stats` is asserted
-to belong to a connector (distributed/kv_transfer/kv_connector/v1/metrics.py). The dict `waiting_lora_adapters`
-(names to counts) passes unchanged, because only LoRA metrics read it. Our keys begin with `PREFIX`, and our
-logger, which vLLM calls before its own, removes them. The same holds in vLLM 0.30 and 0.31.
+v1/serial_utils.py, 0.32), so a new field would be dropped. vLLM asserts that the dictionary
+`kv_connector_stats` belongs to a connector (distributed/kv_transfer/kv_connector/v1/metrics.py). The dictionary
+`waiting_lora_adapters` (names to counts) passes unchanged, because only LoRA metrics read it. Our keys begin
+with `PREFIX`. vLLM calls our logger before its own, and our logger removes these keys. vLLM 0.30 and 0.31
+behave alike.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import AutoStats
 
 PREFIX = "tonnage "
-# Beginning of the stop_reason of a request that our scheduler ended because it can never fit.
+# Beginning of the stop_reason of a request that our scheduler rejects because it can never fit.
 NEVER_FITS = "the request needs "
 
 Reasons = dict[tuple[str, str], int]
@@ -24,27 +25,33 @@ Reasons = dict[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStats:
-    """Counts of our scheduler since its start, and its blocks of all KV cache groups now.
+    """Counts of our scheduler since its start, and its current blocks of all KV cache groups.
+
+    The fields from fixed_cost to fallbacks are the `AutoStats` of the mode `auto` as integers; None in other
+    modes.
 
     Attributes:
         mode: the admission mode.
-        received: requests received.
-        unfinished: received requests that have not ended.
-        failures: exceptions in our code. After the first one vLLM schedules on its own.
+        received: number of requests received.
+        unfinished: number of received requests that have not ended.
+        failures: exceptions in our code; after the first one, vLLM schedules on its own.
         reserved: blocks reserved by running requests.
-        committed: blocks that count as taken when a new request is decided on.
+        committed: blocks that admission counts as taken when it decides on a new request.
         asked: upper bound of the blocks of all unfinished requests.
-        waste: token slots of used blocks that hold no token.
-        broken: violated invariants of the account, over all checks.
+        waste: token slots in used blocks that hold no token.
+        broken: invariants of the block accounting found violated so far.
         cached: unreferenced blocks that a prefix can hit.
-        fixed_cost: `AutoStats` in nanoseconds, as are prefill_cost and sequence_cost. The costs and the
-            following fields are None outside of the mode `auto`.
-        context_cost: `AutoStats` in picoseconds.
-        share: thousandths, as is gain.
-        fresh: 0 or 1.
-        decisions: requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
-        missing_blocks: blocks by (outcome, reason).
-        evictions: evicted cached blocks by ("blocks", cause).
+        fixed_cost: learned duration of an empty step, in nanoseconds.
+        prefill_cost: learned duration of a step per prefill token, in nanoseconds.
+        sequence_cost: learned duration of a step per sequence, in nanoseconds.
+        context_cost: learned duration of a step per context token, in picoseconds.
+        share: `AutoStats.share`, the parameter of the learned admission rule, in thousandths.
+        fresh: `AutoStats.fresh` as 0 or 1; with 1 the rule also holds back new requests.
+        gain: `AutoStats.gain`, rehearsed throughput relative to vLLM's rule, in thousandths.
+        fallbacks: how often mode `auto` went back to vLLM's rule.
+        decisions: number of requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
+        missing_blocks: number of missing blocks by (outcome, reason).
+        evictions: number of evicted cached blocks by ("blocks", cause).
     """
 
     mode: str
@@ -71,7 +78,7 @@ class AdmissionStats:
 
     @property
     def auto(self) -> AutoStats | None:
-        """Return the values that `auto_numbers` wrote, or None in other modes."""
+        """Return the statistics of the mode `auto`, restored from the integer fields; None in other modes."""
         if self.fallbacks is None:
             return None
         cost = None
@@ -82,7 +89,7 @@ class AdmissionStats:
 
 
 def auto_numbers(auto: AutoStats | None) -> dict[str, Any]:
-    """Return `auto` as integer fields of this module's record."""
+    """Return the statistics of the mode `auto` as integer fields of `AdmissionStats`."""
     if auto is None:
         return {}
     numbers = {"fresh": int(auto.fresh), "fallbacks": auto.fallbacks}
@@ -110,7 +117,7 @@ _TABLES = ("decisions", "missing_blocks", "evictions")
 
 
 def write_stats(stats: AdmissionStats, into: dict[str, int]) -> None:
-    """Write our scheduler's statistics into a dict of vLLM's SchedulerStats."""
+    """Add our scheduler's statistics to a dictionary of vLLM's SchedulerStats, under keys with our prefix."""
     into[f"{PREFIX}mode {stats.mode}"] = 1
     for name in _NUMBERS:
         value = getattr(stats, name)
@@ -122,7 +129,11 @@ def write_stats(stats: AdmissionStats, into: dict[str, int]) -> None:
 
 
 def take_stats(found: dict[str, int]) -> AdmissionStats | None:
-    """Remove our scheduler's statistics from a dict of vLLM's SchedulerStats and return them, or None."""
+    """Remove our scheduler's statistics from a dictionary of vLLM's SchedulerStats.
+
+    Returns:
+        The statistics, or None if the dictionary has none.
+    """
     ours = {name.removeprefix(PREFIX): found.pop(name) for name in [*found] if name.startswith(PREFIX)}
     mode = next((name.partition(" ")[2] for name in ours if name.startswith("mode ")), None)
     if mode is None:

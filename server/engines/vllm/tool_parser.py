@@ -1,7 +1,7 @@
 """Tool calls in a model's text, read by vLLM's tool parsers (0.32) for any engine.
 
-vLLM is imported only by `load_tool_parser`, with --enable-auto-tool-choice: it brings torch into the API
-process (9 s and about 470 MiB on the machine of benchmarks/README.md).
+Only `load_tool_parser` imports vLLM, and only with --enable-auto-tool-choice. The import loads torch into the
+API process (9 s and about 470 MiB on the machine of benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_cal
 
 
 class ToolsRefused(TonnageError):
-    """An error for tools that vLLM's parser rejects."""
+    """An error for a request whose tools vLLM's parser rejects."""
 
     code = "invalid_value"
 
 
 def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
-    """Return vLLM's tool parser `name` on the tokenizer in `folder`.
+    """Return vLLM's tool parser `name`, set up with the tokenizer in `folder`.
 
     Raises:
-        DeploymentError: vLLM is not installed, has no such parser, or the parser cannot use the tokenizer.
+        DeploymentError: vLLM is not installed or has no such parser, or the parser cannot use the tokenizer.
     """
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -42,7 +42,8 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
             field="tool_call_parser",
             hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
         ) from None
-    finally:  # vLLM sets variables for its own children, which the engine process must not inherit
+    # remove variables that vLLM sets for its own children, because the engine process must not inherit them
+    finally:
         for variable in os.environ.keys() - before.keys():
             del os.environ[variable]
         os.environ.update(before)
@@ -56,7 +57,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
         parser = ParserManager.get_parser(
             tool_parser_name=name, enable_auto_tools=True, model_name=str(folder), tokenizer=tokenizer
         )
-    except Exception as error:  # parsers raise many types for a tokenizer that lacks their tokens
+    except Exception as error:  # a parser may raise many types if the tokenizer lacks its tokens
         raise DeploymentError(
             f"{name} does not work with this model: {str(error)[:300]}", field="tool_call_parser"
         ) from None
@@ -64,7 +65,10 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
 
 
 class VLLMToolParser:
-    """A reader of one model's tool calls; a new object of vLLM's composed Parser class reads each output."""
+    """A reader of the tool calls in one model's output.
+
+    Each output is read by a new object of a class that vLLM composes for the model.
+    """
 
     def __init__(self, parser: Any, tokenizer: Any) -> None:
         self._parser = parser
@@ -73,10 +77,15 @@ class VLLMToolParser:
     def use(
         self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool
     ) -> ToolUse:
-        """Return how a request with these tools is generated and read.
+        """Return how to generate and read the output of a request with these tools.
 
         Strict functions, and requests for at most one call, constrain the output by the model's own call
-        syntax. Special tokens stay in the text where the parser needs them.
+        syntax. Special tokens stay in the text if the parser needs them.
+
+        Args:
+            tools: tool definitions of the request.
+            messages: messages of the conversation.
+            parallel: whether the output may have more than one call.
 
         Raises:
             ToolsRefused: the parser rejects the tools.
@@ -84,7 +93,7 @@ class VLLMToolParser:
         try:
             request = self._request(tools, messages, parallel)
             adjusted = self._parser(self._tokenizer, request.tools).adjust_request(request)
-        except (ValueError, TypeError, RuntimeError) as error:  # pydantic and xgrammar raise these
+        except (ValueError, TypeError, RuntimeError) as error:  # types that pydantic and xgrammar raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ToolsRefused(f"the tool parser rejects them: {lines[0][:200]}", field="tools") from None
         outputs = adjusted.structured_outputs
@@ -97,13 +106,13 @@ class VLLMToolParser:
         )
 
     def _request(self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], parallel: bool) -> Any:
-        # Imported here because vLLM is optional; a parser exists only where it is installed.
+        # Imported here, because vLLM is optional. It is installed if this parser exists.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         return ChatCompletionRequest.model_validate(
             {
                 "model": "",
-                # Some parsers number calls through the whole conversation, so they need the earlier calls.
+                # Some parsers number the calls of the whole conversation, so they need the earlier calls.
                 "messages": [
                     {"role": "user", "content": ""},
                     *(dict(message) for message in messages if message.get("tool_calls")),
@@ -131,7 +140,7 @@ class _Reader:
         return content or "", found if self._parallel else found[:1]
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
-        # The prompt is empty because only a reasoning parser would read it, and none is configured.
+        # The list of prompt token ids is empty: only a reasoning parser would read it, and none is configured.
         message = self._parser.parse_delta(text, list(token_ids), self._request, [], finished=finished)
         if message is None:
             return "", ()
@@ -142,7 +151,7 @@ class _Reader:
         ]
 
     def _delta(self, call: Any) -> CallDelta | None:
-        """Return vLLM's delta of one call, with name and id in its first delta only, as in OpenAI's API."""
+        """Return vLLM's delta of one tool call; as in OpenAI's API, only a call's first delta has name and id."""
         function = call.function
         name = (function.name if function else None) or None
         if name is not None and call.index not in self._named:

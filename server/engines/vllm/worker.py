@@ -1,6 +1,6 @@
-"""A class that vLLM mixes into its workers (`worker_extension_cls`), in their processes.
+"""A class that vLLM adds to the base classes of its workers (`worker_extension_cls`).
 
-The API process calls its methods through `collective_rpc`.
+The API process calls its methods in the worker processes through `collective_rpc`.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ class WorkerExtension:
     model_runner: Any
 
     def tonnage_on_cpu(self) -> None:
-        """Lower the worker's priority below the API process, and compute log probabilities without a compiler.
+        """Lower the worker's scheduling priority below the API process, and avoid a late compilation.
 
-        vLLM 0.32 ranks a token with a function that torch.compile compiles in the first request with log
-        probabilities. All requests stall for 3 s meanwhile (benchmarks/abuse.py, deaf).
+        vLLM 0.32 ranks tokens for log probabilities with a function that torch.compile compiles at the first
+        request for them. That compilation stalls all requests for 3 s (benchmarks/abuse.py, deaf). This method
+        replaces the function by its uncompiled version.
         """
-        from vllm.v1.sample import sampler  # vLLM is optional in the API process
+        from vllm.v1.sample import sampler  # imported here, because vLLM is optional in the API process
 
         stand_back()
         compiled = vars(sampler)["batched_count_greater_than"]
         vars(sampler)["batched_count_greater_than"] = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
     def tonnage_die_with(self, api_process: int, at_once: bool) -> None:
-        """End vLLM's engine core when process `api_process` ends without a shutdown (kill -9, out of memory).
+        """End vLLM's engine core if the API process ends without a shutdown (kill -9, out of memory).
 
-        vLLM 0.32 ends workers with their engine core, but keeps the core and its memory.
+        vLLM 0.32 ends workers when their engine core ends, but the core itself would stay and keep its memory.
 
         Args:
-            api_process: process id.
-            at_once: kill core and worker, where no device has to be released in order; freeing their heaps
-                would take seconds.
+            api_process: process id of the API process.
+            at_once: kill core and worker without freeing their heaps, which takes seconds. For CPUs, where no
+                device has to be released in order.
         """
-        # With one GPU the worker runs in the engine core, a child of the API process. Otherwise the worker is
-        # the core's child.
+        # Find the engine core. With one GPU, the worker runs in the core's process, a child of the API process.
+        # Otherwise the worker is a child of the core.
         core = os.getpid() if os.getppid() == api_process else os.getppid()
         handle = os.pidfd_open(api_process)
 
         def watch() -> None:
-            select.select([handle], [], [])  # readable when the process has ended
+            select.select([handle], [], [])  # the process handle is readable when the process has ended
             os.kill(core, signal.SIGKILL if at_once else signal.SIGTERM)
             if at_once:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -55,19 +56,19 @@ class WorkerExtension:
         threading.Thread(target=watch, name="tonnage-watch", daemon=True).start()
 
     def tonnage_import_masks(self) -> None:
-        """Import xgrammar, which applies grammar masks to logits.
+        """Import xgrammar, which applies grammar masks to logits, before the first request.
 
         vLLM 0.32 would import it during the first step with a mask.
         """
-        import xgrammar  # noqa: F401 -- vLLM's
+        import xgrammar  # noqa: F401 -- a dependency of vLLM
 
     def tonnage_memory(self) -> tuple[int | None, int]:
-        """Return the bytes of (weights and buffers, KV pool), each storage counted once.
+        """Return the bytes of (weights and buffers, KV pool), with each storage counted once.
 
-        The first is None when linear layers keep their weights only in a packed form outside of torch. vLLM
+        The first value is None if linear layers keep their weights only in a packed form outside of torch. vLLM
         0.32 does so on a CPU with 16-bit weights (dispatch_cpu_unquantized_gemm in
-        model_executor/layers/utils.py, `remove_weight`), and oneDNN does not report the size of its copy. The
-        output head keeps its weight beside the copy, which then counts as framework.
+        model_executor/layers/utils.py, `remove_weight`), and oneDNN does not report the size of its packed
+        copy. The output head keeps its weight beside the packed copy, and this copy counts as framework memory.
         """
         model = self.model_runner.model
         packed = any(hasattr(module, "cpu_linear") and not module.weight.numel() for module in model.modules())
@@ -75,7 +76,7 @@ class WorkerExtension:
         return weights, _storages(self.model_runner.kv_caches)
 
     def tonnage_lora_memory(self) -> int:
-        """Return the bytes of the LoRA slots of all layers (lora/layers/base_linear.py, 0.32)."""
+        """Return the bytes of the LoRA adapter slots of all layers (lora/layers/base_linear.py, 0.32)."""
         slots: list[Any] = []
         for module in self.model_runner.model.modules():
             for name in ("lora_a_stacked", "lora_b_stacked"):
