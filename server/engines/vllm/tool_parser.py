@@ -151,7 +151,7 @@ class _Reader:
         ]
 
     def _delta(self, call: Any) -> CallDelta | None:
-        """Return vLLM's delta of one tool call; as in OpenAI's API, only a call's first delta has name and id."""
+        """Return vLLM's delta of one tool call; as in OpenAI's API, only its first delta has name and id."""
         function = call.function
         name = (function.name if function else None) or None
         if name is not None and call.index not in self._named:

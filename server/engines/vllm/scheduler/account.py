@@ -1,12 +1,12 @@
-"""Reservations and blocks of the running requests, kept beside vLLM's own books.
+"""The block accounting for admission: reservations and blocks of the requests that vLLM runs.
 
-An entry is made when a request starts. It has the reservation, the prompt length and the prefix hit. Read from
-vLLM each time are the computed tokens of each request, the length of its block table, and the pool's free
-blocks. The blocks of a table are read only when a new request finds a prefix. A step costs a few array
-operations.
+When a request starts, the account adds an entry with its reservation, prompt length and prefix hit. Three
+values are read from vLLM at each step: the computed tokens and the block table length of each request, and the
+pool's free blocks. The blocks of a table are read only when a new request has a prefix hit. A step costs a few
+array operations.
 
-A block that two requests reference does not return to the pool when one of them ends. When a new request finds
-a block in use, the block counts as shared as long as any request holds it. So the `private` blocks of a request
+If two requests reference a block, it does not return to the pool when one of them ends. When a new request hits
+a block that is in use, the block counts as shared until no request holds it. So a request's `private` blocks
 are exact or too low, and too low is safe (`tonnage.cache.admission.snapshot`).
 """
 
@@ -26,21 +26,22 @@ from tonnage.cache.admission.snapshot import COLUMNS, HELD, RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-# Columns of an entry. `tonnage.cache.admission.loops.summarize` reads the first five, in blocks of full groups.
-# WINDOWED has the blocks of all other groups, which are reserved at once.
+# Columns of an entry. `tonnage.cache.admission.loops.summarize` reads the first five, in blocks of groups with
+# full attention. WINDOWED is the number of blocks in all other groups, which are reserved when the request
+# starts.
 PROMPT, MAX_TOKENS, RESERVED, SHARED, PREFILL_END, WINDOWED = range(6)
 _COMPUTED = attrgetter("num_computed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The prefix that a waiting request would find in the cache.
+    """The prefix of a waiting request that is in the prefix cache now.
 
     Attributes:
-        blocks: vLLM's blocks of the first full group.
-        tokens: tokens that need not be computed.
-        used: blocks of one full group that running requests hold.
-        cached: blocks of one full group that no request references.
+        blocks: vLLM's block objects in the first full-attention group.
+        tokens: prompt tokens that need not be computed.
+        used: number of these blocks that running requests hold, for one full-attention group.
+        cached: number of these blocks that no request references, for one full-attention group.
     """
 
     blocks: Sequence[Any] = ()
@@ -50,7 +51,7 @@ class Hit:
 
 
 class Account:
-    """Entries of the requests in `scheduler.running`.
+    """The block accounting of the requests in `scheduler.running`, with one entry per request.
 
     Call `leave` when a request ends or is preempted, and `sync` before and after a step.
     """
@@ -58,23 +59,28 @@ class Account:
     def __init__(self, scheduler: Any, groups: Groups) -> None:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
-        self.reserved = 0  # blocks of all groups, all entries
-        # Events that freed blocks: entries that left, and steps before which blocks returned without one.
+        self.reserved = 0  # reserved blocks of all KV cache groups and all entries
+        # Number of events that freed blocks: entries that were removed, and steps before which blocks returned
+        # without the end of a request.
         self.departed = 0
-        self._free = self.pool.get_num_free_blocks()  # at the last `sync`
-        self._departed_then = 0  # at the last `sync`
-        # Prompt tokens that each unfinished request found in the prefix cache when it first started.
+        self._free = self.pool.get_num_free_blocks()  # free blocks at the last `sync`
+        self._departed_then = 0  # `departed` at the last `sync`
+        # By request id, the prompt tokens that an unfinished request found in the prefix cache when it first
+        # started.
         self.found: dict[str, int] = {}
-        self.recomputed = 0  # tokens that preempted requests had to compute again so far
+        self.recomputed = 0  # tokens that preempted requests have had to compute again
         self._slots: dict[str, int] = {}
-        self._hits: dict[str, int] = {}  # tokens found in the prefix cache, kept for groups that are not full
+        # tokens found in the prefix cache by request id; only kept if a group lacks full attention
+        self._hits: dict[str, int] = {}
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
         self._kept = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
-        # Rows of the entries in the order of ``scheduler.running``: a prefix of a preallocated array.
+        # Row numbers of the entries, in the order of ``scheduler.running``. ``_order`` is the used part of the
+        # preallocated ``_entries``.
         self._entries = np.zeros(groups.limits.max_num_seqs, np.int32)
         self._order = self._entries[:0]
-        # Blocks of the first full group. ``_owner``: the request whose prompt filled the block, which may have
-        # ended. ``_shared``: the content hash of each shared block; with other content it is no longer shared.
+        # Both dictionaries are about blocks of the first full-attention group. ``_owner`` is the request whose
+        # prompt filled the block; the request may have ended. ``_shared`` is the content hash of each shared
+        # block. A block with another hash is no longer shared.
         self._owner: dict[int, str] = {}
         self._shared: dict[int, Any] = {}
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -84,11 +90,11 @@ class Account:
         return len(self._slots)
 
     def sync(self, scheduled: dict[str, int] | None = None) -> None:
-        """Remove the entries of requests that no longer run, and add entries for requests that started.
+        """Remove entries of requests that no longer run, and add entries for requests that have started.
 
         Args:
-            scheduled: tokens of each request in the step just scheduled. None before a step, when no entry is
-                added.
+            scheduled: number of tokens of each request in the step just scheduled. None before a step; then no
+                entry is added.
         """
         running = self.scheduler.running
         if len(self._slots) > len(running):
@@ -98,19 +104,23 @@ class Account:
         if scheduled is not None and len(self._slots) < len(running):
             known = self._slots
             fresh = list(takewhile(lambda request: request.request_id not in known, reversed(running)))
-            for request in reversed(fresh):  # in order, since a request may share blocks of the one before it
+            # in order of their start, because a request may share blocks with an earlier one
+            for request in reversed(fresh):
                 self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
         self._notice_freed(in_step=scheduled is not None)
 
     def _notice_freed(self, *, in_step: bool) -> None:
-        """Count blocks that returned between two steps though no request ended, as a connector's blocks do."""
+        """Count it as a departure if blocks returned between two steps although no request ended.
+
+        A KV connector, for example, returns blocks later than their request ends.
+        """
         free = self.pool.get_num_free_blocks()
         if free > self._free and not in_step and self.departed == self._departed_then:
             self.departed += 1
         self._free, self._departed_then = free, self.departed
 
     def leave(self, id: str) -> None:
-        """Remove the entry of a request, if it has one."""
+        """Remove the entry of a request; do nothing if it has none."""
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._hits.pop(id, None)
@@ -123,14 +133,14 @@ class Account:
             self.departed += 1
 
     def reservation(self, request: Any) -> tuple[int, int]:
-        """Return the upper bounds of the blocks the request ever holds, in full groups and in all others."""
+        """Return upper bounds of the blocks that a request ever holds: (full groups, all other groups)."""
         encoder = 0
         if self.scheduler.is_encoder_decoder:
             encoder = sum(request.get_num_encoder_embeds(at) for at in range(request.num_encoder_inputs))
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
     def snapshot(self) -> RunningSnapshot:
-        """Return the counts of the running requests in vLLM's order; O(running)."""
+        """Return the block counts of the running requests, in the order of vLLM's list; O(running)."""
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
         find = self._tables.get
@@ -140,32 +150,33 @@ class Account:
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
         used = self._used()
         if groups.others and not self.outsiders():
-            used = min(used, int(rows[:, HELD].sum()))  # a window's prefix hit counts in `_used`
+            # because `_used` also counts the prefix hits of groups with a window
+            used = min(used, int(rows[:, HELD].sum()))
         return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
 
     def outsiders(self) -> bool:
-        """Return whether a request that does not run may hold blocks.
+        """Return whether a request that is not running may hold blocks.
 
-        Such a request is a streaming session that waits for input, or its blocks are still loaded or sent by a
-        connector.
+        It may be a streaming session that waits for input, or a request whose blocks a KV connector still loads
+        or sends.
         """
         scheduler = self.scheduler
         return bool(getattr(scheduler, scheduler._names.holders)) or scheduler.connector is not None
 
     def waste(self) -> int:
-        """Return the token slots of full groups' blocks that hold no token; O(running).
+        """Return the token slots without a token in used blocks of full-attention groups; O(running).
 
-        A shared block counts for each request that holds it.
+        The slots of a shared block count once for each request that holds it.
         """
         computed = sum(int(request.num_computed_tokens) for request in self.scheduler.running)
         held = int(self.snapshot().held.sum())
         return max(0, held * self.groups.limits.layout.block_size - computed * self.groups.count)
 
     def broken(self) -> int:
-        """Return the number of violated invariants; O(running).
+        """Return the number of violated invariants of the accounting; O(running).
 
-        The sum of the reservations must be `reserved`, and each running request must hold at most its reserved
-        blocks.
+        The sum of the reservations must be `reserved`, and no running request may hold more blocks than it has
+        reserved.
         """
         broken = reserved = 0
         for request in self.scheduler.running:
@@ -176,12 +187,12 @@ class Account:
         return int(broken) + (reserved != self.reserved)
 
     def leaving(self, snapshot: RunningSnapshot, fresh: Sequence[Hit]) -> Leaving:
-        """Return the order in which requests can finish, and the blocks that each returns.
+        """Return the order in which requests can finish, and the blocks that each then returns.
 
-        This reads all block tables.
+        It reads all block tables.
 
         Args:
-            snapshot: the running requests, followed by the new ones.
+            snapshot: the running requests, followed by the new requests.
             fresh: the prefix hits of the new requests.
         """
         tables = [self._tables.get(request.request_id, ()) for request in self.scheduler.running]
@@ -193,7 +204,7 @@ class Account:
         return Leaving(found.order, found.returns * self.groups.count, used)
 
     def find(self, request: Any) -> Hit:
-        """Return what the request would find in the prefix cache now, without changing vLLM's statistics."""
+        """Return the request's current prefix hit, without changing vLLM's prefix cache statistics."""
         manager, full = self.scheduler.kv_cache_manager, self.groups.full
         if full is None or request.num_computed_tokens or not manager.enable_caching:
             return Hit()
@@ -207,13 +218,13 @@ class Account:
         return Hit(blocks, tokens, used, len(blocks) - used)
 
     def lost(self, hit: Hit) -> Int32Array | None:
-        """Return the blocks of each running request that a new request would share (int32 [running]).
+        """Return how many private blocks of each running request a new request would share (int32 [running]).
 
         Args:
-            hit: the prefix that the new request finds.
+            hit: the prefix hit of the new request.
 
         Returns:
-            The blocks that stop being private to each request, or None when there are none.
+            The number of blocks per running request, or None if the hit has no block in use.
         """
         if not hit.used:
             return None
@@ -227,11 +238,18 @@ class Account:
         return lost
 
     def _owner_of(self, index: int, block: Any, newcomer: str = "") -> str | None:
-        """Return the running request that alone holds the block at index `index` of a prefix, or None."""
+        """Return the id of the only running request that holds a block, or None if there is no such request.
+
+        Args:
+            index: index of the block in the block table.
+            block: vLLM's block object.
+            newcomer: id of a new request to ignore.
+        """
         if self._shared.get(block.block_id) == block.block_hash:
             return None
         known = self._owner.get(block.block_id)
-        for id in [known, *self._slots] if known in self._slots else self._slots:  # nearly always the first
+        # nearly always the first id is the owner
+        for id in [known, *self._slots] if known in self._slots else self._slots:
             table = self._tables.get(id, ())
             if id != newcomer and index < len(table) and table[index] is block:
                 return id
@@ -255,7 +273,10 @@ class Account:
         self.reserved += full + windowed
 
     def _share(self, id: str, found: int) -> int:
-        """Register the blocks of a new request; return how many of its first `found` blocks are shared."""
+        """Record the blocks of a new request; return how many of the first `found` blocks are shared.
+
+        The first `found` blocks of its block table are its prefix hit.
+        """
         table, shared = self._tables.get(id, ()), 0
         own = [block.block_id for block in table[found:]]
         for index, block in enumerate(table[:found]):
@@ -273,11 +294,11 @@ class Account:
         return shared
 
     def _forget(self, id: str) -> None:
-        """Stop counting the blocks of an ended request as shared, where no other request holds them.
+        """Stop counting blocks of an ended request as shared if no other request holds them.
 
-        A block may be allocated again for the same tokens and then belongs to one request. A connector may keep
-        blocks longer than their request, so with one all blocks are removed: `private` is then too low, which
-        is safe.
+        Otherwise a block that is later allocated for equal tokens would still count as shared. A KV connector
+        may keep blocks after their request has ended. So with a connector all its blocks are removed; `private`
+        is then too low, which is safe.
         """
         connected = self.scheduler.connector is not None
         for block in self._tables.get(id, ()) if self._shared else ():
@@ -285,7 +306,7 @@ class Account:
                 self._shared.pop(block.block_id, None)
 
     def _used(self) -> int:
-        """Return the referenced blocks of full groups, or an upper bound of them."""
+        """Return the number of referenced blocks of full-attention groups, or an upper bound of it."""
         used = self.groups.limits.usable_blocks - int(self.pool.get_num_free_blocks())
         for other in self.groups.others:
             for request in self.scheduler.running:

@@ -1,6 +1,7 @@
-"""Admission of one step inside vLLM: which waiting requests start, and which running ones skip the step.
+"""Admission for one step inside vLLM: which waiting requests start, and which running ones skip the step.
 
-`tonnage.cache.admission.decide` makes the decisions. This module fills its `State` with vLLM's figures.
+`tonnage.cache.admission.decide` makes the decisions. This module fills its `State` with block counts and
+lengths from vLLM.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from tonnage.cache.blocks.state import Int64Array
 from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
 
-# Upper bound of the requests that start in one step. A burst is spread over several steps.
+# Upper bound of the requests that start in one step, so that a burst of requests is spread over several steps.
 _WAVE = 32
 
 
 class SteadyForecast(LengthForecast):
-    """A length forecast whose survival curve is renewed only every `every` steps.
+    """A forecast of output lengths that recomputes its survival curve only every `every` steps.
 
-    Within a block's worth of steps the curve changes too little to affect admission. The caller sets `step` to
-    the current step.
+    `every` is the block size, because the curve changes too little in so few steps to affect admission. The
+    caller sets `step` to the current step.
     """
 
     def __init__(self, every: int) -> None:
@@ -44,30 +45,37 @@ class SteadyForecast(LengthForecast):
 
 
 class VllmAdmission(AdmissionAdapter):
-    """An admission policy applied to the requests of an account. Greedy mode, vLLM's own rule, skips it."""
+    """An admission policy applied to the requests that vLLM runs or queues.
+
+    It is not used in greedy mode, in which vLLM's own rule applies.
+    """
 
     def __init__(self, policy: Policy, account: Account) -> None:
         self.account, self.groups = account, account.groups
         self.forecast = SteadyForecast(account.groups.limits.layout.block_size)
         super().__init__(policy, account.groups.limits, self.forecast)
-        compile_loops()  # before a request pays for it
-        # After a refusal, one request is decided on for each that leaves. Once one has left and a quarter of a
-        # block's worth of steps is over, all are decided on again: the blocks of one may be enough for two.
-        self._refused = ("", -self.limits.layout.block_size)  # the request refused last, and its step
-        self._head = ""  # the first request of the queue that was not admitted
-        self._short = 0  # blocks that the refused request lacked
-        self._departed = 0  # departures at the last refusal plus requests decided on since
-        self._departed_then = 0  # departures at the last refusal
+        compile_loops()  # compile now, so that no request waits for it
+        # After a refusal, each departure of a request permits one new decision. All waiting requests are
+        # decided on again after a departure and a quarter of `block_size` steps, because freed blocks may
+        # suffice for two requests.
+        # id of the request refused last, and the step of its refusal
+        self._refused = ("", -self.limits.layout.block_size)
+        self._head = ""  # id of the first waiting request that was not admitted
+        self._short = 0  # number of blocks that the refused request lacked
+        self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
+        self._departed_then = 0  # `account.departed` at the last refusal
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
-        # Guaranteed mode: blocks that steps may still take before a running request has to skip one.
+        # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
+        # a step.
         self._slack = 0
 
     # -- requests that can never fit -------------------------------------------------------------------------
 
     def never(self, request: Any) -> str | None:
-        """Return why an empty pool cannot hold the request, with the numbers, or None when it can.
+        """Return why an empty pool cannot hold the request, with the block counts, or None if it can.
 
-        The modes guaranteed and no_evict count prompt and max_tokens, the other modes the existing tokens.
+        The modes guaranteed and no_evict count prompt and max_tokens. The other modes count only the tokens
+        that exist now.
         """
         needed, what = self._needed(request)
         usable = self.limits.usable_blocks
@@ -79,24 +87,25 @@ class VllmAdmission(AdmissionAdapter):
         )
 
     def _needed(self, request: Any) -> tuple[int, str]:
-        """Return the blocks that the request needs in an empty pool, and a phrase with the counted tokens."""
+        """Return the blocks that the request needs in an empty pool, and words for the tokens counted."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
-        # `most_blocks` leaves out the last token, which needs no slot; all existing tokens need one.
+        # `most_blocks` does not count the last token, which normally needs no slot. Here all existing tokens
+        # need one, so add one.
         return sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
 
     # -- figures for metrics ---------------------------------------------------------------------------------
 
     def missing(self, request: Any) -> int:
-        """Return the blocks that an empty pool lacks for the request."""
+        """Return how many blocks an empty pool lacks for the request."""
         return max(0, self._needed(request)[0] - self.limits.usable_blocks)
 
     def short_of(self, id: str) -> int:
-        """Return the blocks that the request lacked if it was the last one refused, else 0."""
+        """Return how many blocks the request lacked if it was the last one refused, else 0."""
         return self._short if self._refused[0] == id else 0
 
     def _state(self, most: int = 0) -> State:
-        """Return the state of the running requests, with rows for `most` new ones."""
+        """Return the state of the running requests, with empty rows for up to `most` new requests."""
         snapshot = self.account.snapshot()
         return State(
             snapshot, decisions.empty_rows(snapshot, most), self.account.reserved,
@@ -106,10 +115,11 @@ class VllmAdmission(AdmissionAdapter):
     # -- one step --------------------------------------------------------------------------------------------
 
     def plan(self, waiting: Iterable[Any], room: int, step: int) -> tuple[list[Any], list[Any]]:
-        """Return the waiting requests that may start in this step, and the running ones that skip it.
+        """Return the waiting requests that may start in this step, and the running requests that skip it.
 
         Args:
-            waiting: the queue in order. As in vLLM, no request passes another, so its first ones may start.
+            waiting: the queue in order. As in vLLM, no request overtakes another, so admitted requests are a
+                prefix of the queue.
             room: upper bound of the requests that may start.
             step: number of the step.
         """
@@ -127,10 +137,11 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return the upper bound of the requests to decide on in this step.
+        """Return how many waiting requests to decide on in this step, at most.
 
-        Within a block's worth of steps a forecast changes only when a request leaves. A new head of the queue
-        was never decided on: the request before it was aborted, or the new one has a higher priority.
+        Within `block_size` steps, the decision on a refused request changes only if another request leaves. A
+        new head of the queue has not been decided on yet: the previous head was aborted, or the new one has a
+        higher priority.
         """
         if head.request_id != self._head:
             return _WAVE
@@ -140,11 +151,14 @@ class VllmAdmission(AdmissionAdapter):
         return self.account.departed - self._departed
 
     def took(self, blocks: int) -> None:
-        """Note the blocks of all groups that a step took from the pool."""
+        """Record how many blocks of all groups a step took from the pool."""
         self._slack -= blocks
 
     def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
-        """Return the first requests of the queue that admission accepts, and add them to `state`."""
+        """Return the requests at the head of the queue that admission accepts, and add them to `state`.
+
+        `most` is the upper bound of these requests.
+        """
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens
         for request in waiting:
@@ -166,7 +180,7 @@ class VllmAdmission(AdmissionAdapter):
         return allowed
 
     def _newcomer(self, request: Any, hit: Hit) -> Newcomer:
-        """Return the figures of a waiting request that admission decides on."""
+        """Return the block counts and lengths of a waiting request that admission needs for a decision."""
         groups = self.groups
         full, windowed = self.account.reservation(request)
         output = request.num_tokens - request.num_prompt_tokens
@@ -184,14 +198,15 @@ class VllmAdmission(AdmissionAdapter):
     def _may_stall(self, state: State | None = None) -> bool:
         """Return whether a running request could lack blocks in the next step.
 
-        None does when all reservations fit together, or while the step takes fewer blocks than are free.
+        No request lacks blocks if all reservations fit into the pool, or if a step takes fewer blocks than are
+        free.
         """
-        if not self.policy.forecasts or not self.groups.count:  # auto mode leaves this to vLLM, too
+        if not self.policy.forecasts or not self.groups.count:  # in auto mode, vLLM handles a lack of blocks
             return False
         reserved = self.account.reserved if state is None else state.reserved
         outsiders = self.account.outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
-            self._slack = 0  # not tracked while all reservations fit
+            self._slack = 0  # not tracked while all reservations fit into the pool
             return False
         if outsiders or self.groups.others:
             return True
@@ -201,7 +216,7 @@ class VllmAdmission(AdmissionAdapter):
         return bool(available < self._most_taken(state))
 
     def _most_taken(self, state: State | None) -> int:
-        """Return an upper bound of the blocks of full groups that one step takes."""
+        """Return an upper bound of the blocks of full-attention groups that one step takes."""
         scheduler, size = self.account.scheduler, self.limits.layout.block_size
         if state is None:
             count, prompts = len(scheduler.running), self.limits.max_num_batched_tokens
@@ -214,10 +229,11 @@ class VllmAdmission(AdmissionAdapter):
         return (count * each + ceil_div(prompts, size)) * self.groups.count
 
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
-        """Return the requests of `allowed` whose first chunk has its blocks, and the running ones to skip.
+        """Return the requests of `allowed` that may start, and the running requests that skip the step.
 
-        No running request is skipped where that cannot prevent a preemption, or where none would be left to
-        run: vLLM's own rule holds then. The last rows of `state` are the requests in `allowed`.
+        A request may start if the blocks for its first chunk are granted. No running request is skipped if that
+        cannot prevent a preemption, or if no request would be left to run. vLLM's own rule then applies. The
+        last rows of `state` are the requests in `allowed`.
         """
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:
@@ -239,7 +255,8 @@ class VllmAdmission(AdmissionAdapter):
         if granted is None:
             return allowed, []
         if self.policy.mode is not AdmissionMode.GUARANTEED:
-            granted[len(running) :] = wanted[len(running) :]  # vLLM starts no request without free blocks
+            # grant all, because vLLM starts no request without free blocks
+            granted[len(running) :] = wanted[len(running) :]
         short = np.flatnonzero(granted < wanted).tolist()
         stalled = [running[at] for at in short if at < len(running)]
         started = next((at - len(running) for at in short if at >= len(running)), len(allowed))
@@ -248,12 +265,15 @@ class VllmAdmission(AdmissionAdapter):
         return allowed[:started], stalled
 
     def _wanted(self, state: State) -> Int64Array:
-        """Return the upper bound of full groups' blocks that each request takes next (int64 [requests])."""
+        """Return an upper bound of the blocks that each request takes in the next step (int64 [requests]).
+
+        Only blocks of full-attention groups count.
+        """
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # A decode is at ``prompt + output`` after this step, its lookahead included. A prefill is ``left``
-        # tokens before that.
+        # ``at`` is the position from which the step computes. After the step a decode is at ``prompt +
+        # output``, which includes its lookahead. A prefill starts ``left`` tokens before that.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)

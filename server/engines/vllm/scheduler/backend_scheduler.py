@@ -18,17 +18,20 @@ from tonnage.server.engines.vllm.scheduler.versions import names_of
 
 
 class BackendScheduler(AsyncScheduler):
-    """A factory for vLLM's `scheduler_cls` that combines the features that the additional config selects."""
+    """A factory for vLLM's `scheduler_cls` that builds a scheduler with the configured features.
+
+    The features are selected by the additional config: bounded grammars and shared prefixes.
+    """
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        """Create a scheduler with admission, and with the features that `additional_config` selects."""
+        """Create a scheduler with admission and with the features that `additional_config` selects."""
         config = config_of(args, named)
         parts = _admission(asynchronous=config.scheduler_config.async_scheduling)
         wanted = config.additional_config[BACKEND]
         if wanted["prefixes"]:
             parts = (SharedPrefixes, *parts)
         if wanted["grammars"]:
-            # Imported here because grammars need llguidance, which is optional.
+            # Imported here, because grammars need llguidance, which is optional.
             from tonnage.server.engines.vllm.grammars import BoundedGrammars
 
             parts = (BoundedGrammars, *parts)
@@ -36,11 +39,11 @@ class BackendScheduler(AsyncScheduler):
 
 
 def _admission(*, asynchronous: bool) -> tuple[type, ...]:
-    """Return the scheduler class with admission, or vLLM's own class when vLLM's version is unknown."""
+    """Return the scheduler class with admission, or vLLM's own class if vLLM's version is unknown."""
     if names_of(vllm.__version__) is None:
         warn_unknown_version()
         return (AsyncScheduler if asynchronous else Scheduler,)
-    # Imported here because an unknown vLLM may lack names that this module imports.
+    # Imported here, because an unknown vLLM may lack names that this module imports.
     from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler, TonnageSyncScheduler
 
     return (TonnageScheduler if asynchronous else TonnageSyncScheduler,)

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler for an unknown version of vLLM. This module imports as little of vLLM as possible."""
+"""A fallback to vLLM's own scheduler if vLLM's version is unknown. It imports as little of vLLM as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
 from tonnage.server.engines.vllm.scheduler.versions import KNOWN_VERSIONS
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+# a child of the "vllm" logger, because vLLM configures only its own loggers
+logger = init_logger(f"vllm.{__name__}")
 
 
 def config_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -21,7 +22,7 @@ def config_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def warn_unknown_version() -> None:
-    """Log a warning that vLLM schedules and evicts on its own."""
+    """Log a warning that vLLM's version is unknown, and that vLLM schedules and evicts without Tonnage."""
     logger.warning(
         "Tonnage supports vLLM %s, this is %s: vLLM schedules and evicts on its own, without admission",
         ", ".join(KNOWN_VERSIONS),
@@ -30,10 +31,10 @@ def warn_unknown_version() -> None:
 
 
 class FallbackScheduler(AsyncScheduler):
-    """A factory that creates vLLM's own scheduler with a warning. Invalid options still raise an error."""
+    """A factory that creates vLLM's own scheduler and logs a warning; invalid options still raise an error."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        """Check the options and create vLLM's own scheduler."""
+        """Check Tonnage's options and create vLLM's own scheduler."""
         config = config_of(args, named)
         read_policy(config.additional_config)
         read_eviction(config.additional_config)

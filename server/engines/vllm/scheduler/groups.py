@@ -1,9 +1,9 @@
-"""vLLM's KV cache groups in the terms of admission: full groups, and upper bounds for all others.
+"""vLLM's KV cache groups as admission sees them: full groups, and upper bounds for all other groups.
 
-A *full* group keeps every token, in blocks of the one size that all full groups have. Its growth is forecast
-block by block. In every other group (sliding windows, recurrent states, encoder tokens, other block sizes) a
-request reserves at once the most blocks it can ever hold, as in `tonnage.cache.admission.reservation`. Source:
-v1/core/single_type_kv_cache_manager.py of vLLM 0.30 to 0.33.
+A *full* group keeps the K and V of every token, in blocks of one size. Admission forecasts its growth block by
+block. Other groups are sliding windows, recurrent states, encoder tokens and groups with another block size. In
+these, a request reserves at its start the most blocks it can ever hold, as in
+`tonnage.cache.admission.reservation`. Source: v1/core/single_type_kv_cache_manager.py of vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _KEEP_ALL = (FullAttentionManager, SinkFullAttentionManager)
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A KV cache group that is not full, so its blocks are reserved at once.
+    """A KV cache group that is not full; a request reserves its blocks there at its start.
 
     Attributes:
         manager: vLLM's manager of the group.
-        most: upper bound of a request's blocks, None when only its tokens bound them.
-        extra: blocks beside the tokens' blocks (Mamba's, for speculation and checkpoints).
+        most: upper bound of a request's blocks; None if only its number of tokens bounds them.
+        extra: blocks in addition to the blocks for tokens (Mamba's, for speculation and checkpoints).
     """
 
     manager: Any
@@ -43,22 +43,27 @@ class Other:
     extra: int
 
     def most_blocks(self, slots: int, encoder_slots: int) -> int:
-        """Return the upper bound of the blocks of a request with `slots` token slots."""
+        """Return the upper bound of a request's blocks in this group.
+
+        Args:
+            slots: number of token slots of prompt and output.
+            encoder_slots: number of token slots of encoder inputs.
+        """
         tokens = encoder_slots if isinstance(self.manager, CrossAttentionManager) else slots
         blocks = ceil_div(tokens, self.manager.block_size) + self.extra
         return blocks if self.most is None else min(blocks, self.most)
 
     def own_blocks(self, id: str, processed: int, hit: int) -> int:
-        """Return a lower bound of the blocks that the request holds and did not find in the prefix cache.
+        """Return a lower bound of the request's blocks in this group that were not found in the prefix cache.
 
         Args:
             id: request id.
-            processed: tokens whose step has come back.
+            processed: number of computed tokens, without steps in flight.
             hit: tokens found in the prefix cache.
         """
         held = len(self.manager.req_to_blocks.get(id, ()))
         if isinstance(self.manager, MambaManager):
-            return min(held, 1)  # other blocks may be null blocks; only the last one is certain
+            return min(held, 1)  # only the last block is certain, because the others may be null blocks
         size = self.manager.block_size
         gone = self.manager.get_num_skipped_tokens(processed) // size if self._slides else 0
         return max(0, held - max(gone, ceil_div(hit, size)))
@@ -73,12 +78,12 @@ class Groups:
     """The KV cache groups of one scheduler.
 
     Attributes:
-        full: index of the first full group in vLLM's list, None without one.
+        full: index of the first full group in vLLM's list; None without a full group.
         others: the groups that are not full.
-        limits: blocks and lengths for admission.
+        limits: numbers of blocks and length limits for admission.
         lookahead: slots that a step takes beyond its last token (draft tokens and their proposer's slots).
-        in_flight: draft tokens of the step before, which async scheduling counts as computed until it comes
-            back.
+        in_flight: number of draft tokens in the previous step; async scheduling counts them as computed until
+            the step returns.
     """
 
     full: int | None
@@ -93,13 +98,14 @@ class Groups:
         return len(self.limits.layout.groups)
 
     def most_blocks(self, tokens: int, encoder_tokens: int) -> tuple[int, int]:
-        """Return the upper bounds of a request's blocks, in full groups and in all other groups.
+        """Return upper bounds of a request's blocks: (full groups, all other groups).
 
-        The last token is sampled and never computed, so it needs no slot; a draft token beyond it may.
+        The last output token is sampled and never computed, so it needs no slot. Draft tokens after it may need
+        slots.
 
         Args:
-            tokens: prompt and output tokens.
-            encoder_tokens: tokens of its encoder inputs.
+            tokens: number of prompt and output tokens.
+            encoder_tokens: number of tokens of the request's encoder inputs.
         """
         slots = min(tokens - 1 + self.lookahead + self.in_flight, self.limits.max_model_len)
         full = self.count * ceil_div(slots, self.limits.layout.block_size)
@@ -119,7 +125,7 @@ def read_groups(scheduler: Any, names: VllmNames) -> Groups:
     full = [at for at, block_size in keep_all if block_size == size]
     layout = KVLayout(
         tuple(KVGroup("full", (at,)) for at in full), size, 1, 1, 1, str(config.model_config.dtype), 1
-    )  # admission reads only the groups and the block size of this layout
+    )  # admission reads only groups and block size from this layout
     return Groups(
         full=full[0] if full else None,
         others=tuple(
@@ -129,15 +135,16 @@ def read_groups(scheduler: Any, names: VllmNames) -> Groups:
         ),
         limits=Limits(
             layout,
-            usable_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is the null block
+            usable_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # minus the null block
             max_model_len=scheduler.max_model_len,
             max_num_seqs=scheduler.max_num_running_reqs,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
             prefix_caching=scheduler.kv_cache_manager.enable_caching,
         ),
         lookahead=scheduler.num_spec_tokens + scheduler.num_lookahead_tokens,
-        # vLLM 0.30 to 0.33 (v1/core/sched/async_scheduler.py) counts drafts as computed until a step returns.
-        # schedule() adds another step meanwhile, unless max_tokens is reached without the drafts.
+        # vLLM 0.30 to 0.33 (v1/core/sched/async_scheduler.py) counts draft tokens as computed until their step
+        # returns. schedule() may add another step before that, unless the tokens without drafts reach
+        # max_tokens.
         in_flight=scheduler.num_spec_tokens if config.scheduler_config.async_scheduling else 0,
     )
 
@@ -148,6 +155,7 @@ def _other(manager: Any, most: int | None, config: Any) -> Other:
         return Other(manager, most, 0)
     if getattr(spec, "mamba_cache_mode", "none") != "align":
         return Other(manager, most, spec.num_speculative_blocks)
-    # In align mode a step holds the state it reads, the state it writes and a checkpoint; a hit is copied.
+    # In align mode, a step holds the state it reads, the state it writes and a checkpoint. A prefix hit is
+    # copied, which takes one more block.
     bound = spec.max_memory_usage_bytes(config) // spec.page_size_bytes + 1
     return Other(manager, bound, bound)

@@ -14,11 +14,11 @@ from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.errors import DeploymentError, did_you_mean, nearest
 from tonnage.planner.units import parse_seconds
 
-# vLLM's own rule until a rehearsal shows that another mode serves the load better
-# (benchmarks/vllm_admission.py --matrix).
+# The default, mode auto, follows vLLM's own rule until a rehearsal shows that another rule serves the load
+# better (benchmarks/vllm_admission.py --matrix).
 DEFAULT = AdmissionMode.AUTO
 KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction")
-EVICTION = ("lru", "learned")  # vLLM's own; `tonnage.server.engines.vllm.eviction`
+EVICTION = ("lru", "learned")  # vLLM's own eviction, and `tonnage.server.engines.vllm.eviction`
 
 
 class BadOption(ValueError):
@@ -26,14 +26,14 @@ class BadOption(ValueError):
 
 
 def read_policy(additional: object, environment: Mapping[str, str] = os.environ) -> Policy:
-    """Return the admission policy that `vllm_config.additional_config` and the environment configure.
+    """Return the admission policy configured by `vllm_config.additional_config` and the environment.
 
     Raises:
         BadOption: a key or value is invalid; the message names it.
     """
     values, given = _read(additional, environment)
     try:
-        # Predictive mode was the default once, so its tuning options without a mode still select it.
+        # Without a mode, length_quantile or watermark selects predictive mode, which was once the default.
         tuned = "length_quantile" in values or "watermark" in values
         return Policy(
             _mode(values.get("admission_mode", AdmissionMode.PREDICTIVE if tuned else DEFAULT)),
@@ -46,7 +46,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
 
 
 def read_eviction(additional: object, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the configured eviction, one of EVICTION.
+    """Return the configured eviction, a member of EVICTION.
 
     Raises:
         BadOption: a key or value is invalid.
@@ -59,7 +59,7 @@ def read_eviction(additional: object, environment: Mapping[str, str] = os.enviro
 
 
 def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[Any, Any]]:
-    """Return all configured values by key, and the mapping of the additional config alone."""
+    """Return all configured values by key, and the values from the additional config alone."""
     given: object = additional.get("tonnage", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
         raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
@@ -79,7 +79,10 @@ def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str,
 
 
 def _check_names(environment: Mapping[str, str]) -> None:
-    """Raise BadOption for a variable that is a misspelling of ours. Other names may be for `tonnage serve`."""
+    """Raise BadOption for an environment variable that looks like a misspelling of a scheduler option.
+
+    Other TONNAGE_* names are ignored, because they may be for `tonnage serve`.
+    """
     for variable in environment:
         name = variable.removeprefix("TONNAGE_").lower()
         if variable.startswith("TONNAGE_") and name not in KEYS and (close := nearest(name, KEYS)):
@@ -105,7 +108,7 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
 
 
 def _seconds(values: Mapping[str, Any], key: str) -> float | None:
-    """Return seconds from a number or from a time with a unit ("100ms")."""
+    """Return option `key` in seconds, from a number or a text with a unit ("100ms"); None if absent."""
     value = values.get(key)
     if not isinstance(value, str):
         return _number(values, key)

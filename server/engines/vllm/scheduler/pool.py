@@ -1,4 +1,4 @@
-"""Cached blocks in vLLM's block pool: how many can be reclaimed, and why others were evicted."""
+"""Statistics of cached blocks in vLLM's pool: how many can be evicted, and what caused past evictions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+# a child of the "vllm" logger, because vLLM configures only its own loggers
+logger = init_logger(f"vllm.{__name__}")
 
-# Frames between the pool's hook and the manager's allocate_slots (0.30 to 0.33: four or five).
+# Number of stack frames to search, from the hook in the pool up to the manager's allocate_slots (four or five
+# in 0.30 to 0.33).
 _DEPTH = 10
 
 
 def cached_blocks(manager: Any) -> int:
-    """Return the blocks of vLLM's KVCacheManager that a prefix can hit and no request references.
+    """Return the number of blocks of a vLLM KVCacheManager that a prefix can hit and no request references.
 
-    O(requests with blocks). The count is the blocks with content minus the blocks in use with content. Two
-    blocks with equal content, computed in parallel, are one entry of vLLM's cache: the count is then too low by
-    one.
+    O(requests with blocks). It is the number of blocks with content minus the blocks in use with content. Two
+    blocks with equal content, computed in parallel, are a single entry in vLLM's cache. The result is then too
+    low by one.
     """
     pool = manager.block_pool
     in_use = int(pool.num_gpu_blocks) - 1 - int(pool.get_num_free_blocks())
@@ -33,15 +35,15 @@ def cached_blocks(manager: Any) -> int:
 class Evictions:
     """A counter of evicted cached blocks by cause: `prefill`, `decode`, `reset`.
 
-    In a full pool nearly every allocation evicts, and finding the cause (`_cause`) costs microseconds. In a
-    step whose running requests all decode, set by `stepping`, the cause is `decode` until vLLM looks up the
-    first prefix of a waiting request, and `prefill` after that.
+    In a full pool nearly every allocation evicts, and `_cause` takes microseconds to find the cause. So
+    `stepping` announces steps in which all running requests decode. In such a step, the cause is `decode` until
+    vLLM looks up the prefix of the first waiting request, and `prefill` after that.
     """
 
     def __init__(self, manager: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self._known = ""  # the cause of all evictions now, if it is known
-        self._failed = False  # an exception of ours stopped the counting
+        self._known = ""  # cause of all evictions at present; empty if it must be determined
+        self._failed = False  # whether an exception in our code has stopped the counting
         pool = manager.block_pool
         evict, reset = pool._maybe_evict_cached_block, pool.reset_prefix_cache
         match = manager.get_computed_blocks
@@ -74,7 +76,7 @@ class Evictions:
         manager.get_computed_blocks = matched
 
     def _cached(self, pool: Any) -> int:
-        """Return the blocks of `pool` that a prefix can hit, or 0 when reading them fails."""
+        """Return the number of blocks of `pool` that a prefix can hit, or 0 if reading fails."""
         try:
             return len(pool.cached_block_hash_to_block)
         except Exception:
@@ -86,18 +88,18 @@ class Evictions:
         logger.exception("Tonnage failed to count evicted blocks and stops counting them")
 
     def stepping(self, decodes: bool) -> None:
-        """Set whether a step begins whose running requests all decode.
+        """Set whether a step begins in which all running requests decode.
 
-        In such a step vLLM looks up the prefix of every request that starts. False also ends a step, and stands
-        for steps where this is not certain.
+        In such a step, vLLM looks up the prefix of every request that starts. Pass False at the end of a step,
+        and for a step for which this is not certain.
         """
         self._known = "decode" if decodes else ""
 
 
 def _cause() -> str:
-    """Return why vLLM allocates a block: `reset` without a request, else `prefill` or `decode`.
+    """Return why vLLM allocates a block: `prefill` or `decode` of a request, or `reset` without a request.
 
-    The request is a local variable of a caller on the stack.
+    It finds the request among the local variables of callers on the stack.
     """
     frame = sys._getframe(2)
     for _ in range(_DEPTH):

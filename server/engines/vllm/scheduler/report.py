@@ -1,4 +1,4 @@
-"""Counts and blocks that vLLM's statistics do not have, collected for our metrics."""
+"""Collection of counts and block numbers that vLLM's statistics do not have, for our metrics."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.pool import Evictions, cached_blocks
 from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers
 
-# Seconds between two O(running) updates. Prometheus scrapes less often than that.
+# Seconds between two updates of statistics that take O(running) time. Prometheus scrapes less often.
 _LOOK_SECONDS = 1.0
 
 
 class Report:
-    """The collector of one scheduler's statistics; its hooks cost a few dictionary updates a step."""
+    """A collector of one scheduler's statistics; its hooks cost a few dictionary updates per step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._received = 0
-        self._asked: dict[str, int] = {}  # unfinished request -> upper bound of its blocks
-        self._asked_blocks = 0  # their sum
+        self._asked: dict[str, int] = {}  # upper bound of the blocks of each unfinished request, by id
+        self._asked_blocks = 0  # sum of the values of `_asked`
         self._decisions: Counter[tuple[str, str]] = Counter()
         self._missing: Counter[tuple[str, str]] = Counter()
-        self._waited: set[str] = set()  # unfinished requests that had to wait
+        self._waited: set[str] = set()  # ids of unfinished requests that had to wait
         self._looked = float("-inf")  # time of the last O(running) update
-        self._reserved_then = 0  # reserved blocks at the last update
+        self._reserved_then = 0  # reserved blocks at the last O(running) update
         self._committed = self._waste = self._broken = self._cached = 0
         self._evictions = Evictions(scheduler.kv_cache_manager)
 
     def added(self, id: str, blocks: int) -> None:
         """Count a new request that holds at most `blocks` blocks."""
-        if id not in self._asked:  # a streaming session adds its request again
+        if id not in self._asked:  # False if a streaming session adds its request again
             self._received += 1
             self._asked[id] = blocks
             self._asked_blocks += blocks
@@ -45,20 +45,20 @@ class Report:
         self._waited.discard(id)
 
     def never(self, missing: int) -> None:
-        """Count a rejected request that an empty pool lacks `missing` blocks for."""
+        """Count a rejected request for which an empty pool lacks `missing` blocks."""
         self._decisions["never", "blocks"] += 1
         self._missing["never", "blocks"] += missing
 
     def stepping(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         scheduler = self._scheduler
         holding = getattr(scheduler, scheduler._names.holders)
         self._evictions.stepping(not (scheduler._inflight_prefills or holding or scheduler.connector))
 
     def stepped(self, output: Any, admission: VllmAdmission | None) -> None:
-        """Count the decisions of a scheduled step.
+        """Count the admission decisions of a scheduled step.
 
-        A waiting request counts once, when it is first at the head of the queue. The requests behind it were
+        A waiting request counts once, when it is first at the head of the queue. Requests behind the head were
         not decided on.
         """
         self._evictions.stepping(False)
@@ -81,15 +81,15 @@ class Report:
         elif short or output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens:
             self._decisions["wait", "blocks"] += 1
             self._missing["wait", "blocks"] += short
-        else:  # waiting for the token budget of one step is not an admission decision
+        else:  # a wait for the token budget of a step is not an admission decision
             return
         self._waited.add(head)
 
     def stats(self, admission: VllmAdmission | None, mode: str, failures: int) -> AdmissionStats:
-        """Return the statistics of the scheduler now.
+        """Return the current statistics of the scheduler.
 
         Args:
-            admission: the admission, or None when vLLM schedules on its own and reserves nothing.
+            admission: the admission, or None if vLLM schedules on its own and reserves nothing.
             mode: the admission mode.
             failures: exceptions in our code so far.
         """
@@ -105,12 +105,13 @@ class Report:
         )  # fmt: skip
         if admission is None:
             return stats
-        admission.account.sync()  # requests that finished in this step hold nothing
+        admission.account.sync()  # remove requests that finished in this step
         if look:
             self._reserved_then = admission.account.reserved
             self._committed, self._waste = admission.committed(), admission.account.waste()
             self._broken += admission.account.broken()
-        # A request that started or ended since the last update counts with its whole reservation.
+        # Correct the last update by the change of the reservations since: a request that started or ended
+        # counts with its whole reservation.
         reserved = admission.account.reserved
         committed = self._committed + reserved - self._reserved_then
         committed = max(0, min(committed, admission.limits.usable_blocks))

@@ -1,11 +1,11 @@
 """vLLM's scheduler with Tonnage's admission in front of it.
 
-vLLM decides what a step computes. Before each step, requests that may not start yet and running requests that
-skip the step are taken from its lists, and put back after the step. Blocks, prefix cache, chunks, priorities,
-LoRA and encoder limits stay vLLM's own. So do waiting requests that already hold blocks (remote KV, streaming
-input).
+vLLM decides what a step computes. Before each step, this scheduler removes two kinds of requests from vLLM's
+lists: waiting requests that may not start yet, and running requests that skip the step. After the step it puts
+them back. vLLM still handles blocks, prefix cache, chunks, priorities, and LoRA and encoder limits. It also
+handles waiting requests that already hold blocks (remote KV, streaming input).
 
-An exception in Tonnage's code never reaches a request: after the first one, vLLM's own rule holds.
+An exception in Tonnage's code never fails a request: after the first one, vLLM schedules on its own.
 """
 
 from __future__ import annotations
@@ -38,33 +38,37 @@ from tonnage.server.engines.vllm.scheduler.step_times import StepTimes
 from tonnage.server.engines.vllm.scheduler.versions import names_of
 from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_stats
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+# a child of the "vllm" logger, because vLLM configures only its own loggers
+logger = init_logger(f"vllm.{__name__}")
 
-_STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # other statuses wait for more than free blocks
+# requests with another status wait for more than free blocks
+_STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class AdmissionMixin(Scheduler):
-    """A mixin with admission for vLLM's synchronous and asynchronous scheduler."""
+    """A mixin that adds admission to vLLM's synchronous or asynchronous scheduler."""
 
     admission: VllmAdmission | None = None
-    _left_out = (0, 0)  # running and waiting requests hidden from vLLM while it schedules a step
-    _held: Any = ()  # waiting requests behind the last that may start
+    _left_out = (0, 0)  # number of running and of waiting requests hidden from vLLM while it schedules a step
+    _held: Any = ()  # waiting requests hidden from vLLM because they may not start in this step
     _prefill_bound = False
-    _plain: VllmAdmission | None = None  # finds requests that never fit after a fallback, by the greedy rule
-    fallbacks = 0  # exceptions of ours so far: 0 or 1
+    # greedy admission, which finds requests that can never fit after an exception in our code
+    _plain: VllmAdmission | None = None
+    fallbacks = 0  # exceptions in our code so far: 0 or 1
     _report: Report | None = None
-    # Seconds from any origin. A simulation sets its own clock on the object (benchmarks/admission_matrix.py).
+    # A function that returns seconds since a fixed origin. A simulation sets its own clock on the object
+    # (benchmarks/admission_matrix.py).
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         policy = read_policy(self.vllm_config.additional_config)
-        self.eviction: LearnedQueue | None = None  # None is vLLM's own eviction
+        self.eviction: LearnedQueue | None = None  # None means vLLM's own eviction
         if read_eviction(self.vllm_config.additional_config) == "learned":
             self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
         names = names_of(vllm.__version__)
-        assert names is not None  # checked by `tonnage.server.engines.vllm.scheduler`
+        assert names is not None  # `tonnage.server.engines.vllm.scheduler` has checked the version
         self._names = names
         with self._guarded("at start"):
             self._account = Account(self, read_groups(self, names))
@@ -85,7 +89,7 @@ class AdmissionMixin(Scheduler):
     # -- methods that vLLM calls -----------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Add a request as vLLM does. A request that can never fit is ended after the next step."""
+        """Add a request as vLLM does; a request that can never fit is marked to end after the next step."""
         super().add_request(request)
         if request.request_id not in self.requests:
             return
@@ -99,7 +103,7 @@ class AdmissionMixin(Scheduler):
                 self._report.added(request.request_id, blocks)
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
-        """Schedule a step of vLLM with only the requests that may take part in it."""
+        """Schedule a step by vLLM, with only the requests that may take part in the step."""
         self._refuse_head()
         if self.admission is None:
             return super().schedule(*args, **named)
@@ -168,17 +172,17 @@ class AdmissionMixin(Scheduler):
         super()._preempt_request(request, *args, **named)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return vLLM's counts of running and waiting requests, with the requests hidden from this step.
+        """Return vLLM's counts of running and waiting requests, including requests hidden from this step.
 
-        vLLM 0.31 to 0.33 derives from them whether prefills fell behind (`prefill_capacity_bound`), and in
-        `schedule` whether a request is alone.
+        vLLM 0.31 to 0.33 uses the counts to determine whether prefills are delayed (`prefill_capacity_bound`).
+        In `schedule`, vLLM uses them to determine whether a request is the only one.
         """
         running, waiting = super().get_request_counts()
         return running + self._left_out[0], waiting + self._left_out[1]
 
     @property
     def prefill_capacity_bound(self) -> bool:
-        """Return whether requests still waited after the last step that could start prefills."""
+        """Return whether requests were still waiting after the last step in which prefills could start."""
         return self._prefill_bound
 
     @prefill_capacity_bound.setter
@@ -190,7 +194,7 @@ class AdmissionMixin(Scheduler):
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
         """Return vLLM's statistics with our values added.
 
-        Our stat logger takes the values out again (`tonnage.server.engines.vllm.stats_transport`).
+        Our stat logger removes the values again (`tonnage.server.engines.vllm.stats_transport`).
         """
         stats = super().make_stats(*args, **named)
         if stats is not None and self._report is not None:
@@ -208,7 +212,7 @@ class AdmissionMixin(Scheduler):
     # -- one step --------------------------------------------------------------------------------------------
 
     def _plan(self) -> tuple[list[Request], list[Request]]:
-        """Return the waiting requests that may start in this step, and the running ones that skip it."""
+        """Return the waiting requests that may start in this step, and the running requests that skip it."""
         assert self.admission is not None
         if self._names.mixed:
             self._sort_out()
@@ -217,30 +221,34 @@ class AdmissionMixin(Scheduler):
         return self.admission.plan(self._candidates(), room, self.current_step)
 
     def _candidates(self) -> Iterator[Request]:
-        """Yield the requests that wait only for free blocks, in order; the others delay no request."""
+        """Yield the waiting requests that only lack free blocks, in queue order.
+
+        Requests that wait for something else are left out, so they delay no other request.
+        """
         for request in self.waiting:
             if request.request_id in self._refused or not self._grammar_ready(request):
                 continue
             if request.num_preemptions:
                 if request.num_stale_output_tokens and not request.drop_stale_output:
-                    continue  # output tokens from before its preemption are still to come; vLLM skips it too
+                    # vLLM skips it too, because output tokens from before its preemption are still to come
+                    continue
                 if self._refuse_never(request):
                     continue
             yield request
 
     def _grammar_ready(self, request: Request) -> bool:
-        """Return whether the request has its grammar, if it needs one.
+        """Return whether the request needs no grammar or its grammar is compiled.
 
-        vLLM is asked, and ends a request whose grammar failed after the step.
+        It calls vLLM's own check, which also marks a request whose grammar failed; vLLM ends it after the step.
         """
         if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         return bool(getattr(self, self._names.ready)(request))
 
     def _sort_out(self) -> None:
-        """Move requests that a step passed over and that hold no blocks to the head of the queue.
+        """Move requests that vLLM skipped in a step and that hold no blocks to the head of the queue.
 
-        vLLM 0.30 does the same.
+        vLLM 0.30 keeps such requests in a second queue, and moves them in the same way.
         """
         passed_over = getattr(self, self._names.holders)
         out = [request for request in passed_over if not _holds_blocks(request)]
@@ -254,7 +262,7 @@ class AdmissionMixin(Scheduler):
     def _refuse_never(self, request: Request) -> bool:
         """Return whether the request can never fit; if so, mark it to be ended after the next step.
 
-        A request with output ends with the reason "length", any other with an error.
+        A request that already has output ends with finish reason "length", any other with an error.
         """
         rule = self.admission or self._plain
         why = None if rule is None else rule.never(request)
@@ -270,10 +278,9 @@ class AdmissionMixin(Scheduler):
         return True
 
     def _refuse_head(self) -> None:
-        """Refuse the first waiting request if an empty pool cannot hold it: it would block the whole queue.
+        """Reject the first waiting request if an empty pool cannot hold it, because it would block the queue.
 
-        With a mode other than greedy only a preempted request is checked, since it has grown since it was
-        added.
+        In modes other than greedy, only a preempted request is checked: it has grown since it was added.
         """
         if self._plain is None or not self.waiting:
             return
@@ -285,9 +292,9 @@ class AdmissionMixin(Scheduler):
                 self._refuse_never(head)
 
     def _end_refused(self) -> list[tuple[int, EngineCoreOutput]]:
-        """Finish the refused requests that were not aborted meanwhile; return (client, output) of each.
+        """Finish the rejected requests that were not aborted; return (client, output) of each.
 
-        A request leaves `_refused` together with its output, so that an exception loses none.
+        A request is removed from `_refused` when its output is recorded, so that an exception loses no output.
         """
         ended: list[tuple[int, EngineCoreOutput]] = []
         for id, (status, why) in list(self._refused.items()):
@@ -313,9 +320,11 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _only(self, allowed: list[Request] | None, stalled: list[Request]) -> Iterator[None]:
-        """Hide all waiting requests but `allowed` (None: hide none) and the running `stalled` ones from vLLM.
+        """Hide requests from vLLM while the context is open, and put them back at its end.
 
-        All of them are back in their places afterwards.
+        Args:
+            allowed: the waiting requests that vLLM may see; None to hide no request.
+            stalled: the running requests to hide.
         """
         if allowed is None:
             yield
@@ -358,7 +367,10 @@ class AdmissionMixin(Scheduler):
                 self._gather()
 
     def _take(self, queue: Any, allowed: set[Request]) -> list[Request]:
-        """Move `allowed` into the empty `self.waiting`; return all requests that had to be popped for it."""
+        """Move `allowed` from `queue` to the empty `self.waiting`; return all requests popped from `queue`.
+
+        Requests in front of the last allowed one have to be popped, too.
+        """
         passed: list[Request] = []
         left = len(allowed)
         while left:
@@ -370,10 +382,10 @@ class AdmissionMixin(Scheduler):
         return passed
 
     def _put_back(self, queue: Any, passed: list[Request], allowed: list[Request]) -> None:
-        """Restore the queue that `_take` emptied, with all requests that still wait at its head.
+        """Restore the queue that `_take` changed, with all requests that are still waiting at its head.
 
-        First come requests that vLLM preempted in the step, then the requests of `passed` that did not start,
-        in order.
+        Requests that vLLM preempted in the step come first. Then come the requests of `passed` that did not
+        start, in order.
         """
         waits, was = dict.fromkeys(self.waiting), set(passed)
         held = was.difference(allowed)
@@ -386,7 +398,7 @@ class AdmissionMixin(Scheduler):
     # -- exceptions in our code ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Put requests that an exception of ours left in no list of vLLM back into one."""
+        """Add requests that an exception in our code left in none of vLLM's lists to a list again."""
         listed = {*self.running, *self.waiting, *getattr(self, self._names.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():
@@ -398,7 +410,11 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _guarded(self, when: str) -> Iterator[None]:
-        """Leave scheduling to vLLM after the first exception; after a second one, refuse no request either."""
+        """Catch exceptions of our code in the context, and then leave scheduling to vLLM.
+
+        After a second exception, requests that can never fit are no longer rejected either. `when` says for the
+        log when the exception occurred.
+        """
         try:
             yield
         except Exception:
@@ -412,7 +428,7 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Stop reporting statistics from the first exception on; admission continues."""
+        """Catch exceptions in the collection of statistics and stop the collection; admission continues."""
         try:
             yield
         except Exception:
@@ -421,7 +437,7 @@ class AdmissionMixin(Scheduler):
 
 
 def _holds_blocks(request: Request) -> bool:
-    """Return whether a waiting request holds blocks, as Scheduler._holds_kv_blocks of vLLM 0.31 does."""
+    """Return whether a waiting request holds blocks, by the rule of vLLM 0.31's Scheduler._holds_kv_blocks."""
     return request.num_computed_tokens > 0 or request.status in (
         RequestStatus.WAITING_FOR_REMOTE_KVS,
         RequestStatus.WAITING_FOR_STREAMING_REQ,
@@ -429,9 +445,9 @@ def _holds_blocks(request: Request) -> bool:
 
 
 def _is_reported(config: Any) -> bool:
-    """Return whether a reader removes our values from vLLM's statistics.
+    """Return whether another component removes our values from vLLM's statistics.
 
-    The reader is `tonnage serve --backend vllm`, or our stat logger unless VLLM_PLUGINS leaves it out.
+    It is `tonnage serve --backend vllm`, or our stat logger unless VLLM_PLUGINS excludes it.
     """
     if config.parallel_config.worker_extension_cls.startswith("tonnage."):
         return True
@@ -439,9 +455,9 @@ def _is_reported(config: Any) -> bool:
 
 
 def _ended_by_itself(request: Request) -> bool:
-    """Return whether the request's length is a valid sample of output lengths: it ended by itself.
+    """Return whether the request's output ended by itself, so that its length is a valid sample.
 
-    vLLM's front end, which alone sees text, aborts a request that reached a stop string.
+    A stop string also counts: only vLLM's front end sees text, and it aborts a request at a stop string.
     """
     sampling = request.sampling_params
     if sampling is None or not request.num_output_tokens:
@@ -452,18 +468,18 @@ def _ended_by_itself(request: Request) -> bool:
 
 
 class TonnageSyncScheduler(AdmissionMixin):
-    """The scheduler for `--no-async-scheduling`, and for setups where vLLM switches async scheduling off."""
+    """The admission scheduler for setups without async scheduling, such as `--no-async-scheduling`."""
 
 
 class TonnageScheduler(AdmissionMixin, AsyncScheduler):
-    """The scheduler for `--scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler`.
+    """The admission scheduler for `--scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler`.
 
-    vLLM keeps async scheduling on only for subclasses of its AsyncScheduler. Where it is off, the object
+    vLLM keeps async scheduling enabled only for subclasses of its AsyncScheduler. If it is disabled, the object
     created is a `TonnageSyncScheduler`.
     """
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        """Create the scheduler that fits vLLM's async scheduling setting."""
+        """Create the synchronous or asynchronous scheduler, by vLLM's async scheduling setting."""
         if cls is TonnageScheduler and not config_of(args, named).scheduler_config.async_scheduling:
             return TonnageSyncScheduler(*args, **named)
         return super().__new__(cls)

@@ -1,9 +1,9 @@
-"""`--shared-system-prompt` inside vLLM: blocks of shared prefixes are the same under every cache salt.
+"""`--shared-system-prompt` inside vLLM: requests with different cache salts share the blocks of given prefixes.
 
-vLLM puts a request's salt into the hash of its first block, and all later hashes depend on it. Here a prompt
-that begins with a shared prefix gets its salt right behind the prefix's whole blocks, as in
-`tonnage.cache.prefix.index`. Source: v1/core/kv_cache_utils.py (get_request_block_hasher) and v1/request.py of
-vLLM 0.30 to 0.33.
+vLLM puts a request's salt into the hash of its first block, and all later hashes depend on it. Here, if a
+prompt begins with a shared prefix, its salt enters the hash of the first block after the prefix's whole blocks.
+`tonnage.cache.prefix.index` does the same. Source: v1/core/kv_cache_utils.py (get_request_block_hasher) and
+v1/request.py of vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SharedPrefixes(Scheduler):
         self._prefixes: Sequence[Sequence[int]] = asked[BACKEND]["prefixes"]
 
     def add_request(self, request: Any) -> None:
-        """Add a request as vLLM does, after moving its salt behind a shared prefix."""
+        """Add a request as vLLM does, with its salt applied only after a shared prefix."""
         if request.cache_salt and request._block_hasher is not None:
             shared = whole_blocks(request.prompt_token_ids or (), self._prefixes, self.hash_block_size)
             if shared:
@@ -36,7 +36,7 @@ class SharedPrefixes(Scheduler):
 
 
 def salt_behind(request: Any, shared: int) -> None:
-    """Hash the first `shared` blocks without the request's salt, and all later blocks with it."""
+    """Hash the request's first `shared` blocks without its salt, and all later blocks with it."""
     plain, salt = request._block_hasher, request.cache_salt.encode("utf-8", "surrogatepass")
 
     def hashes(request: Any) -> list[Any]:

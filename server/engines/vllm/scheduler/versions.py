@@ -1,7 +1,7 @@
-"""Names in vLLM's scheduler that differ between its versions. An unknown version schedules on its own.
+"""Names in vLLM's scheduler that differ between its versions. With an unknown version, vLLM schedules alone.
 
-A new version becomes a row here once its v1/core/sched, v1/core and v1/request.py were compared with the names
-that this package uses, and its tests passed (`make test-vllm-versions`).
+To add a version, compare its v1/core/sched, v1/core and v1/request.py with the names that this package uses,
+run `make test-vllm-versions`, and add an entry.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class VllmNames:
-    """Attribute names in one vLLM version.
+    """Names of scheduler attributes and methods in one vLLM version.
 
     Attributes:
-        seats: the upper bound of running requests.
-        holders: the queue of waiting requests that hold blocks.
-        mixed: whether that queue also has the requests that a step passed over.
-        ready: the method that tells whether a request that waits for a grammar or for data can go on.
-        most_blocks: a manager's upper bound of blocks per request.
-        counts: whether `prefill_capacity_bound` is set from `get_request_counts` and not from `bool(waiting)`.
+        seats: attribute with the upper bound of running requests.
+        holders: attribute with the queue of waiting requests that hold blocks.
+        mixed: whether that queue also has requests that a step skipped.
+        ready: method that returns whether a request that waits for a grammar or for data can continue.
+        most_blocks: attribute of a KV cache manager with the upper bound of blocks per request.
+        counts: whether vLLM sets `prefill_capacity_bound` from `get_request_counts`, not from `bool(waiting)`.
     """
 
     seats: str = "max_num_active_reqs"
@@ -47,5 +47,5 @@ KNOWN_VERSIONS = tuple(_KNOWN)
 
 
 def names_of(version: str) -> VllmNames | None:
-    """Return the names of vLLM `version` ("0.32.0+cpu"), or None when the version is unknown."""
+    """Return the names for vLLM `version`, such as "0.32.0+cpu", or None if the version is unknown."""
     return _KNOWN.get(".".join(version.split(".")[:2]))
