@@ -1,4 +1,7 @@
-"""The base class of both admission adapters: the policy, the rule in effect, and learned output lengths."""
+"""The base class of the admission adapters of our block manager and of vLLM's scheduler.
+
+It keeps the admission policy, the rule in effect and the learned output lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from tonnage.cache.admission.types import Limits
 
 
 class AdmissionAdapter(ABC):
-    """Admission for one scheduler, whose books a subclass translates into a `State`.
+    """Admission for one scheduler; a subclass translates the scheduler's requests and blocks into a `State`.
 
-    ``auto`` chooses the rule in mode ``auto``; it is None in other modes.
+    In admission mode ``auto`` the attribute ``auto`` chooses the rule; it is None in other modes.
 
     Args:
-        policy: Configured policy.
-        limits: Limits of the pool.
+        policy: Configured admission policy.
+        limits: Sizes of the block pool and of a step.
         forecast: Learns and forecasts output lengths.
     """
 
@@ -31,27 +34,27 @@ class AdmissionAdapter(ABC):
 
     @property
     def mode(self) -> AdmissionMode:
-        """The mode in effect now; ``auto`` alternates between two other modes."""
+        """The admission mode in effect now; ``auto`` alternates between greedy and predictive."""
         return self.rules.policy.mode
 
     def choose(self, in_system: int) -> None:
-        """Let mode ``auto`` choose the rule, with ``in_system`` requests running and waiting."""
+        """Let admission mode ``auto`` choose its rule; ``in_system`` counts the requests that run or wait."""
         if self.auto is not None:
             rule = self.auto.rule(in_system)
             self.rules.follow(self.policy.under(rule), rule.fresh)
 
     def committed(self) -> int:
-        """Return the usable blocks that count as taken for a new request, with the margin to leave free."""
+        """Return the blocks that a new request cannot have: taken, expected to be taken, or kept free as margin."""
         return decisions.committed(self._state(), self.rules)
 
     def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
-        """Learn from a sequence that ended by itself (not cancelled).
+        """Record the output length of a sequence that finished and was not cancelled.
 
         Args:
-            output_tokens: Tokens it produced.
-            tenant: Name of its tenant.
-            prompt_tokens: Tokens of its prompt that were not found in the prefix cache.
-            max_tokens: Upper bound of the tokens it could have produced.
+            output_tokens: Output tokens of the sequence.
+            tenant: Name of the tenant that sent the request.
+            prompt_tokens: Prompt tokens that were not found in the prefix cache.
+            max_tokens: Upper bound of the output tokens that the request asked for.
         """
         self.rules.forecast.ended(output_tokens, tenant)
         if self.auto is not None:
@@ -59,4 +62,4 @@ class AdmissionAdapter(ABC):
 
     @abstractmethod
     def _state(self, most: int = 0) -> State:
-        """Return the state of the running requests, with space for ``most`` new ones."""
+        """Return the state of the running requests, with array space for ``most`` further requests."""

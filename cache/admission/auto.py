@@ -1,13 +1,14 @@
 """The mode ``auto``: vLLM's rule, unless a rehearsal shows that holding requests back serves the load better.
 
 If a block is missing, vLLM preempts a request and recomputes it later. Whether that is expensive depends on the
-engine, the lengths and the queue, so no constant of the machine is assumed. `Auto` learns three things: what
-steps cost (`tonnage.cache.admission.cost`), how long requests are, and how many are in the system.
+engine, the lengths and the queue, so no constant of the machine is assumed. `Auto` learns three things: the
+seconds of a step (`tonnage.cache.admission.cost`), the lengths of requests, and their number (running and
+waiting).
 
-With these it simulates vLLM's rule and several rules that hold requests back
-(`tonnage.cache.admission.rehearsal`). It takes the rule with the most tokens per second that keeps the time to
-the first token and the time between tokens. vLLM's rule stays while nothing is learned, while nothing is
-recomputed, and where no rule gains.
+A *rehearsal* (`tonnage.cache.admission.rehearsal`) simulates these requests under vLLM's rule and under several
+rules that hold requests back. `Auto` takes the rule with the most tokens per second that worsens neither the
+time to the first token nor the time between tokens. vLLM's rule stays while too little is learned, while
+nothing is recomputed, and where no other rule serves more.
 """
 
 from __future__ import annotations
@@ -29,49 +30,50 @@ from tonnage.cache.admission.types import Limits
 
 log = logging.getLogger("tonnage.cache")
 
-# The rules that are rehearsed beside vLLM's. A higher share holds back less. These shares and the bounds below
-# were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200 --first-seed 10
-# (benchmarks/README.md).
+# The rules that are rehearsed beside vLLM's. With a higher share fewer requests are held back. These shares and
+# the bounds below were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200
+# --first-seed 10 (benchmarks/README.md).
 RULES = (
     *(Rule(share) for share in (0.6, 0.7, 0.8, 0.9)),
     *(Rule(share, fresh=False) for share in (0.5, 0.75)),
 )
-# Lengths that are remembered, lengths that a rehearsal needs, and finished requests between two rehearsals.
+# Three counts of finished requests: how many lengths are remembered, how many a rehearsal needs, and how many
+# finish between two rehearsals.
 _REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
-# Smallest share of the time spent on recomputed tokens for which anything is rehearsed: no rule can gain more
-# than it.
+# A rehearsal runs only if recomputed tokens take at least this share of the engine's time, because no rule can
+# gain more than that share.
 _LOST = 0.02
-# Steps over which the number of requests in the system is averaged, some lifetimes of a request. A queue that
-# comes and goes within them is no reason to hold requests back.
+# The number of requests in the system is averaged over this many steps, a few lifetimes of a request. A queue
+# that forms and empties within them is no reason to hold requests back.
 _LIFETIME = 128
-# Relative difference below which two times between tokens belong to the same kind of step.
+# Two values of the P99 time between tokens count as equal if their relative difference is below this.
 _SAME = 1e-3
-# Loads share a rehearsal if their numbers of requests are within this ratio: a level is a power of it. A level
-# holds until the number is `_LEVEL_WIDTH` levels away, so that a number between two levels does not change the
-# rule at each step.
+# Request counts are rounded to powers of `_LEVEL`, and each power (a level) has one rehearsal. The level
+# changes only when the count is more than `_LEVEL_WIDTH` levels away, so that a count between two levels does
+# not change the rule at each step.
 _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
-# Share of a window's steps with waiting requests, from which its tokens per second measure what a rule can
-# serve.
+# A window of steps measures the throughput of a rule only if requests waited in at least this share of its
+# steps.
 _QUEUED = 0.9
-# The guard: a rule may fall below this share of the forecast of vLLM's rule for this many windows in a row.
-# Then vLLM's rule holds for this many finished requests.
+# The guard compares the tokens per second of a rule with the forecast for vLLM's rule. If they stay below share
+# `_BEHIND` for `_WINDOWS` windows in a row, vLLM's rule holds for `_BANNED` finished requests.
 _BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
-# Upper bound of the share of one core that rehearsals take.
+# Upper bound of the share of one CPU core that rehearsals use.
 _DUTY = 0.05
-_STEADY_REQUESTS = 1536  # requests of a rehearsal, in addition to twice its clients
-# Upper bound of the tokens of a rehearsal, 8 bytes each: 32 MiB. If the clients' requests are longer, nothing
-# is rehearsed.
+_STEADY_REQUESTS = 1536  # requests that a rehearsal serves, in addition to two per simulated client
+# Upper bound of the output tokens of a rehearsal, 8 bytes each: 32 MiB. If two requests per client exceed it,
+# no rehearsal runs.
 _MOST_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Conditions on a rule, as ratios of its rehearsal to the rehearsal of vLLM's rule.
+    """Conditions that a rule must meet, as ratios of its simulated figures to the figures of vLLM's rule.
 
     Attributes:
-        tokens: Lower bound of tokens per second.
-        first: Upper bound of the seconds to the first token (P50 and P99).
-        between: Upper bound of the seconds between tokens (P99).
+        tokens: Lower bound of the ratio of tokens per second.
+        first: Upper bound of the ratio of the time to the first token, for P50 and P99.
+        between: Upper bound of the ratio of the P99 time between tokens.
     """
 
     tokens: float
@@ -79,16 +81,20 @@ class Bounds:
     between: float
 
 
-# Bounds to start holding requests back, and to continue. A rehearsal scatters by some per cent, and a rule that
-# comes and goes brings neither throughput nor a smooth stream. A rule must keep one of the bounds. A large gain
-# needs a smaller margin between tokens, because the steps of long prompts may be that P99 under every rule.
+# START has the bounds to start holding requests back, STAY the bounds to continue. A rule must meet one entry
+# of the tuple. Simulated figures scatter by some per cent, so STAY is looser; a rule that starts and stops
+# often gains nothing. After a large gain in throughput the time between tokens may be nearly vLLM's, because
+# steps with long prompts can determine its P99 under every rule.
 START = (Bounds(1.03, 0.98, 0.85), Bounds(1.08, 0.98, 0.99))
 STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.08, 1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The rule chosen for a number of requests in the system, with its rehearsed outcome and vLLM's."""
+    """The admission rule chosen for a number of requests in the system, with its simulated figures.
+
+    ``outcome`` has the figures of the chosen rule, ``own`` the figures of vLLM's rule.
+    """
 
     rule: Rule
     outcome: Outcome
@@ -96,14 +102,14 @@ class Choice:
 
 
 class Auto:
-    """The mode ``auto`` at work: `rule` returns the rule to follow, and the other methods record observations.
+    """The admission mode ``auto``: it records observations of the engine and chooses the rule from simulations.
 
     Args:
-        engine: Limits of the pool and of a step.
+        engine: Limits of the block pool and of a step.
         target_itl: Upper bound of the P99 seconds between tokens, at the price of throughput. None: at most the
             P99 of vLLM's rule.
-        background: Rehearse in a thread while the last rule holds. False: rehearse at once, for a simulated
-            clock.
+        background: True: simulate in a thread while the last rule stays in effect. False: simulate within the
+            call, for a simulated clock.
     """
 
     def __init__(self, engine: Engine, target_itl: float | None = None, *, background: bool = True) -> None:
@@ -111,22 +117,22 @@ class Auto:
         self.fit = CostFit()
         self.log = log  # an adapter sets its engine's logger
         self._cost_said = False
-        self.fallbacks = 0  # how often the guard returned to vLLM's rule
-        self.choice: Choice | None = None  # the last choice; None: vLLM's rule, with nothing rehearsed
+        self.fallbacks = 0  # number of times that the guard returned to vLLM's rule
+        self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
         self._requests: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
         self._ended = 0
-        self._choices: dict[int, Choice] = {}  # by level
+        self._choices: dict[int, Choice] = {}  # keyed by the level of the number of requests (`_LEVEL`)
         self._level = 0
-        self._rehearsed_at = 0  # value of `_ended` at the last rehearsal
+        self._rehearsed_at = 0  # number of finished requests (`_ended`) at the last rehearsal
         self._pending: Future[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._idle_until = 0.0
         self._recomputed = 0
-        # Counts since `_rehearsed_at`, for the guard and for the share of recomputed tokens.
+        # These counts start at the last rehearsal. The guard and the share of recomputed tokens use them.
         self._seconds = self._tokens = 0.0
         self._steps = self._held_steps = self._queued_steps = self._in_system = 0
-        self._accuracy = 1.0  # tokens per second under vLLM's rule, served over forecast
-        self._usual = 0.0  # recent average of the requests in the system
+        self._accuracy = 1.0  # ratio of the measured to the forecast tokens per second of vLLM's rule
+        self._usual = 0.0  # moving average of the number of running and waiting requests
         self._lost = 0.0
         self._behind = self._banned_until = 0
         self._failed = False  # a rehearsal has raised an exception
@@ -139,14 +145,14 @@ class Auto:
     # -- observations --------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, sequences: int, context_tokens: int, seconds: float, in_system: int) -> None:
-        """Record a finished step.
+        """Record a finished engine step.
 
         Args:
-            tokens: Positions it computed.
+            tokens: Token positions that the step computed.
             sequences: Sequences that computed at least one position.
             context_tokens: Tokens of KV cache held by running sequences.
             seconds: Duration of the step.
-            in_system: Requests that ran or waited.
+            in_system: Number of requests that ran or waited.
         """
         self.fit.observe(tokens, sequences, context_tokens, seconds)
         self._seconds += seconds
@@ -157,12 +163,12 @@ class Auto:
         self._held_steps += self.choice is not None and self.choice.rule != VLLM
 
     def ended(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
-        """Record a request that ended by itself.
+        """Record a request that finished and was not cancelled.
 
         Args:
-            prompt_tokens: Tokens of its prompt that were not found in the prefix cache, at least 1.
-            output_tokens: Tokens it produced, at least 1.
-            max_tokens: Upper bound of the tokens it could have produced.
+            prompt_tokens: Prompt tokens that were not found in the prefix cache, at least 1.
+            output_tokens: Output tokens of the request, at least 1.
+            max_tokens: Upper bound of the output tokens that the request asked for.
         """
         self._requests.append((max(1, prompt_tokens), max(1, output_tokens), max(max_tokens, output_tokens, 1)))
         self._ended += 1
@@ -170,13 +176,13 @@ class Auto:
             self._anew()
 
     def recomputed(self, tokens: int) -> None:
-        """Record tokens that a preempted request computes again."""
+        """Add ``tokens`` to the count of tokens that preempted requests compute again."""
         self._recomputed += tokens
 
     # -- the rule in effect --------------------------------------------------------------------------------
 
     def rule(self, in_system: int) -> Rule:
-        """Return the rule for a queue that is not empty, with ``in_system`` requests running or waiting."""
+        """Return the admission rule while requests wait; ``in_system`` counts the requests that run or wait."""
         self._queued_steps += 1
         if not self._worth_it():
             self.choice = None
@@ -208,7 +214,7 @@ class Auto:
         return not self.background or time.monotonic() >= self._idle_until
 
     def _anew(self) -> None:
-        """Evaluate the load since the last rehearsal, and discard the rules chosen for it."""
+        """Evaluate the steps since the last rehearsal, and discard the rules that were chosen before."""
         cost = self.cost
         self._rehearsed_at = self._ended
         if cost is not None and self._seconds > 0:
@@ -216,16 +222,16 @@ class Auto:
             self._guard(cost)
         held = self.choice is not None and self.choice.rule != VLLM
         self._choices = {}
-        if held:  # it continues until the same number of requests is rehearsed again
+        if held:  # keep the rule until a rehearsal with the same number of requests has run
             self._lost = max(self._lost, _LOST)
         self._recomputed = self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._seconds = self._tokens = 0.0
 
     def _guard(self, cost: StepCost) -> None:
-        """Judge a window of steps in which requests waited nearly always.
+        """Compare measured with simulated throughput, if requests waited in nearly all recent steps.
 
-        A window under vLLM's rule shows how accurate its rehearsal is. A window under another rule shows
-        whether that rule served less than vLLM's would have.
+        If vLLM's rule was in effect, the comparison shows how accurate the simulation is. If another rule was
+        in effect, it shows whether that rule served less than vLLM's rule would have.
         """
         mixed = 0 < self._held_steps < self._steps
         if self.target_itl is not None or mixed or self._queued_steps < _QUEUED * self._steps:
@@ -269,7 +275,7 @@ class Auto:
         self._pending = self._worker.submit(self._alone, job, *arguments)
 
     def _alone(self, job: Callable[..., None], *arguments: object) -> None:
-        """Run ``job`` in the rehearsal thread; after an exception vLLM's rule holds for good."""
+        """Run ``job`` in the rehearsal thread; after an exception only vLLM's rule is used."""
         try:
             job(*arguments)
         except Exception:
@@ -305,7 +311,7 @@ class Auto:
         self._idle_until = now + (now - begin) / _DUTY
 
     def _say_cost(self, choice: Choice) -> None:
-        """Log once what the target between tokens costs in throughput, or that no rule reaches it."""
+        """Log once the throughput cost of ``target_itl`` (time between tokens), or that no rule meets it."""
         if self.target_itl is None or self._cost_said:
             return
         self._cost_said = True
@@ -319,9 +325,9 @@ class Auto:
         )  # fmt: skip
 
     def _load(self, clients: int, requests: list[tuple[int, int, int]]) -> Load:
-        """Return a load that repeats ``requests`` in random order, without requests that the pool cannot hold.
+        """Return a simulation input that repeats ``requests`` in random order, except requests beyond the pool.
 
-        The load is empty if too few requests are left, or if they are too long to be rehearsed.
+        The input is empty if too few requests are left, or if they are too long to be simulated.
         """
         rows = np.array(requests, np.int64).reshape(-1, 3)
         most = (self.engine.blocks - 1) * self.engine.block_size
@@ -329,7 +335,7 @@ class Auto:
         count = 0
         if len(rows):
             count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / rows[:, 1].mean()))
-        if count < 2 * clients:  # fewer than two requests per client
+        if count < 2 * clients:  # the simulation needs two requests per client
             count = 0
         draw = np.random.default_rng(0)
         turns = [draw.permutation(len(rows)) for _ in range(-(-count // max(1, len(rows))))]
@@ -339,13 +345,13 @@ class Auto:
 
 
 def best(choices: list[Choice], target_itl: float | None, bounds: tuple[Bounds, ...] = START) -> Choice:
-    """Return the choice with the most tokens per second among the rules that lose nothing else.
+    """Return the choice with the most tokens per second among the rules that meet the latency conditions.
 
     Args:
-        choices: The first is vLLM's rule.
-        target_itl: Upper bound of the P99 seconds between tokens, as the only condition; if no rule meets it,
-            the rule that comes nearest is returned. None: ``bounds`` are the conditions.
-        bounds: What a rule must keep in comparison with vLLM's; one of them is enough.
+        choices: Simulated rules; the first is vLLM's.
+        target_itl: Upper bound of the P99 seconds between tokens, as the only condition. If no rule meets it,
+            the rule with the smallest P99 is returned. None: ``bounds`` are the conditions.
+        bounds: Alternative sets of bounds relative to vLLM's rule; a rule must meet one set.
     """
     if target_itl is not None:
         smooth = [each for each in choices if each.outcome.between_p99 <= target_itl]
@@ -358,7 +364,7 @@ def best(choices: list[Choice], target_itl: float | None, bounds: tuple[Bounds, 
 
 
 def _keeps(outcome: Outcome, own: Outcome, bounds: Bounds) -> bool:
-    """Return whether a rule's rehearsal keeps ``bounds`` relative to ``own``, that of vLLM's rule."""
+    """Return whether simulated figures ``outcome`` meet ``bounds`` relative to ``own``, vLLM's figures."""
     return (
         outcome.tokens_per_second >= bounds.tokens * own.tokens_per_second
         and outcome.first_p50 <= bounds.first * own.first_p50
@@ -368,17 +374,17 @@ def _keeps(outcome: Outcome, own: Outcome, bounds: Bounds) -> bool:
 
 
 def _is_smooth(between: float, own: float, bound: float) -> bool:
-    """Return whether the P99 between tokens is below ``bound`` times vLLM's, or due to the same step.
+    """Return whether a rule's P99 time between tokens is at most ``bound`` times vLLM's, or equal to vLLM's.
 
-    If prompts fill the token budget, their steps are that P99 under every rule.
+    The P99 is equal under every rule if steps whose prompts fill the token budget determine it.
     """
     return between <= bound * own or own * (1 - _SAME) <= between <= own
 
 
 def auto_of(policy: Policy, limits: Limits) -> Auto | None:
-    """Return the `Auto` that chooses the rule in mode ``auto``.
+    """Return the `Auto` that chooses the rule in admission mode ``auto``.
 
-    Returns None in other modes, and without groups, because nothing grows and there is nothing to forecast.
+    Returns None in other modes, and for a layout without KV cache groups, whose requests hold no blocks.
     """
     if policy.mode is not AdmissionMode.AUTO or not limits.layout.groups:
         return None
@@ -386,5 +392,5 @@ def auto_of(policy: Policy, limits: Limits) -> Auto | None:
         limits.usable_blocks // len(limits.layout.groups), limits.layout.block_size,
         limits.max_num_batched_tokens, limits.max_num_seqs, limits.prefix_caching,
     )  # fmt: skip
-    compile_rehearsal()  # before the first request
+    compile_rehearsal()  # compile before the first request arrives
     return Auto(engine, policy.target_itl)

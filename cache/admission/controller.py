@@ -1,8 +1,8 @@
-"""Admission over our block manager: which requests start, and how far running sequences may grow.
+"""Admission over our block manager: it decides which requests start and how far running sequences may grow.
 
 The decisions are in `tonnage.cache.admission.decide`; this module fills their `State` from the manager's
-reservations and tables. Only `Admission.ended` and `Admission.auto` change its knowledge, so the server, the
-replay of a trace and a test run the same code.
+reservations and block tables. Only `Admission.ended` and `Admission.auto` change what admission has learned, so
+the server, the replay of a trace and a test run the same code.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tonnage.cache.sequences import steps
 class Admission(AdmissionAdapter):
     """An admission policy applied to the running requests of a block manager.
 
-    `ended` teaches it output lengths, and ``auto`` (None in other modes) the cost of steps. Every other method
-    only reads.
+    `ended` records output lengths. ``auto``, which is None outside admission mode ``auto``, records the cost of
+    steps. Every other method only reads.
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
@@ -42,11 +42,12 @@ class Admission(AdmissionAdapter):
     # -- requests that start -------------------------------------------------------------------------------
 
     def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:
-        """Return the decision if it does not depend on the prefix cache; None means that `decide` must run.
+        """Return the decision, or None if it depends on the prefix cache; then `decide` must be called.
 
         Args:
             request: The request to decide on.
-            head: The head of the queue that the request would pass, from `start_of`.
+            head: Start forecast of the first waiting request, from `start_of`, if ``request`` would start
+                before it.
         """
         limits, held = self.limits, self.reservations
         never = refusal(request, limits, self.policy.tenant_blocks)
@@ -72,10 +73,10 @@ class Admission(AdmissionAdapter):
 
         Args:
             request: The request to decide on.
-            row: Row of the tables in which `hits.find_hit` has recorded the blocks of its prefix.
-            hit: Blocks of that prefix. Blocks of it that no request references cost capacity like an
-                allocation.
-            head: The head of the queue that the request would pass.
+            row: Row of the block tables in which `hits.find_hit` has recorded the cached blocks of the prompt.
+            hit: Number of these cached blocks. A block that no running request references costs capacity like a
+                new block.
+            head: Start forecast of the first waiting request, if ``request`` would start before it.
         """
         limits, groups = self.limits, len(self._full)
         lost = np.zeros(limits.max_num_seqs, np.int32)
@@ -92,7 +93,7 @@ class Admission(AdmissionAdapter):
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
 
     def _state(self, most: int = 0) -> State:
-        """Return the state of the running requests, with space for ``most`` new ones."""
+        """Return the state of the running requests, with array space for ``most`` further requests."""
         snapshot, requests = self.reservations.snapshot(), self.reservations.requests()
         produced = snapshot.output.astype(np.int64)
         produced += np.array([request.produced for request in requests], np.int64)
@@ -102,7 +103,7 @@ class Admission(AdmissionAdapter):
         )  # fmt: skip
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """Return the forecast start of ``request``, the head of the queue, which does not fit yet."""
+        """Return the forecast start of ``request``, the first in the queue, which lacks blocks now."""
         state = self._state(1)
         entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
         after = state.with_one(Newcomer(entry, 0, 0, 0))
@@ -114,34 +115,36 @@ class Admission(AdmissionAdapter):
     # -- sequences that grow -------------------------------------------------------------------------------
 
     def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
-        """Return int64 [rows]: the length up to which each row of ``batch`` may be extended, at most its end.
+        """Return the length in tokens to which each sequence of ``batch`` may be extended, int64 [rows].
 
-        The first rows are served first. In guaranteed mode the state stays safe (`safety.grant`); the other
-        modes grant while blocks are free.
+        A length is at most the requested length in ``ends``. The first rows are served first. In guaranteed
+        mode every request can still finish after all grants (`safety.grant`). The other modes grant while
+        blocks are free.
         """
         held, rows, groups = self.reservations, self._rows, len(self._full)
         if held.reserved <= self.limits.usable_blocks:
-            return ends  # all reservations fit at once, so no sequence can block another
+            return ends  # All reservations fit together, so no sequence can block another.
         wanted = np.zeros(len(batch), np.int64)
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
             return ends
         granted = decisions.grant(self._state(), held.entries(batch), wanted, self.rules, self.leaving)
-        if granted is None:  # the safety invariant is broken: no sequence may grow, and the scheduler raises
+        # The safety invariant is broken. No sequence may grow, and the scheduler raises an error.
+        if granted is None:
             granted = np.zeros_like(wanted)
         short = granted < wanted
         if not short.any():
             return ends
         reach = rows.room[batch] + granted // groups * self.limits.layout.block_size
-        # The copied block comes first: a sequence with a shared tail writes nothing unless all its blocks are
-        # granted.
+        # A sequence that shares its last block needs a copy of that block before it writes. It therefore gets
+        # either all its blocks or no token.
         reach[rows.shared_tail[batch] & COPY_TAIL != 0] = 0
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
     def leaving(self) -> Leaving:
-        """Return an order in which the running requests can finish, with the blocks each gives back.
+        """Return an order in which the running requests can finish, with the blocks that each then returns.
 
-        It walks all block tables.
+        The exact count reads all block tables.
         """
         rows = np.flatnonzero(self._rows.request >= 0)
         held = self._rows.room[rows] // self.limits.layout.block_size
@@ -155,10 +158,10 @@ class Admission(AdmissionAdapter):
         return last_owners(self.reservations.snapshot(), blocks, owners, self.core.refs.size)
 
     def victim(self, snapshot: RunningSnapshot) -> int:
-        """Return the snapshot index of the request to preempt when no sequence can continue.
+        """Return the index in ``snapshot`` of the request to preempt when no sequence can continue.
 
-        It is the request with the fewest tokens to recompute, the youngest of equals. Guaranteed mode never
-        needs one.
+        It is the request with the fewest tokens to recompute; of several, the one admitted last. Guaranteed
+        mode never preempts.
         """
         computed = snapshot.prompt - snapshot.prompt_left + snapshot.output
         return len(computed) - 1 - int(np.argmin(computed[::-1]))

@@ -1,7 +1,7 @@
 """The cost of an engine step in seconds, fitted online from the steps that ran.
 
 Admission weighs idle blocks against tokens computed twice, and only the engine's own step times tell which is
-more expensive. On a CPU a recomputed token costs a seventeenth of a step, on a GPU a seven-hundredth.
+more expensive. On a CPU one recomputed token costs 1/17 of a step, on a GPU 1/700.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Steps before a fit is used, and how many of them must have computed a prompt. With fewer, the four costs
-# cannot be separated (benchmarks/vllm_admission.py --matrix, cold cells).
+# A fit is used after this many steps, of which the second number must have computed a prompt. With fewer, the
+# four costs cannot be separated (benchmarks/vllm_admission.py --matrix, rows of a cold start).
 _STEPS, _PROMPT_STEPS = 64, 8
-# The sums over past steps shrink by this factor every `_EVERY` steps: half of their weight is younger than 700
-# steps.
+# The sums over past steps shrink by this factor every `_EVERY` steps, so half of their weight is younger than
+# 700 steps.
 _KEEP, _EVERY = 0.94, 64
-# A step that took this many times its forecast is an outlier (a pause of the machine, a first compilation).
+# A step that took this many times its forecast is ignored as an outlier, such as a pause of the machine or a
+# first compilation.
 _OUTLIER = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The cost model of a step: seconds as a linear function of its tokens.
+    """The cost model of an engine step: seconds as a linear function of its tokens and sequences.
 
     Attributes:
-        fixed: Seconds per step.
-        prefill: Seconds per computed token beyond the first of each sequence.
-        sequence: Seconds per sequence.
-        context: Seconds per token of KV cache held.
+        fixed: Seconds of every step.
+        prefill: Seconds per computed token, not counting the first token of each sequence.
+        sequence: Seconds per sequence that computes in the step.
+        context: Seconds per token of KV cache held by running sequences.
     """
 
     fixed: float
@@ -37,7 +38,10 @@ class StepCost:
     context: float
 
     def seconds(self, prefill_tokens: int, sequences: int, context_tokens: int) -> float:
-        """Return the forecast seconds of one step."""
+        """Return the forecast seconds of one step.
+
+        ``prefill_tokens`` are the computed tokens beyond the first of each sequence.
+        """
         return (
             self.fixed
             + self.prefill * prefill_tokens
@@ -49,7 +53,7 @@ class StepCost:
 class CostFit:
     """A least-squares fit of `StepCost` to the steps so far, with decaying weights and no negative cost.
 
-    ``steps`` is the number of observed steps; `cost` is the fit.
+    ``steps`` is the number of observed steps; `cost` is the fitted cost.
     """
 
     def __init__(self) -> None:
@@ -58,7 +62,8 @@ class CostFit:
         self._squares = np.zeros((4, 4))
         self._products = np.zeros(4)
         self._known: StepCost | None = None
-        # Steps of the current batch. They enter the sums together, so that a step costs one append.
+        # Recent steps are collected in a list and added to the sums together, so that recording a step costs
+        # one append.
         self._batch: list[tuple[float, float, float, float, float]] = []
 
     def observe(self, tokens: int, sequences: int, context_tokens: int, seconds: float) -> None:

@@ -1,6 +1,7 @@
-"""The decisions of admission, as pure functions of a `State`: decide, committed and grant.
+"""The decisions of admission as pure functions of a `State`, which describes the running requests.
 
-Two adapters fill the state: `tonnage.cache.admission.controller` from our block manager, and
+`decide` says whether a request may start, `committed` which blocks count as taken, and `grant` how many blocks
+running sequences may take. `tonnage.cache.admission.controller` fills the state from our block manager,
 `tonnage.server.engines.vllm.scheduler.admission` from vLLM's scheduler. This module imports neither.
 """
 
@@ -27,15 +28,15 @@ class Newcomer:
     """A request waiting for an admission decision.
 
     Attributes:
-        entry: Its value of each column of a `RunningSnapshot`, in order.
-        cached: Blocks of its prefix, over all full-attention groups, that no running request holds; taking them
-            uses capacity.
-        windowed: Blocks that are set aside in full for its windowed groups.
-        reserved: Upper bound of its blocks in all groups.
-        lost: int32 [running]: blocks that each running request holds alone now and would share with it. None if
-            it shares none.
-        produced: Tokens of its output before a preemption.
-        tenant: Name of the tenant whose lengths forecast its own.
+        entry: The request's row of a `RunningSnapshot`: one number per column.
+        cached: Cached blocks of the request's prefix, over all full-attention groups, that no running request
+            holds. Taking them uses capacity.
+        windowed: Blocks that are reserved in full for the request's groups with windows or states.
+        reserved: Upper bound of the request's blocks in all groups.
+        lost: int32 [running]: blocks that each running request now holds alone and would share with this
+            request. None if no block would be shared.
+        produced: Output tokens that the request produced before a preemption.
+        tenant: Name of the tenant whose finished requests forecast this request's length.
     """
 
     entry: Sequence[int]
@@ -49,13 +50,13 @@ class Newcomer:
 
 @dataclass(slots=True)
 class State:
-    """The running requests in order of admission, followed by the newcomers admitted in this step.
+    """The running requests in order of admission, followed by the requests admitted in this step.
 
     Attributes:
-        snapshot: What the requests hold and may still need.
-        rows: int32 [capacity, COLUMNS]: begins with the rows of ``snapshot``; a newcomer uses the next row.
+        snapshot: Blocks that each request holds and may still need.
+        rows: int32 [capacity, COLUMNS]: begins with the rows of ``snapshot``; a new request uses the next row.
         reserved: Blocks of all groups that are reserved for the requests.
-        produced: int64 [running]: output tokens of each so far, with output before a preemption.
+        produced: int64 [running]: output tokens of each request so far, including output before a preemption.
         tenants: Tenant of each request [running] if lengths are forecast by tenant, else None.
         outsiders: Whether requests outside the snapshot may hold blocks.
     """
@@ -81,7 +82,7 @@ class State:
         return RunningSnapshot(now.usable, now.used + new.cached, now.windowed + new.windowed, rows)
 
     def take(self, new: Newcomer) -> None:
-        """Add ``new`` to the running requests."""
+        """Add the admitted request ``new`` to the running requests."""
         after = self.with_one(new)
         self.rows[: len(after)] = after.rows
         self.snapshot = RunningSnapshot(after.usable, after.used, after.windowed, self.rows[: len(after)])
@@ -92,7 +93,7 @@ class State:
 
 
 def empty_rows(snapshot: RunningSnapshot, most: int) -> Int32Array:
-    """Return int32 [running + most, COLUMNS] that begins with the rows of ``snapshot``."""
+    """Return int32 [running + most, COLUMNS] that begins with the rows of ``snapshot``; the rest is unset."""
     rows = np.empty((len(snapshot) + most, COLUMNS), np.int32)
     rows[: len(snapshot)] = snapshot.rows
     return rows
@@ -103,10 +104,10 @@ _GREEDY = Policy(AdmissionMode.GREEDY)
 
 @dataclass(slots=True)
 class Rules:
-    """What decisions follow: the mode in effect, the limits of the pool, and learned lengths.
+    """The inputs of admission decisions: the policy in effect, the limits of the pool, and learned lengths.
 
-    The policy determines the quantile of ``forecast``. ``fresh`` False: requests without output start by vLLM's
-    rule.
+    The policy sets the quantile at which ``forecast`` estimates lengths. If ``fresh`` is False, the policy
+    applies to preempted requests only, and requests without output start by vLLM's rule.
     """
 
     policy: Policy
@@ -119,18 +120,19 @@ class Rules:
     def __post_init__(self) -> None:
         self.forecast.quantile, self.forecast.cautious = self.policy.quantile, self.policy.cautious
         self.margin = self.policy.margin(self.limits)
-        # A window stops growing: without a full-attention group the sum of reservations is the peak.
+        # Without a full-attention group all sequences stop growing (windows, states), so the sum of the
+        # reservations is the peak.
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
 
     def follow(self, policy: Policy, fresh: bool = True) -> None:
-        """Decide by ``policy`` from now on."""
+        """Set the policy for later decisions; ``fresh`` False applies it to preempted requests only."""
         self.fresh = fresh
         if policy != self.policy:
             self.policy = policy
             self.__post_init__()
 
     def lengths(self, state: RunningSnapshot, produced: Int64Array, tenants: list[str] | None) -> Int64Array:
-        """Return the forecast remaining tokens of each request, int64 [requests], at most ``output_left``."""
+        """Return the forecast remaining output tokens of each request of ``state``, int64 [requests]."""
         if self.policy.quantile == 1 or not self.policy.forecasts:
             return state.output_left.astype(np.int64)
         return self.forecast.left(produced, state.output_left, tenants)
@@ -139,19 +141,21 @@ class Rules:
 def decide_by_sum(
     reserved: int, wanted: int, alone: bool, rules: Rules, *, head: bool = False, outsiders: bool = False
 ) -> int | None:
-    """Return the missing blocks of a newcomer if reservations alone decide; None: `decide` must run.
+    """Return the blocks that a new request lacks, if the sum of the reservations decides; 0 or less: none.
+
+    Returns None if the sum does not decide; then `decide` evaluates the forecast.
 
     Args:
         reserved: Blocks reserved for the running requests.
-        wanted: Blocks to reserve for the newcomer.
-        alone: No other request runs. The newcomer then fits, because requests that can never fit are rejected
-            before.
-        rules: The rules in effect.
-        head: The newcomer would pass the head of the queue.
+        wanted: Blocks to reserve for the new request.
+        alone: No other request runs. The new request then fits, because requests that can never fit are
+            rejected before.
+        rules: The policy and limits in effect.
+        head: The new request would start before the first request of the queue.
         outsiders: Requests that do not run may hold blocks.
     """
     short = reserved + wanted + rules.margin - rules.limits.usable_blocks
-    # If all reservations fit together, no schedule can fail.
+    # If all reservations fit together, no allocation can fail.
     if alone or (short <= 0 and not head and not outsiders):
         return 0
     if rules.by_sum or (head and not rules.policy.forecasts):
@@ -163,10 +167,10 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     """Return the blocks that must be released before ``new`` may start; 0 or less: it may start now.
 
     Args:
-        state: The running requests; unchanged except for the row after the last.
+        state: The running requests. The call changes nothing but the unused array row after the last request.
         new: The request to decide on.
-        rules: The rules in effect.
-        head: The request that ``new`` would pass, whose start it must not delay.
+        rules: The policy and limits in effect.
+        head: The first request of the queue if ``new`` would start before it; its start must not be delayed.
     """
     short = decide_by_sum(
         state.reserved, new.reserved, not len(state.snapshot), rules,
@@ -181,12 +185,12 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     tenants = None if state.tenants is None else [*state.tenants, new.tenant]
     lengths = rules.lengths(after, np.append(state.produced, new.produced), tenants)
     if int(after.prompt_left.sum()) <= rules.limits.max_num_batched_tokens:
-        lengths[-1] -= 1  # if its whole prompt fits in one step, that step produces the first token too
+        lengths[-1] -= 1  # a prompt that fits in one step also produces the first token in that step
     return blocks_short(after, lengths, rules.limits, policy, head)
 
 
 def committed(state: State, rules: Rules) -> int:
-    """Return the usable blocks that count as taken for a newcomer, with the margin that it must leave."""
+    """Return the blocks that a new request cannot have: taken, expected to be taken, or kept free as margin."""
     if not len(state.snapshot):
         return 0
     taken = state.reserved
@@ -201,17 +205,17 @@ def grant(
 ) -> Int64Array | None:
     """Return how many blocks each sequence may take now, int64 [sequences]; the first are served first.
 
-    In guaranteed mode the state after all grants is safe (`tonnage.cache.admission.safety`). The other modes
-    grant while blocks are available. Returns None if the state is not safe to begin with, so that nothing can
-    be guaranteed.
+    In guaranteed mode every request can still finish after all grants (`tonnage.cache.admission.safety`). The
+    other modes grant while blocks are available. Returns None if some request cannot finish even before the
+    grants.
 
     Args:
-        state: The running requests, with the newcomers of this step.
-        entries: int [sequences]: snapshot index of each sequence's request.
-        wanted: int64 [sequences]: blocks of all full-attention groups.
-        rules: The rules in effect.
-        leaving: Counts exactly what each request gives back. It walks all block tables, so it is called only if
-            the bound on shared blocks does not suffice.
+        state: The running requests, including the requests admitted in this step.
+        entries: int [sequences]: index in the snapshot of each sequence's request.
+        wanted: int64 [sequences]: requested blocks, over all full-attention groups.
+        rules: The policy and limits in effect.
+        leaving: Function that counts exactly which blocks each request returns when it ends. It reads all block
+            tables, so it is called only if the lower bound of these blocks does not suffice.
     """
     snapshot = state.snapshot
     if rules.policy.mode is not AdmissionMode.GUARANTEED:

@@ -1,10 +1,10 @@
 """A forecast of remaining output lengths, learned from finished requests and from the progress of running ones.
 
 The estimate is the product-limit survival curve (Kaplan and Meier, JASA 53, 1958). Running requests count as
-*at risk* up to their present length. Without them every start would look short, because short outputs end
-first. Where few requests have been at risk, the hazard is drawn towards the overall one (ended / tokens
-produced). A cold start therefore begins at max_tokens and adapts from the first requests on, and the far tail
-is not guessed from two or three outputs.
+*at risk* up to their present length. Without them outputs would look too short after a start, because short
+outputs end first. The hazard of a length is its chance to be the last token. Where few requests have been at
+risk, it is drawn towards the overall hazard (ended requests / tokens produced). The first forecasts are
+therefore max_tokens, and the tail of long outputs is not guessed from two or three requests.
 
 There is one curve per key (a tenant, a route), bounded in number and in size. Keys with little history use the
 curve of all requests.
@@ -23,16 +23,18 @@ FloatArray = npt.NDArray[np.float64]
 
 # Lengths 1 to 64 have a bin each, then 16 bins per octave: within 6 %, some 240 bins up to 2^17 tokens.
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
-# With fewer at risk a hazard is drawn towards the overall one, and a key with fewer finished requests uses the
-# curve of all. benchmarks/admission.py: 8 and 20 differ by 0.1 % of the steps on the Azure trace.
+# The first number: with fewer requests at risk, a hazard is drawn towards the overall hazard. The second: a key
+# with fewer finished requests uses the curve of all requests. In benchmarks/admission.py, 8 and 20 differ by
+# 0.1 % of the steps on the Azure trace.
 _FEW = 20
-# Counts are halved at this sum, so that a change of the traffic shows within some thousand requests.
+# Counts are halved when they reach this sum, so that a change of the traffic shows within some thousand
+# requests.
 _REMEMBERED = 4096
 _MAX_KEYS = 64
 
 
 def _edges() -> Int64Array:
-    """Return the longest length of each bin, int64, ascending."""
+    """Return the longest output length of each histogram bin in tokens, int64, ascending."""
     tail = _EXACT * 2.0 ** (np.arange(1, _PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE)
     return np.unique(np.concatenate((np.arange(1, _EXACT + 1), np.ceil(tail)))).astype(np.int64)
 
@@ -43,16 +45,16 @@ _WIDTHS = np.diff(_FROM_ZERO)
 
 
 class LengthForecast:
-    """Quantiles of the remaining output of a sequence, given what it has produced already.
+    """Quantiles of the remaining output length of a sequence, given the tokens it has produced already.
 
-    The histograms number at most 65, with 300 bins each.
+    It keeps at most 65 histograms with 300 bins each.
 
     Args:
         quantile: Quantile in (0, 1]. 0.5 is the median of the outputs longer than the sequence's own; 1
             forecasts max_tokens.
-        cautious: Forecast few sequences by a higher quantile: with n sequences the share 1 - ``quantile`` is
-            reduced by its ``1 / sqrt(n)``. The forecast of many matters as a sum, whose deviation grows only
-            with the root of their number. A single sequence counts with max_tokens. Measured with
+        cautious: Use a higher quantile for few sequences: for n sequences 1 - ``quantile`` is reduced by the
+            fraction ``1 / sqrt(n)`` of itself. A single sequence then counts with max_tokens. Only the sum of
+            the lengths matters, and its relative deviation is large for few sequences. Measured with
             benchmarks/vllm_admission.py ``--simulate --loops closed --blocks 48``.
 
     Raises:
@@ -68,7 +70,7 @@ class LengthForecast:
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:
-        """Record a sequence that ended by itself, not one that was cancelled."""
+        """Record the output length of a sequence that finished; cancelled sequences must not be recorded."""
         at = min(int(np.searchsorted(EDGES, max(1, output_tokens))), len(EDGES) - 1)
         for name in {"", key}:
             counts = self._ended.get(name)
@@ -81,12 +83,12 @@ class LengthForecast:
                 counts /= 2
 
     def left(self, output: IntArray, output_left: IntArray, keys: list[str] | None = None) -> Int64Array:
-        """Return the tokens each sequence is forecast to produce, int64 [sequences], 1 to ``output_left``.
+        """Return the forecast remaining tokens of each sequence, int64 [sequences], 1 to ``output_left``.
 
         Args:
-            output: Tokens produced so far [sequences], of all running and new sequences, which are all at risk.
-            output_left: Upper bound of the tokens they may still produce [sequences].
-            keys: Key of each sequence, or None for the curve of all.
+            output: int [sequences]: output tokens so far, of all running and new sequences.
+            output_left: int [sequences]: upper bound of the output tokens that each sequence may still produce.
+            keys: Key (such as the tenant) of each sequence, or None for the curve of all requests.
         """
         most: Int64Array = np.asarray(output_left, dtype=np.int64)
         if self.quantile == 1 or not len(most):
@@ -102,7 +104,8 @@ class LengthForecast:
         used = [key if key in known else "" for key in keys]
         for key in set(used):
             mine = np.array([name == key for name in used])
-            peers = mine if key else np.ones_like(mine)  # the curve of all requests counts every sequence
+            # without a key the curve of all requests is used, which counts every sequence
+            peers = mine if key else np.ones_like(mine)
             result[mine] = self._left_of(key, share, done[mine], most[mine], done[peers])
         return result
 
@@ -120,17 +123,17 @@ class LengthForecast:
         return left
 
     def _survival(self, key: str, peers: Int64Array, done: Int64Array, most: Int64Array) -> FloatArray:
-        """Return the share of outputs longer than 0 and than each bin's edge, float64 [bins + 1].
+        """Return the share of outputs longer than 0 and than the last length of each bin, float64 [bins + 1].
 
-        ``peers`` holds the tokens produced by the running sequences; ``done`` and ``most`` hold the produced
-        and remaining tokens of the sequences to forecast.
+        ``peers`` holds the output tokens of the running sequences with this key. ``done`` and ``most`` hold the
+        output tokens so far, and the most that remain, of the sequences to forecast.
         """
         ended = self._ended[key]
-        # bins of the produced tokens; a sequence without output is in no bin
+        # bin of each sequence's output length; a sequence without output is in no bin
         bins = np.searchsorted(EDGES, peers[peers > 0])
         running = np.bincount(np.minimum(bins, len(EDGES) - 1), minlength=len(EDGES))
         at_risk = (ended + running)[::-1].cumsum()[::-1]
-        # The prior: one output of the greatest allowed length, without an end.
+        # The prior is one output of the greatest allowed length that has not ended.
         rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + int((done + most).max()))
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW

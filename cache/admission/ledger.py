@@ -1,4 +1,4 @@
-"""The ledger of reservations: one `Reservation` per running request, each with a slot of the arrays."""
+"""The ledger of reserved blocks: one `Reservation` per running request, with an index into arrays of counts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from tonnage.cache.compiled import compiled
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The blocks reserved for one request, for its live sequences and the forks still to come.
+    """The blocks reserved for one request: for its live sequences and for forks that are still to come.
 
     Attributes:
         request: The admitted request.
-        salt: Its salt, which limits the sharing of its blocks.
-        slot: Its index in the arrays of requests.
+        salt: Cache salt; requests share cached blocks only with requests of the same salt.
+        slot: Index of the request in the manager's arrays of requests.
         blocks: Reserved blocks in all groups.
-        windowed: Part of ``blocks`` that is set aside in full (windows and recurrent states).
-        sequences: Live sequences and forks to come.
+        windowed: Part of ``blocks`` for windows and recurrent states, which is subtracted from the pool in
+            full.
+        sequences: Live sequences plus forks to come.
     """
 
     request: AdmissionRequest
@@ -46,7 +47,7 @@ class Reservation:
 
 
 class Reservations:
-    """The ledger of all reservations: reserved blocks, blocks set aside in full, and sequences.
+    """The ledger of all reservations, with totals of blocks, blocks for windows and states, and sequences.
 
     ``by_slot`` is in order of admission, which is the order of every array that admission reads.
     """
@@ -62,11 +63,11 @@ class Reservations:
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
 
     def __getitem__(self, row: int) -> Reservation:
-        """Return the reservation of the request in ``row``."""
+        """Return the reservation of the request whose sequence is in ``row`` of the block tables."""
         return self.by_slot[int(self._rows.request[row])]
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
-        """Allocate a slot and a reservation for an admitted request."""
+        """Reserve the upper bound of an admitted request's blocks, and give the request an array index."""
         full, windowed = split_reservation(request, self.limits)
         slot, requests = self._unused.pop(), self._requests
         reservation = Reservation(request, salt, slot, full + windowed, windowed, request.n)
@@ -88,7 +89,7 @@ class Reservations:
         requests, slot = self._requests, reservation.slot
         live, forks = int(requests.live[slot]), int(requests.forks_left[slot])
         full = windowed = sequences = 0
-        if live == 0:  # no sequence is left to fork from
+        if live == 0:  # without a live sequence no fork is possible any more
             requests.prompt[slot] = requests.forks_left[slot] = 0
             del self.by_slot[slot]
             self._unused.append(slot)
@@ -102,11 +103,11 @@ class Reservations:
         requests.reserved[slot] = full
 
     def order(self) -> Int32Array:
-        """Return the slot of each running request in order of admission, int32 [running]."""
+        """Return the array index (slot) of each running request in order of admission, int32 [running]."""
         return np.fromiter(self.by_slot, dtype=np.int32, count=len(self.by_slot))
 
     def entries(self, rows: Int64Array) -> Int64Array:
-        """Return the snapshot index of each row's request, int64 [rows]."""
+        """Return the position in the snapshot of the request of each block-table row, int64 [rows]."""
         place = np.zeros(self.limits.max_num_seqs, np.int64)
         place[self.order()] = np.arange(len(self.by_slot))
         entries: Int64Array = place[self._rows.request[rows]]
@@ -117,16 +118,16 @@ class Reservations:
         return [reservation.request for reservation in self.by_slot.values()]
 
     def of_tenant(self, tenant: str) -> int:
-        """Return the blocks reserved for a tenant's requests."""
+        """Return the number of blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
     @property
     def used(self) -> int:
-        """Distinct blocks of full-attention groups with a reference."""
+        """Number of distinct blocks that the tables of full-attention groups reference."""
         return int(self._pool.used_full[0])
 
     def snapshot(self) -> RunningSnapshot:
-        """Return a copy of what every running request holds and may still need."""
+        """Return a copy of the blocks that every running request holds and may still need."""
         order = self.order()
         out = np.zeros((len(order), COLUMNS), np.int32)
         _summarize(self.core, order, np.zeros(self.limits.max_num_seqs, np.int64), out)
@@ -135,9 +136,9 @@ class Reservations:
 
 @compiled
 def _summarize(core: Core, order: Int32Array, place: Int64Array, out: Int32Array) -> None:
-    """Write `RunningSnapshot.rows` into ``out``, int32 [running, COLUMNS] of zeros.
+    """Write the rows of a `RunningSnapshot` into ``out``, int32 [running, COLUMNS], which must be zeros.
 
-    ``place`` [slots] is a scratch array.
+    ``order`` holds the array index of each running request. ``place`` [slots] is a scratch array.
     """
     for entry in range(order.size):
         request = core.requests[order[entry]]

@@ -30,19 +30,19 @@ FloatArray = npt.NDArray[np.float64]
 def lengths_left(
     edges: FloatArray, survival: FloatArray, share: float, done: Int64Array, most: Int64Array, left: Int64Array
 ) -> None:
-    """Write to ``left`` the tokens until only ``share`` of the outputs longer than ``done`` still run.
+    """Write to ``left`` the tokens after which only ``share`` of the outputs longer than ``done`` continue.
 
     Args:
         edges: Output lengths, ascending.
         survival: Share of all outputs longer than each of ``edges``; values between are interpolated linearly.
-        share: Share in (0, 1).
+        share: Share of the longer outputs that still continue, in (0, 1).
         done: int64 [sequences]: tokens produced so far.
         most: int64 [sequences]: upper bounds of the result.
         left: int64 [sequences]: receives 1 to ``most`` tokens.
     """
     last = edges.size - 1
     for at in range(done.size):
-        low, high = 0, last  # the last edge up to ``done``
+        low, high = 0, last  # search the last edge up to ``done``
         while low < high:
             middle = (low + high + 1) // 2
             if edges[middle] <= done[at]:
@@ -55,7 +55,7 @@ def lengths_left(
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # the last edge that at least the wanted share outlives
+            high = last  # search the last edge that at least the wanted share of outputs exceeds
             while low < high:
                 middle = (low + high + 1) // 2
                 if survival[middle] >= wanted:
@@ -80,18 +80,18 @@ def summarize(
     groups: int,
     rows: Int32Array,
 ) -> None:
-    """Write the first rows of a `RunningSnapshot` for requests of one sequence each.
+    """Write the rows of a `RunningSnapshot` for requests of one sequence each, as vLLM schedules them.
 
     Args:
-        kept: int32 [slots, 5]: prompt tokens, max_tokens, reserved blocks, shared blocks, and the length of the
-            request when it was admitted.
+        kept: int32 [slots, 5], one row per request: prompt tokens, max_tokens, reserved blocks, shared blocks,
+            and the length in tokens when the request was admitted.
         slots: int32 [requests]: the row of ``kept`` of each request.
         computed: int32 [requests]: computed tokens of each request.
         tables: int32 [requests]: blocks in each request's table of one group. They cannot be derived from
             ``computed``, because a request keeps the blocks of a rejected draft.
-        lookahead: Slots that a step takes beyond its last token.
+        lookahead: Token slots that a step allocates beyond the last token, for drafts.
         groups: Number of full-attention groups.
-        rows: int32 [.., COLUMNS]: receives the rows.
+        rows: int32 [.., COLUMNS]: its first rows receive the result.
     """
     for at in range(slots.size):
         slot = slots[at]
@@ -100,7 +100,7 @@ def summarize(
         held = min(tables[at] * groups, reserved)
         output = max(computed[at], start) - prompt
         if computed[at] >= start:
-            output += 1  # a sampled token is computed in the next step
+            output += 1  # a sampled token gets its K/V only in the next step
         rows[at, HELD], rows[at, PRIVATE], rows[at, RESERVED] = held, max(held - shared, 0), reserved
         rows[at, PROMPT], rows[at, PROMPT_LEFT] = prompt + lookahead, max(start - computed[at], 0)
         rows[at, OUTPUT], rows[at, OUTPUT_LEFT] = output, max(max_tokens - output, 1)
@@ -109,7 +109,7 @@ def summarize(
 
 @compiled
 def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
-    """Return the blocks of all ``groups`` that the prompts still take, whatever the forecast."""
+    """Return the blocks that uncomputed prompt tokens still take, over all ``groups`` full-attention groups."""
     missing = 0
     for at in range(len(rows)):
         missing += max(0, (rows[at, PROMPT] + block_size - 1) // block_size * groups - rows[at, HELD])
@@ -120,7 +120,7 @@ def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
 def grow(
     rows: Int32Array, output_left: Int64Array, block_size: int, chunk: int, groups: int, out: Int64Array
 ) -> int:
-    """Write the arrays of a `Growth` into ``out``, int64 [4, requests], and return the sum of ``private``.
+    """Write a `Growth` into ``out``, int64 [4, requests], and return the blocks that only one request holds.
 
     `tonnage.cache.admission.peak.growth_of` describes the arrays.
     """
@@ -152,18 +152,18 @@ def most_held(
 ) -> int:
     """Return the largest number of blocks held at any step >= ``since`` (the loop of `peak.peak_of`).
 
-    The arrays are a `Growth`'s, visited in the order of ``latest_first``. ``counts``, int64 [block_size //
-    scale + 1] of zeros, receives the sequences by spare slots of their last block. Spare slots are counted in
-    units of ``scale`` slots.
+    The arrays are the fields of a `Growth`; ``latest_first`` lists the requests by descending end. ``counts``,
+    int64 [block_size // scale + 1] of zeros, receives the number of sequences by spare token slots of their
+    last block, in units of ``scale`` slots.
     """
     most = held = number = 0
     for place in range(latest_first.size):
         at = latest_first[place]
         if end[at] < since:
             break
-        # ceil((tail + end) / size) is the sum of three: ``blocks``, the blocks of ``tail``, the last with spare
-        # slots; the whole blocks of ``end`` more tokens; and 1 where the remainder of ``end`` exceeds the spare
-        # slots.
+        # The loop computes ceil((tail + end) / size) as a sum of three numbers. ``blocks`` counts the blocks of
+        # ``tail`` tokens, the last of which has spare slots. The second number is the whole blocks of ``end``
+        # more tokens. The third is 1 if the remainder of ``end`` exceeds the spare slots.
         blocks = -(-tail[at] // block_size)
         counts[(blocks * block_size - tail[at]) // scale] += sequences[at]
         number += sequences[at]
@@ -178,9 +178,10 @@ def most_held(
 
 @compiled
 def least_slack(keys: Int64Array, available: int) -> int:
-    """Return the least slack (`tonnage.cache.admission.safety.slack_of`) of requests given by sorted keys.
+    """Return the smallest difference of available and needed blocks over requests that finish in key order.
 
-    `safety.finishing_keys` packs need and returned blocks into a key; both are unpacked here.
+    ``keys`` are sorted; `safety.finishing_keys` packs the needed and returned blocks of a request into one key.
+    `safety.slack_of` describes the difference.
     """
     least = 1 << 62
     for at in range(keys.size):

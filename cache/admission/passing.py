@@ -1,4 +1,4 @@
-"""Passing: when the head of the queue can start, so that a request that passes it does not delay it."""
+"""The start forecast of the first waiting request, so that a request that overtakes it does not delay it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tonnage.cache.blocks.groups import num_full
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first request of the queue, which waits for blocks; it is forecast to start in ``start`` steps."""
+    """The first request of the queue (the head), which waits for blocks.
+
+    ``start`` is its forecast start in steps from now.
+    """
 
     request: AdmissionRequest
     output_left: int
@@ -24,7 +27,7 @@ class Head:
 
 
 def with_head(growth: Growth, head: Head, block_size: int) -> Growth:
-    """Return the growth of the running requests with the head added from its start on."""
+    """Return the block forecast of the running requests with the first waiting one added at its start."""
     prompt = head.request.prompt_tokens
     return growth.with_one(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left
@@ -39,13 +42,13 @@ def head_start(
     limits: Limits,
     margin: int,
 ) -> Head:
-    """Return the forecast start of the head of the queue if no other request is admitted.
+    """Return the forecast start of the first waiting request (the head) if no other is admitted before.
 
-    It is the first end of a running request after which the peak with the head fits. A later start leaves fewer
-    requests beside it, so the start is found by bisection.
+    It is the first end of a running request after which the forecast peak, with the head included, fits the
+    pool. A later start leaves fewer requests running beside it, so the start is found by bisection.
 
     Args:
-        request: The head of the queue.
+        request: The first waiting request.
         request_left: Output tokens forecast for it.
         snapshot: The running requests.
         output_left: Output tokens forecast for each running request.
@@ -53,7 +56,7 @@ def head_start(
         margin: Blocks that admission leaves free (`Policy.margin`).
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    if groups == 0:  # no request passes it
+    if groups == 0:  # without a full-attention group no request overtakes the head
         return Head(request, request_left, 0)
     _, sliding = split_reservation(request, limits)
     capacity = snapshot.capacity - sliding - margin

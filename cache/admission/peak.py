@@ -1,13 +1,13 @@
 """The forecast peak: blocks in use over the coming steps, for given remaining output lengths.
 
-Time is counted in steps from now, and every sequence gains one token per step. A request that still computes
-its prompt decodes after its prefill steps, so it ends that much later. Until then it counts with its whole
-prompt. A request of n sequences holds ``prompt // block_size`` shared blocks and, for each sequence, the blocks
-of its other tokens. The total rises between two ends and falls at an end. The peak is therefore at one of the
-ends, where the request that ends still holds all its blocks.
+Time is counted in steps from now, and every sequence gains one token per step. A request whose prompt is not
+computed yet starts to decode after its prefill steps, and ends later by their number. During prefill it counts
+with its whole prompt. A request of n sequences holds ``prompt // block_size`` shared blocks and, for each
+sequence, the blocks of its other tokens. The total rises between two ends and falls at an end. The peak is
+therefore at one of the ends, where the request that ends still holds all its blocks.
 
-This is a forecast without a guarantee (`tonnage.cache.admission.safety` gives one). A peak within capacity
-means that no sequence stalls if the lengths come true.
+This forecast guarantees nothing; `tonnage.cache.admission.safety` gives a guarantee. If the peak is within
+capacity and the lengths are right, no sequence waits for a block.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tonnage.cache.admission.snapshot import RunningSnapshot
 IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 
-# Blocks are rounded up per sequence. With blocks of more than 16 tokens the remainders are rounded up to
-# sixteenths of a block. That can count a block too many, never one too few.
+# Blocks are rounded up per sequence. With blocks of more than 16 tokens, the tokens in a sequence's last block
+# are first rounded up to sixteenths of a block. That can count one block too many, never one too few.
 _CLASSES = 16
 
 
@@ -32,8 +32,8 @@ class Growth:
     """The blocks that a set of requests will hold over time, as int64 arrays [requests].
 
     At step t >= 0 a request holds ``fixed + sequences * ceil((tail + t) / block_size)`` blocks in each
-    full-attention group, until it ends after step ``end``. ``private`` is the number of blocks, in all groups,
-    that only one of the requests has in its tables now.
+    full-attention group, until it ends after step ``end``. ``private`` counts, over all groups, the blocks that
+    now belong to the table of one request only.
     """
 
     fixed: Int64Array
@@ -43,7 +43,7 @@ class Growth:
     private: int = 0
 
     def with_one(self, fixed: int, tail: int, sequences: int, end: int) -> Growth:
-        """Return the growth of these requests and one more."""
+        """Return a new `Growth` of these requests and one more, whose values are the arguments."""
         return Growth(
             np.append(self.fixed, fixed),
             np.append(self.tail, tail),
@@ -56,13 +56,13 @@ class Growth:
 def growth_of(
     snapshot: RunningSnapshot, output_left: IntArray, block_size: int, chunk: int, groups: int = 1
 ) -> Growth:
-    """Return the growth of the running requests if each produces ``output_left`` more tokens per sequence.
+    """Return the block use over time if each running request produces ``output_left`` more tokens per sequence.
 
-    Blocks that requests share are left out; they are ``used - private``, counted once.
+    Blocks that several requests share are left out; a caller adds them once, as ``used - private``.
 
     Args:
         snapshot: The running requests.
-        output_left: int [running]: tokens each will produce.
+        output_left: int [running]: output tokens that each request will still produce.
         block_size: Tokens per block.
         chunk: Prompt tokens that all requests together compute in a step, in order of admission.
         groups: Number of full-attention groups.
@@ -75,7 +75,7 @@ def growth_of(
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
-    """Return the blocks of ``groups`` full-attention groups that the prompts still take."""
+    """Return the blocks that uncomputed prompt tokens still take, over all ``groups`` full-attention groups."""
     from tonnage.cache.admission.loops import missing_blocks
 
     return missing_blocks(snapshot.rows, block_size, groups)
@@ -84,7 +84,8 @@ def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> 
 def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
     """Return the largest number of blocks (of one full-attention group) held at any step >= ``since``.
 
-    0 without requests. O(requests * 16): running counts tell how many remainders take one more block.
+    The result is 0 without requests. The time is O(requests * 16), because sequences are counted by the
+    remaining slots of their last block.
     """
     if not len(growth.end):
         return 0

@@ -33,7 +33,7 @@ from tonnage.cache.errors import CacheConfigError
 
 
 class AdmissionMode(StrEnum):
-    """The admission mode, the value of ``--admission-mode``."""
+    """The admission mode: the rule by which waiting requests may start, as set by ``--admission-mode``."""
 
     GUARANTEED = "guaranteed"
     PREDICTIVE = "predictive"
@@ -44,13 +44,13 @@ class AdmissionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The admission rule that ``auto`` follows at a time.
+    """An admission rule that mode ``auto`` can follow.
 
     Attributes:
-        share: None is vLLM's rule: a request starts when its prompt fits. Else a request starts only if the
-            forecast peak fits the pool, with each running request forecast to end when this share of the longer
-            outputs still runs.
-        fresh: False applies ``share`` to preempted requests only.
+        share: None is vLLM's rule: a request starts when its prompt fits. A number makes a request wait until
+            the forecast peak of blocks fits the pool. Each running request is forecast to end when this share
+            of the longer outputs still continues.
+        fresh: Whether ``share`` applies to new requests too. False: it applies to preempted requests only.
     """
 
     share: float | None = None
@@ -62,14 +62,14 @@ VLLM = Rule()
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An admission mode with its parameters; None stands for the mode's default.
+    """An admission mode with its parameters; a parameter None stands for the mode's default.
 
     Attributes:
         mode: The admission mode.
-        length_quantile: Quantile of the remaining output lengths that the peak is forecast from.
+        length_quantile: Quantile of remaining output lengths from which the peak of blocks is forecast.
         watermark: Share of the usable blocks that admission leaves free for growth, as vLLM's ``--watermark``.
         tenant_blocks: Upper bound of the blocks reserved for one tenant at a time.
-        target_itl: P99 of the seconds between tokens that ``auto`` must keep, at the price of throughput.
+        target_itl: P99 of the seconds between tokens that mode ``auto`` must keep, at the price of throughput.
 
     Raises:
         CacheConfigError: A value is out of range or has no effect in the mode.
@@ -109,12 +109,12 @@ class Policy:
 
     @property
     def quantile(self) -> float:
-        """Quantile of the remaining output lengths that the peak is forecast from; 1 is max_tokens.
+        """Quantile of remaining output lengths from which the peak of blocks is forecast; 1 means max_tokens.
 
-        Predictive: 0.4 with a watermark of 0.004 (benchmarks/admission.py, where 0.4 to 0.5 and 0 to 0.005
-        differ by 0.4 % of the steps and by up to 4 preemptions in 2,000 requests). Guaranteed: 0.5; below it
-        more requests start than can grow, and tokens/s fall (benchmarks/vllm_admission.py --matrix --modes
-        guaranteed).
+        The default of predictive mode is 0.4, with a watermark of 0.004. In benchmarks/admission.py, quantiles
+        of 0.4 to 0.5 and watermarks of 0 to 0.005 differ by 0.4 % of the steps and by up to 4 preemptions in
+        2,000 requests. The default of guaranteed mode is 0.5. Below it more requests start than can grow, and
+        tokens/s fall (benchmarks/vllm_admission.py --matrix --modes guaranteed).
         """
         if self.length_quantile is not None:
             return self.length_quantile
@@ -122,62 +122,63 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether few requests are forecast by a higher quantile, as the default quantiles need."""
+        """Whether few requests are forecast by a higher quantile, which the default quantiles require."""
         return self.length_quantile is None and self.forecasts
 
     @property
     def reserve(self) -> float:
-        """Share of the usable blocks that a new request must leave free."""
+        """Share of the usable blocks that must stay free when a new request starts."""
         if self.watermark is not None:
             return self.watermark
         return 0.004 if self.mode is AdmissionMode.PREDICTIVE else 0.0
 
     @property
     def lookahead(self) -> int:
-        """Number of waiting requests behind the head that may try to pass it.
+        """Number of requests behind the first in the queue that may try to start before it.
 
-        In guaranteed mode passing saves 1.3 % of the steps and nearly all skipped steps of
-        benchmarks/admission.py. In predictive mode it cost 0.4 % more steps and 3 preemptions. vLLM's rule lets
-        no request pass.
+        In benchmarks/admission.py, overtaking saves 1.3 % of the steps and nearly all skipped steps of
+        guaranteed mode. In predictive mode it cost 0.4 % more steps and 3 preemptions. vLLM's rule lets no
+        request overtake.
         """
         return 8 if self.mode is AdmissionMode.GUARANTEED else 0
 
     @property
     def forecasts(self) -> bool:
-        """Whether the mode forecasts blocks over time; without a forecast no request passes the head."""
+        """Whether the mode forecasts blocks over time; without a forecast no request overtakes another."""
         return self.mode in (AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE)
 
     def under(self, rule: Rule) -> Policy:
-        """Return the policy that mode ``auto`` applies while ``rule`` is in effect."""
+        """Return the policy, greedy or predictive, that mode ``auto`` applies while it follows ``rule``."""
         if rule == VLLM:
             return Policy(AdmissionMode.GREEDY, tenant_blocks=self.tenant_blocks)
         assert rule.share is not None
         return Policy(AdmissionMode.PREDICTIVE, 1 - rule.share, 0.0, self.tenant_blocks)
 
     def margin(self, limits: Limits) -> int:
-        """Return the number of blocks that a new request must leave free."""
+        """Return the number of blocks that must stay free when a new request starts."""
         return int(self.reserve * limits.usable_blocks)
 
 
 def blocks_taken(
     state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
 ) -> Iterator[int]:
-    """Yield the blocks that count as taken by all requests of ``state``, by each condition of the mode.
+    """Yield, for each condition of the admission mode, the blocks that all requests of ``state`` take.
 
-    Each must leave the margin free; the cheap condition comes first. It is for layouts with a full-attention
-    group, in every mode except ``no_evict``. O(running * 16), some tens of microseconds for 256 requests.
+    A request may start if every number leaves the policy's margin free; the number that is cheap to compute
+    comes first. It is for layouts with a full-attention group, in every mode except ``no_evict``. The time is
+    O(running * 16), some tens of microseconds for 256 requests.
 
     Args:
         state: The requests.
         output_left: int [running]: tokens forecast for each request's longest sequence, by
             `forecast.LengthForecast` at ``policy.quantile``.
         limits: Limits of the pool.
-        policy: The policy.
-        head: The request that the last one of ``state`` would pass and must not delay.
+        policy: The admission policy.
+        head: The first waiting request, if the last request of ``state`` would start before it.
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    # Prompts admitted earlier take their blocks first; blocks taken by this step's chunks are already counted
-    # as held.
+    # Prompts admitted earlier take their blocks first. Blocks that this step's prompt chunks take are already
+    # counted as held.
     yield state.windowed + state.used + prompts_missing(state, block_size, groups)
     if not policy.forecasts:
         return
@@ -193,12 +194,12 @@ def blocks_taken(
 def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int, groups: int) -> int:
     """Return the blocks that guaranteed mode keeps free beside the forecast peak, so that all can grow.
 
-    Safety (`tonnage.cache.admission.safety`) holds back what one request, the one that needs least, may need
-    beyond its forecast. With fewer blocks available only one request grows at a time and all others skip steps.
+    Guaranteed mode holds back the blocks that one request, the one that needs fewest, may need beyond its
+    forecast. With fewer blocks available only one request grows at a time and all others skip steps.
 
     Args:
         state: The requests.
-        output_left: int [running]: tokens forecast for each.
+        output_left: int [running]: output tokens forecast for each request.
         block_size: Tokens per block.
         groups: Number of full-attention groups.
     """
@@ -213,7 +214,8 @@ def blocks_short(
 ) -> int:
     """Return the blocks that must be released before the last request of ``state`` may start; 0: none.
 
-    The arguments are described in `blocks_taken`. In guaranteed mode ``state`` must be safe too.
+    The arguments are described in `blocks_taken`. In guaranteed mode it must also stay possible that every
+    request finishes.
     """
     room = limits.usable_blocks - policy.margin(limits)
     for taken in blocks_taken(state, output_left, limits, policy, head):
