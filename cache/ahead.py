@@ -1,9 +1,9 @@
 """Archives of machine code that was compiled ahead of time, one for each set of CPU instructions.
 
 `python -m tonnage.server.engines.hf.ahead` writes the archives into `FOLDER`. From there they go into a wheel
-or an image. For each function and signature an archive holds what numba would keep in a cache folder. The names
-of its members contain a digest of the sources and the versions of Python and numba, so that machine code of
-another version is never used.
+or an image. For each function and signature an archive holds the data that numba would keep in a cache folder.
+The names of its members contain a digest of the sources and the versions of Python and numba, so that machine
+code of another version is never used.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Level:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a process that compiles for this set of instructions."""
+        """Environment variables with which numba compiles for this set of instructions."""
         return {
             "NUMBA_CPU_NAME": self.cpu,
             "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in self.needs),
         }
 
 
-# Source: x86-64 psABI 1.0, table 3.1.
+# The feature lists follow the x86-64 psABI 1.0, table 3.1.
 _V3 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-# The best set comes first. AVX512-BF16 exists from Cooper Lake, Sapphire Rapids and Zen 4 on.
+# The best set of instructions comes first. AVX512-BF16 exists from Cooper Lake, Sapphire Rapids and Zen 4 on.
 LEVELS = (
     Level("x86-64-v4-bf16", "x86-64-v4", (*_V4, "avx512bf16")),
     Level("x86-64-v4", "x86-64-v4", _V4),
@@ -86,8 +86,8 @@ def has(feature: str) -> bool:
 def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
     """Write an archive of machine code to ``path``.
 
-    The functions of each `Archive.name` are compressed together, because they contain code of the same callees:
-    1 MB instead of 2 MB.
+    ``compiled`` maps the name of a set of functions to its members. Members of one set are compressed together,
+    because they contain code of the same callees: 1 MB instead of 2 MB.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         for name, members in compiled.items():
@@ -95,7 +95,7 @@ def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
 
 
 def read(path: Path, name: str) -> dict[str, bytes]:
-    """Return the members that `write` stored under ``name``; empty if the archive is missing or damaged."""
+    """Return the functions stored under ``name`` by member name; empty if the archive is missing or damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             found: dict[str, bytes] = pickle.loads(archive.read(name))
@@ -105,10 +105,10 @@ def read(path: Path, name: str) -> dict[str, bytes]:
 
 
 class Archive:
-    """The machine code compiled ahead of time for the sources with one digest, on this processor.
+    """The machine code that was compiled ahead of time for one version of the sources, on this processor.
 
-    It is empty if numba is configured for another processor or not to compile. While an archive is being made
-    (`collect`), `collected` receives what is compiled.
+    It is empty if numba compiles for another processor or not at all. While an archive is being made
+    (`collect`), `collected` receives the newly compiled code.
     """
 
     def __init__(self, digest: str) -> None:
@@ -139,7 +139,7 @@ class Archive:
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
-    """numba's cache of one function (core/caching.py, 0.65): an archive first, a cache folder second."""
+    """A numba cache of one function (core/caching.py, 0.65) that reads an archive first, then a folder."""
 
     def __init__(self, function: Callable[..., Any], archive: Archive, kept: FunctionCache | None) -> None:
         self._archive = archive
@@ -151,12 +151,12 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
 
     @property
     def cache_path(self) -> str | None:
-        """Path of the cache folder behind the archive, as numba reports it."""
+        """Path of the cache folder that is read after the archive, as numba reports it."""
         path: str | None = self._kept.cache_path
         return path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function for one signature from the archive or the folder, or None."""
+        """Return the compiled function for one signature from the archive or the cache folder, or None."""
         found = self._archive.take(self._member(sig))
         if found is not None:
             target_context.refresh()
@@ -164,9 +164,9 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
         return None if self._archive.collected is not None else self._kept.load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep the compiled function of one signature in the archive being made, or else in the folder."""
+        """Store a compiled function: in the archive that is being made, if any, else in the cache folder."""
         if self._archive.collected is not None:
-            # The type annotation is an eighth of an archive, and only inspect_types() reads it.
+            # The type annotation is left out: it is an eighth of an archive, and only inspect_types() reads it.
             self._archive.collected[self._member(sig)] = dumps(data._replace(type_annotation="")._reduce())
         else:
             self._kept.save_overload(sig, data)

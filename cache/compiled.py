@@ -41,7 +41,7 @@ _UNUSED_SECONDS = 30 * 86_400
 
 
 class Compiler:
-    """A numba compiler for the modules below one folder, with the machine code kept on disk.
+    """A numba compiler for the Python modules below one folder, with the machine code kept on disk.
 
     The folder of machine code is named by a digest of all these modules. numba itself checks only whether a
     function's own file has changed, not the files of the functions and constants compiled into it.
@@ -49,14 +49,14 @@ class Compiler:
     Attributes:
         folder: Folder of the machine code. None: nothing is kept, because no folder is writable or
             NUMBA_DISABLE_JIT is set.
-        kept: Whether everything compiled so far is in ``folder``.
+        kept: Whether the machine code of every function compiled so far is in ``folder``.
         archive: Machine code that was compiled ahead of time from the same sources.
-        made: Compiled functions and functions still to be compiled.
+        made: The functions that are compiled or still to be compiled.
     """
 
     def __init__(self, sources: Path) -> None:
-        # numba keeps code by the path of its source as it was imported (core/caching.py, 0.65). The path is
-        # therefore part of the digest.
+        # numba keeps machine code under the path from which the source was imported (core/caching.py, 0.65).
+        # The path is therefore part of the digest.
         digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
         content = xxhash.xxh3_64()
         # ahead.py names the instruction sets of an archive, so its content is part of the digest too.
@@ -71,27 +71,27 @@ class Compiler:
         self.made: list[CPUDispatcher] = []
 
     def __contains__(self, note: str) -> bool:
-        """Return whether the functions recorded as ``note`` are compiled, in the folder or ahead of time."""
+        """Return whether the set of functions named ``note`` is compiled, in the folder or ahead of time."""
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 
     def note(self, note: str) -> None:
         """Record, by a file named ``note``, that a set of functions is compiled and kept in the folder."""
         if self.folder is not None and self.kept:
-            with contextlib.suppress(OSError):  # without the mark, every start compiles again
+            with contextlib.suppress(OSError):  # if the file cannot be written, every start compiles again
                 (self.folder / note).touch()
 
     def progress(self) -> tuple[int, int]:
-        """Return the number of compiled functions and the number of all functions."""
+        """Return the number of functions compiled so far and the number of all functions."""
         return sum(bool(each.overloads) for each in self.made), len(self.made)
 
     def __call__(self, function: Function, **options: Any) -> Function:
         """Return ``function`` wrapped by numba, with numba's options; it is compiled at its first call.
 
-        The wrapper for calls from C is left out: it takes a seventh of the compile time and has no caller.
+        numba's wrapper for calls from C is left out: it takes a seventh of the compile time and has no caller.
         """
         dispatcher = numba.njit(no_cfunc_wrapper=True, **options)(function)
-        if isinstance(dispatcher, CPUDispatcher):  # with NUMBA_DISABLE_JIT it is a plain function
-            # as cache=True sets it (core/dispatcher.py, 0.65)
+        if isinstance(dispatcher, CPUDispatcher):  # with NUMBA_DISABLE_JIT the result is a plain function
+            # same assignment as numba's option cache=True (core/dispatcher.py, 0.65)
             dispatcher._cache = AheadOrKept(function, self.archive, self._in_folder(function))
             self.made.append(dispatcher)
         return cast(Function, dispatcher)
@@ -100,17 +100,18 @@ class Compiler:
         if self.folder is None:
             return None
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(self.folder)  # numba reads it when it makes the cache
+        # numba reads this setting when it creates the function's cache
+        numba.config.CACHE_DIR = str(self.folder)
         try:
             return _Kept(function, self)
-        except RuntimeError as error:  # numba finds no writable place
+        except RuntimeError as error:  # numba finds no writable cache folder
             self.lost(error)
             return None
         finally:
             numba.config.CACHE_DIR = before
 
     def lost(self, error: Exception) -> None:
-        """Log once that compiled code could not be kept; the program goes on."""
+        """Log once that machine code could not be written to disk; the program continues."""
         if self.kept:
             log.warning("cannot keep compiled code in %s (%s): every start compiles again", self.folder, error)
         self.kept = False
@@ -119,7 +120,7 @@ class Compiler:
 class _InFolder(CompileResultCacheImpl):  # type: ignore[misc]
     """A numba cache that uses only the given folder.
 
-    numba would otherwise fall back to __pycache__, which no digest of all the modules names.
+    By default numba would fall back to __pycache__, whose files do not change when an imported module changes.
     """
 
     _locator_classes = (UserProvidedCacheLocator,)
@@ -148,20 +149,20 @@ class _Kept(FunctionCache):  # type: ignore[misc]
 
 
 def _cache_folder() -> Path | None:
-    """Return the user's cache directory, or None for a user without a home directory."""
+    """Return the user's cache directory, or None if the user has no home directory."""
     if own := numba.config.CACHE_DIR:
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tonnage"
     try:
         return Path.home() / ".cache" / "tonnage"
-    # no HOME, and no entry for the user id in passwd: a container under an arbitrary user id
+    # HOME is not set and passwd has no entry for the user id, as in a container under an arbitrary user id.
     except RuntimeError:
         return None
 
 
 def _used(folder: Path | None) -> bool:
-    """Create the folder if necessary, set its time of last use, and return whether it is writable."""
+    """Create a cache folder if necessary, set its time of last use, and return whether it is writable."""
     if folder is None:
         return False
     try:
@@ -194,8 +195,8 @@ COMPILER = Compiler(Path(__file__).parent)
 def compiled(function: Function) -> Function:
     """Compile a function of this package whose arguments are numbers, arrays or named tuples of arrays.
 
-    numba's reference counting is off: the functions allocate nothing, and its atomic operations cost a third of
-    the time of the inner loops.
+    numba's reference counting is switched off: such functions allocate nothing, and its atomic operations take
+    a third of the time of the inner loops.
     """
     return _once(COMPILER(function, error_model="numpy", _nrt=False))
 
@@ -203,8 +204,8 @@ def compiled(function: Function) -> Function:
 def inner(function: Function) -> Function:
     """Compile a function like `compiled`, for calls from compiled functions only.
 
-    It has no wrapper for calls from Python. That wrapper takes the core apart into its arrays and costs a
-    quarter of the compile time.
+    The result has no wrapper for calls from Python. Such a wrapper unpacks the named tuple of all arrays and
+    costs a quarter of the compile time.
     """
     made = _once(COMPILER(function, error_model="numpy", _nrt=False, no_cpython_wrapper=True))
     if isinstance(made, CPUDispatcher):
@@ -215,7 +216,8 @@ def inner(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """Mark a function to be copied into each compiled caller, for code that runs once per block.
 
-    A call that passes all arrays of the core by value costs more than the body of such a function.
+    Without inlining, a call passes all arrays of the block manager by value, which costs more than the
+    function's body.
     """
     return cast(Function, numba.njit(error_model="numpy", _nrt=False, inline="always")(function))
 
@@ -224,7 +226,7 @@ class _Inner(CPUDispatcher):  # type: ignore[misc]
     """A compiled function that can be called only from compiled functions."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Raise TypeError for a call from Python, which numba would answer by a jump to address 0."""
+        """Raise TypeError for a call from Python, because numba would jump to address 0."""
         raise TypeError(
             f"{self.py_func.__name__} can be called only from compiled code (tonnage.cache.compiled.inner)"
         )

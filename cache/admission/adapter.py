@@ -44,7 +44,10 @@ class AdmissionAdapter(ABC):
             self.rules.follow(self.policy.under(rule), rule.fresh)
 
     def committed(self) -> int:
-        """Return the blocks that a new request cannot have: taken, expected to be taken, or kept free as margin."""
+        """Return the number of blocks that a new request cannot have.
+
+        They are taken, expected to be taken by running requests, or kept free as the policy's margin.
+        """
         return decisions.committed(self._state(), self.rules)
 
     def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:

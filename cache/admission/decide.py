@@ -190,7 +190,10 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
 
 
 def committed(state: State, rules: Rules) -> int:
-    """Return the blocks that a new request cannot have: taken, expected to be taken, or kept free as margin."""
+    """Return the number of blocks that a new request cannot have.
+
+    They are taken, expected to be taken by running requests, or kept free as the policy's margin.
+    """
     if not len(state.snapshot):
         return 0
     taken = state.reserved

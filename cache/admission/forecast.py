@@ -23,9 +23,9 @@ FloatArray = npt.NDArray[np.float64]
 
 # Lengths 1 to 64 have a bin each, then 16 bins per octave: within 6 %, some 240 bins up to 2^17 tokens.
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
-# The first number: with fewer requests at risk, a hazard is drawn towards the overall hazard. The second: a key
-# with fewer finished requests uses the curve of all requests. In benchmarks/admission.py, 8 and 20 differ by
-# 0.1 % of the steps on the Azure trace.
+# With fewer requests at risk, a hazard is drawn towards the overall hazard. A key with fewer finished requests
+# uses the curve of all requests. In benchmarks/admission.py, 8 and 20 differ by 0.1 % of the steps on the Azure
+# trace.
 _FEW = 20
 # Counts are halved when they reach this sum, so that a change of the traffic shows within some thousand
 # requests.

@@ -1,9 +1,9 @@
 """A rehearsal: a fast simulation of vLLM's scheduler that serves a load under a given admission rule.
 
-A server cannot try two admission rules on the same requests. A rehearsal tries a rule on requests like the
-recent ones: a number of clients send requests of the observed lengths, one after the other, and a clock runs by
-the measured step costs. It returns the tokens per second, the seconds to the first token and the seconds
-between tokens. It takes some milliseconds for a pool of 1,500 blocks and releases the interpreter's lock.
+A server cannot try two admission rules on the same requests. A rehearsal tries a rule on similar requests: each
+of several clients sends requests of recently observed lengths, one after the other. Its clock advances by the
+measured step costs. It returns the tokens per second, the seconds to the first token and the seconds between
+tokens. It takes some milliseconds for a pool of 1,500 blocks and releases the interpreter's lock.
 
 It keeps these rules of vLLM's scheduler (v1/core/sched/scheduler.py, 0.32):
 
@@ -31,18 +31,18 @@ from tonnage.cache.compiled import compiled_apart
 
 FloatArray = npt.NDArray[np.float64]
 
-# A rehearsal stops after this many steps and then counts as serving nothing, so the loop cannot hang.
+# A rehearsal stops after this many steps, so that its loop cannot hang; its throughput then counts as 0.
 _MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests that a rehearsal serves, as int64 arrays [requests].
+    """The requests that a rehearsal (a simulation of the scheduler) serves.
 
     Attributes:
-        prompt: Prompt tokens to compute.
-        output: Output tokens until the request ends.
-        max_tokens: Requested upper bound of output tokens.
+        prompt: int64 [requests]: prompt tokens to compute.
+        output: int64 [requests]: output tokens until the request ends.
+        max_tokens: int64 [requests]: upper bound of output tokens that the request asks for.
         clients: Number of requests in the system at any time.
     """
 
@@ -54,9 +54,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The limits of a rehearsed engine: its blocks, and the tokens and sequences of a step.
+    """The limits of a simulated engine: blocks of its pool, and tokens and sequences of a step.
 
-    With ``prefix_caching`` a preempted request finds the first of its blocks again until they are reused.
+    With ``prefix_caching`` a preempted request finds its first blocks again, unless they have been reused.
     """
 
     blocks: int
@@ -72,10 +72,10 @@ class Outcome:
 
     Attributes:
         tokens_per_second: Output tokens per second.
-        first_p50: Median seconds to the first token.
-        first_p99: P99 seconds to the first token.
-        between_p99: P99 seconds between tokens.
-        recomputed: Share of the seconds spent on tokens computed before.
+        first_p50: Median seconds from a request's arrival to its first token.
+        first_p99: P99 of the seconds from a request's arrival to its first token.
+        between_p99: P99 of the seconds between two tokens of a request.
+        recomputed: Share of the time spent on computing tokens a second time.
         preemptions: Number of preemptions.
     """
 
@@ -91,9 +91,9 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
     """Simulate the service of ``load`` under ``rule`` and return its outcome.
 
     Args:
-        load: The requests; each must fit the pool alone.
-        engine: Limits of pool and step.
-        cost: Seconds of a step.
+        load: The requests; each must fit the empty pool.
+        engine: Limits of the pool and of a step.
+        cost: Cost model that gives the seconds of a step.
         rule: The admission rule.
     """
     requests = len(load.output)
@@ -104,7 +104,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
         np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
         2.0 if rule.share is None else rule.share, rule.fresh, engine.prefix_caching, first, between,
     )  # fmt: skip
-    # The first requests find an empty pool, which is not typical of a busy server.
+    # The first requests are left out, because they find an empty pool, which a busy server does not have.
     steady = first[min(load.clients, requests // 2) :]
     return Outcome(
         float(load.output.sum()) / seconds,
@@ -118,7 +118,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
 
 @compiled_apart
 def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
-    """Return the tokens until only ``share`` of the sorted ``lengths`` longer than ``done`` still run."""
+    """Return the tokens after which only ``share`` of the sorted ``lengths`` longer than ``done`` continue."""
     longer = int(np.searchsorted(lengths, done, side="right"))
     count = lengths.size - longer
     if count == 0:
@@ -129,19 +129,23 @@ def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
 
 @compiled_apart
 def _peak(held: Int64Array, left: Int64Array, count: int, block_size: int) -> float:
-    """Return the peak of blocks if sequence i, ``held[i]`` tokens long, ends after ``left[i]`` more."""
+    """Return the peak of blocks in use if sequence i has ``held[i]`` tokens and ends after ``left[i]`` more."""
     order = np.argsort(-left[:count])
     most = base = 0.0
     for place in range(count):
         at = order[place]
-        base += held[at] / block_size + 0.5  # on average half of a last block is spare
+        base += held[at] / block_size + 0.5  # on average half of a sequence's last block is unused
         most = max(most, base + (place + 1) * left[at] / block_size)
     return most
 
 
 @compiled_apart
 def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
-    """Take ``need`` freed blocks for reuse, oldest first, and return the index of the oldest entry left."""
+    """Take ``need`` freed blocks for reuse, oldest first, and return the index of the oldest count above 0.
+
+    ``freed`` has one count of freed blocks per request; ``oldest`` is the index of the first count to take
+    from.
+    """
     while need > 0:
         used = min(need, freed[oldest])
         freed[oldest] -= used
@@ -157,13 +161,17 @@ def _serve(
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, fresh: bool,
     caching: bool, first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
-    """Run the loop of `rehearse`, filling ``first`` [requests] and ``between`` [tokens] with seconds.
+    """Simulate the scheduler's steps until all requests end; `rehearse` describes the arguments.
+
+    ``first`` [requests] receives the seconds to the first token, ``between`` [tokens] the seconds between
+    tokens.
 
     Returns:
-        Seconds, tokens computed again, preemptions, and the number of entries set in ``between``.
+        The simulated seconds, the number of tokens computed again, the number of preemptions, and the number of
+            entries set in ``between``.
     """
     requests = output.size
-    length = prompt.copy()  # tokens of each request so far; ``computed`` of them are computed
+    length = prompt.copy()  # tokens of each request so far, of which ``computed`` have K/V
     computed, held, chunk = (
         np.zeros(requests, np.int64),
         np.zeros(requests, np.int64),
@@ -171,10 +179,10 @@ def _serve(
     )
     arrived, last = np.zeros(requests), np.zeros(requests)
     running, active = np.empty(requests, np.int64), 0
-    # Preempted requests are put before the head, so the queue needs space on both sides.
+    # Preempted requests return to the front of the queue, so the array needs space on both sides.
     queue, head, tail = np.empty(2 * requests + 1, np.int64), requests, requests
-    # Freed blocks, counted by the request that held them, in order of reuse. ``entry`` is the index of each
-    # preempted request in it: the blocks left there are the beginning of its blocks.
+    # Freed blocks in order of reuse, as one count per request that held them. ``entry`` is the index of each
+    # preempted request's count. The blocks left in a count are the first blocks of its request.
     freed = np.empty(4 * requests + 4 * seats + 64, np.int64)
     entry = np.full(requests, -1, np.int64)
     freed[0], oldest, newest = blocks, 0, 1
@@ -217,7 +225,7 @@ def _serve(
             free -= need
             oldest = _reuse(freed, oldest, need)
             place += 1
-        while place < active:  # no budget is left for the other sequences
+        while place < active:  # the token budget is used up, so the other sequences do not run in this step
             chunk[running[place]] = 0
             place += 1
         while not preempted and head < tail and room > 0 and active < seats:
@@ -244,7 +252,7 @@ def _serve(
                     asked, departed_then = step, departed
                     break
             head += 1
-            if hit:  # the beginning of its blocks is still cached
+            if hit:  # the first blocks of the preempted request are still cached
                 freed[entry[at]] -= hit
                 free -= hit
                 again -= hit * block_size
@@ -288,7 +296,8 @@ def _serve(
                 running[stay] = at
                 stay += 1
         active = stay
-        if newest + 2 * seats > freed.size:  # make space by dropping reused entries
+        # make space in the array by dropping counts whose blocks have been reused
+        if newest + 2 * seats > freed.size:
             freed[: newest - oldest] = freed[oldest:newest].copy()
             for at in range(requests):
                 entry[at] = max(entry[at] - oldest, -1)
@@ -300,7 +309,7 @@ def _serve(
 
 
 def compile_rehearsal() -> None:
-    """Compile the loop in some seconds, or read it from disk."""
+    """Compile the simulation's loop in some seconds, or read the compiled loop from disk."""
     one = np.full(4, 2, np.int64)
     for rule in (Rule(), Rule(0.5)):
         rehearse(Load(one, one, one, 2), Engine(8, 2, 4, 4), StepCost(1.0, 0.0, 0.0, 0.0), rule)

@@ -15,9 +15,9 @@ For a request of ``n`` sequences with ``total = prompt_tokens + max_tokens``:
   full-attention bound if that is less.
 - Chunked attention of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
   the step's. The sliding bound with ``W = C`` holds.
-- Recurrent state: one block per sequence, since a fork copies it before its first step. With cached states
-  (`tonnage.cache.groups.states`) two blocks, the state it continues from and the state it writes, unless all
-  its tokens are in one block.
+- Recurrent state: one block per sequence, since a fork copies the state before its first step. With cached
+  states (`tonnage.cache.groups.states`) a sequence has two blocks, one for the state it continues from and one
+  for the state it writes. If all its tokens are in one block, it has one.
 
 **If the sum of all reservations fits, no allocation within one can fail.** Call *held* the distinct blocks in
 the tables of a request's sequences. The reservation bounds it at every moment of every schedule. Blocks in use
@@ -25,9 +25,10 @@ are the union over requests, so ``used <= sum(held) <= sum(reserved) <= usable``
 allocate holds less than its reservation. Hence ``used < usable`` at that moment, and some block is free, or
 cached and evictable.
 
-The argument needs no order: prefill chunks of any size, decodes and stalls may interleave. A prefix hit earns
-no credit, because the other owner of a block may leave, and the block then counts only here. TensorRT-LLM's
-GUARANTEED_NO_EVICT, mini-sglang and our ``no_evict`` admit this way, which leaves most of the pool unused.
+The argument needs no order: prefill chunks of any size, decodes and stalls may interleave. A prefix hit does
+not reduce the reservation, because the other owner of a shared block may end, and the block then belongs to
+this request alone. TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang and our ``no_evict`` admit this way, which
+leaves most of the pool unused.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits)
 def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
     """Return a request's upper bounds of blocks in full-attention groups, and in windows and states.
 
-    The second number is set aside in full when the request is admitted.
+    Blocks for windows and states are subtracted from the pool in full when the request is admitted.
     """
     parts = [0, 0]
     for group in limits.layout.groups:
@@ -72,7 +73,7 @@ def reserved_blocks(request: AdmissionRequest, limits: Limits) -> int:
 
 
 def refusal(request: AdmissionRequest, limits: Limits, tenant_blocks: int | None = None) -> Never | None:
-    """Return why the request does not fit even an empty pool or its tenant's quota, or None if it fits."""
+    """Return why the request can never run (pool or tenant quota too small), or None if it can."""
     needed = reserved_blocks(request, limits)
     if request.n > limits.max_num_seqs:
         reason = NeverReason.SEQUENCES
@@ -97,7 +98,10 @@ def refusal(request: AdmissionRequest, limits: Limits, tenant_blocks: int | None
 
 
 def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
-    """Return the longest prompt that fits an empty pool with the request's max_tokens and n; 0: none fits."""
+    """Return the length of the longest prompt that fits an empty pool with the request's max_tokens and n.
+
+    Returns 0 when no prompt fits.
+    """
     longest = limits.max_model_len - request.max_tokens
     if longest < 1 or request.n > limits.max_num_seqs:
         return 0
@@ -106,14 +110,14 @@ def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
         candidate = AdmissionRequest(prompt_tokens, request.max_tokens, request.n)
         return reserved_blocks(candidate, limits) <= limits.usable_blocks
 
-    # With n > 1 the reservation falls when the prompt fills a block, which then becomes shared. It grows
-    # steadily from one full block to the next, and within a block. So search the full blocks first, then within
-    # the block.
+    # With n > 1 the reservation falls when the prompt fills a block, because that block becomes shared. Between
+    # two full blocks, and over all prompts of full blocks, it only grows. The search therefore runs over full
+    # blocks first, then within the next block.
     block_size = limits.layout.block_size
     full = _last_true(lambda blocks: fits(blocks * block_size), longest // block_size) * block_size
     return full + _last_true(lambda more: fits(full + more), min(longest - full, block_size - 1))
 
 
 def _last_true(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest value of [1, most] that fits, if values that fit come first; 0 if none fits."""
+    """Return the largest value in [1, most] for which ``fits`` is true, or 0; smaller values must fit too."""
     return bisect_left(range(1, most + 1), True, key=lambda value: not fits(value))

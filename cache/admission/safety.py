@@ -18,25 +18,25 @@ request:
 - A computed block duplicates a published one and is given back: the union of any set of requests shrinks or
   stays, and no request's ``held`` changes.
 - A block stops being shared because its other owner left: the union stays or shrinks.
-- A sliding window releases a block: its bound is set aside in full (`RunningSnapshot.windowed`), so nothing
-  changes here.
+- A sliding window releases a block: the upper bound of its blocks is subtracted from the pool in full
+  (`RunningSnapshot.windowed`), so no inequality changes.
 - An unreferenced cached block is available. A prefix hit on it is an allocation and is checked as one. Evicting
   it changes nothing.
 
 **There is always progress.** In a safe state the first request of the order finds its whole need available.
-Granting it a part keeps the order valid, since available blocks and its need fall alike. At least this request
-can therefore continue, or it needs no block, or it waits for its share of the token budget. A scheduler that
-offers the budget of a stalled sequence to the next one never stands still. Each step computes at least one
-token of a finite number, so every request ends.
+Granting it a part of its need keeps the order valid, since the available blocks and its need fall by the same
+number. This request can therefore continue, needs no block, or waits for its share of the token budget. A
+scheduler that offers the budget of a stalled sequence to the next sequence always computes something. Each step
+computes at least one token of a finite number, so every request ends.
 
 The argument uses no clock, no chunk size and no order of prefill and decode. A rule that forecasts a peak from
 lockstep decoding depends on them. With 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000,
 1,600), which need 808 blocks in chunks of 64 tokens and 834 in chunks of 16.
 
 **Sharing.** Counting a union at each place of the order takes a walk over the tables. In nearly every step a
-lower bound of what each request returns is enough: the blocks that it alone references (``private``). A grant
-under the bound is safe. The exact count (`last_owners`) is used only if the bound cannot show that the present
-state is safe, and would stall more sequences than necessary.
+lower bound of the blocks that each request returns is enough: the blocks that this request alone references
+(``private``). A grant under the bound is safe. The exact count (`last_owners`) is used only if the bound cannot
+show that the present state is safe, and would stall more sequences than necessary.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ Int64Array = npt.NDArray[np.int64]
 def finishing_order(need: IntArray, returns: IntArray) -> Int64Array:
     """Return the order in which requests can finish, int64 [running]: smallest need first, then largest return.
 
-    If any order shows that the state is safe, this one does. Available blocks only grow along an order, so
-    taking a needier request first cannot help.
+    If any order lets every request finish, this one does. Available blocks only grow along an order, so a
+    request with a larger need never has to come first.
     """
     return np.argsort(finishing_keys(need, returns), kind="stable")
 
@@ -72,8 +72,9 @@ def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
 def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArray) -> Int64Array:
     """Return the blocks available at each request's turn minus its need, int64 [running], in the given order.
 
-    ``returns`` [running] is what becomes available when a request ends, without the blocks that it still has to
-    take.
+    ``order`` has the snapshot indices in finishing order, ``need`` the blocks that each request may still take.
+    ``returns`` [running] has the blocks that become available when a request ends, without blocks it still has
+    to take.
     """
     back = returns[order].astype(np.int64)
     slack: Int64Array = available + np.cumsum(back) - back - need[order]
@@ -82,12 +83,12 @@ def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArra
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An order in which the running requests can finish, with the exact blocks each returns.
+    """An order in which the running requests can finish, with the exact number of blocks that each returns.
 
     Attributes:
-        order: int64 [running]: snapshot indices in finishing order.
-        returns: int64 [running]: blocks returned by each snapshot entry.
-        used: Distinct blocks of all requests if they were counted too; None: the snapshot's count.
+        order: int64 [running]: snapshot indices of the requests in finishing order.
+        returns: int64 [running]: number of blocks that each request returns when it ends.
+        used: Number of distinct blocks of all requests, if counted; None: the snapshot's number is used.
     """
 
     order: Int64Array
@@ -132,16 +133,16 @@ def grant(
 ) -> Int64Array:
     """Return how many blocks each sequence may take in this step, int64 [sequences].
 
-    The first sequences are served first. The state after all grants is safe if the state before was. A partial
-    grant is a multiple of ``multiple``: a prefill chunk can be cut to it, and a decode that is granted 0
-    stalls.
+    The first sequences are served first. If every request can finish before the grants, every request can
+    finish after them. A partial grant is a multiple of ``multiple``: a prefill chunk is cut to it, and a decode
+    that is granted 0 blocks skips the step.
 
     Args:
         snapshot: The running requests.
         entries: int [sequences]: snapshot index of each sequence's request.
-        blocks: int [sequences]: blocks it needs, within its reservation.
-        multiple: The number of full-attention groups, since each block of tokens takes one block in each.
-        leaving: Exact finishing order and returns, if the bound does not suffice.
+        blocks: int [sequences]: blocks that each sequence needs, within its request's reservation.
+        multiple: The number of full-attention groups, since each block of tokens takes one block in each group.
+        leaving: Exact finishing order and returned blocks; None: lower bounds of the returned blocks are used.
     """
     wanted = np.asarray(blocks, dtype=np.int64)
     total = int(wanted.sum())
@@ -152,7 +153,7 @@ def grant(
     order = finishing_order(need, back) if leaving is None else leaving.order
     available = snapshot.available if leaving is None else leaving.available(snapshot)
     slack = slack_of(order, available, need, back)
-    # A grant reduces the slack of the requests before its taker in the order, and of no other.
+    # A grant reduces the slack of the requests that finish before the granted request, and of no other request.
     if total <= int(slack.min()):
         return wanted
     place = np.empty_like(order)
@@ -161,7 +162,8 @@ def grant(
     for at, (entry, want) in enumerate(zip(np.asarray(entries).tolist(), wanted.tolist(), strict=True)):
         before = int(place[entry])
         most = max(0, min(want, int(slack[:before].min()))) if before else min(want, available)
-        if most < want and leaving is None:  # an order in which the taker comes earlier may allow more
+        # an order in which the granted request finishes earlier may allow more
+        if most < want and leaving is None:
             most = _most_by_new_order(available, need, back, entry, want, most)
         most -= most % multiple if most < want else 0
         if most == 0:
@@ -180,10 +182,10 @@ def grant(
 def _most_by_new_order(
     available: int, need: Int64Array, back: Int64Array, entry: int, want: int, known: int
 ) -> int:
-    """Return the largest count in [known, want] after which the state is safe, given that ``known`` is safe.
+    """Return the most blocks in [known, want] that a request can be granted so that all requests can finish.
 
-    A larger count is never safer: fewer requests can finish before the taker, and its need at its turn stays
-    equal.
+    ``known`` blocks are known to be safe. The search may assume that a larger number is never safer: fewer
+    requests can finish before the granted request, while its need at its turn stays equal.
     """
     low, high = known, min(want, available)
     while low < high:
@@ -198,9 +200,9 @@ def _most_by_new_order(
 
 
 def last_owners(snapshot: RunningSnapshot, tables: IntArray, owners: IntArray, num_blocks: int) -> Leaving:
-    """Return how many blocks each request gives back when it ends; a shared block counts for its last owner.
+    """Return how many blocks each request frees when it ends; a shared block counts for its last owner.
 
-    The requests end in `finishing_order`. O(entries).
+    The requests end in `finishing_order`. The time is proportional to the number of table entries.
 
     Args:
         snapshot: The running requests.

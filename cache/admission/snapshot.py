@@ -1,9 +1,10 @@
 """A snapshot of the running requests, one row of counts per request, which admission reads.
 
-A *request* is the unit of admission: one prompt with its n sequences, forks to come included. Rows are in order
-of admission, oldest first. Only blocks of **full-attention** groups are counted individually. The blocks of
-windowed groups are bounded (`tonnage.cache.admission.reservation`) and set aside in full in ``windowed`` when a
-request is admitted. A window that releases a shared block therefore changes no reservation.
+A *request* is the unit of admission: one prompt with its n sequences, including forks to come. Rows are in
+order of admission, oldest first. Only blocks of **full-attention** groups are counted individually. For groups
+with windows or states, the upper bound of a request's blocks (`tonnage.cache.admission.reservation`) is added
+to ``windowed`` when the request is admitted. A window that releases a shared block therefore changes no
+reservation.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class RunningSnapshot:
 
     Attributes:
         usable: Blocks of the pool without the null block.
-        used: Distinct blocks of full-attention groups with a reference.
-        windowed: Upper bound of the blocks of all running requests in windowed groups (0 without such groups).
-        rows: int32 [running requests, COLUMNS]: the properties below are its columns. Views are allowed, since
-            readers change nothing.
+        used: Number of distinct blocks that the tables of full-attention groups reference.
+        windowed: Upper bound of the blocks of all running requests in groups with windows or states; 0 without
+            such groups.
+        rows: int32 [running requests, COLUMNS]: the columns are the properties ``held`` to ``sequences``. The
+            array may be a view, since readers do not change it.
     """
 
     usable: int
@@ -38,32 +40,32 @@ class RunningSnapshot:
 
     @property
     def held(self) -> Int32Array:
-        """Distinct blocks in the request's tables of full-attention groups, int32 [running]."""
+        """Number of distinct blocks in each request's tables of full-attention groups, int32 [running]."""
         return self.rows[:, HELD]
 
     @property
     def private(self) -> Int32Array:
-        """Held blocks that no other request references, or a lower bound of them, int32 [running]."""
+        """Number of blocks that only this request references, or a lower bound of it, int32 [running]."""
         return self.rows[:, PRIVATE]
 
     @property
     def reserved(self) -> Int32Array:
-        """Upper bound of the request's blocks in full-attention groups, int32 [running]."""
+        """Upper bound of each request's blocks in full-attention groups, int32 [running]."""
         return self.rows[:, RESERVED]
 
     @property
     def prompt(self) -> Int32Array:
-        """Prompt tokens, int32 [running]."""
+        """Prompt tokens of each request, int32 [running]."""
         return self.rows[:, PROMPT]
 
     @property
     def prompt_left(self) -> Int32Array:
-        """Prompt tokens not computed yet, int32 [running]."""
+        """Prompt tokens of each request that are not computed yet, int32 [running]."""
         return self.rows[:, PROMPT_LEFT]
 
     @property
     def output(self) -> Int32Array:
-        """Output tokens of the request's longest live sequence, int32 [running]."""
+        """Output tokens of each request's longest live sequence, int32 [running]."""
         return self.rows[:, OUTPUT]
 
     @property
@@ -73,12 +75,12 @@ class RunningSnapshot:
 
     @property
     def sequences(self) -> Int32Array:
-        """Live sequences plus forks to come, int32 [running]."""
+        """Live sequences of each request plus forks to come, int32 [running]."""
         return self.rows[:, SEQUENCES]
 
     @property
     def capacity(self) -> int:
-        """Blocks that full-attention groups may use."""
+        """Blocks that full-attention groups may use: the pool without blocks for windows and states."""
         return self.usable - self.windowed
 
     @property
@@ -88,7 +90,7 @@ class RunningSnapshot:
 
     @property
     def need(self) -> Int32Array:
-        """Blocks that each request may still take, int32 [running]."""
+        """Blocks that each request may still take: reserved minus held, int32 [running]."""
         return self.reserved - self.held
 
     def __len__(self) -> int:

@@ -9,13 +9,13 @@ from tonnage.cache.blocks.groups import check_groups
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.planner.model.layout import KVLayout
 
-# Seconds of waiting that one step of priority is worth. A request with a priority 6 higher is passed for a
-# minute, and the allowed range of -1000 to 1000 spans five and a half hours.
+# One step of priority counts as this many seconds of waiting. A request whose priority is 6 steps better
+# overtakes requests up to a minute older. The allowed range of -1000 to 1000 spans five and a half hours.
 AGEING_SECONDS = 10.0
 
 
 class WaitReason(StrEnum):
-    """What a request waits for."""
+    """The reason why a request waits for admission: the resource that it lacks."""
 
     BLOCKS = "blocks"
     SEQUENCES = "sequences"
@@ -23,7 +23,7 @@ class WaitReason(StrEnum):
 
 
 class NeverReason(StrEnum):
-    """The limit that a request exceeds even when it runs alone."""
+    """The reason why a request can never run: the limit that it exceeds even when it runs alone."""
 
     MAX_MODEL_LEN = "max_model_len"
     BLOCKS = "blocks"
@@ -39,9 +39,10 @@ class AdmissionRequest:
         prompt_tokens: Tokens of the prompt.
         max_tokens: Upper bound of output tokens per sequence.
         n: Number of sequences from the prompt.
-        tenant: Name of the tenant. It orders the queue and does not change the reservation.
-        priority: Order in the queue; lower goes first.
-        produced: Trailing prompt tokens that are the request's own output, computed again after a preemption.
+        tenant: Name of the tenant that sent the request. It affects the queue and quotas, not the reservation.
+        priority: Priority in the queue; a lower number goes first.
+        produced: Number of trailing prompt tokens that are the request's own output, computed again after a
+            preemption.
 
     Raises:
         InvalidRequest: A count is below 1.
@@ -65,27 +66,27 @@ class AdmissionRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Upper bound of the tokens of one sequence."""
+        """Upper bound of the tokens of one sequence: prompt plus max_tokens."""
         return self.prompt_tokens + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits that reservations must respect.
+    """The limits of the block pool and of a step, which every reservation must respect.
 
-    A layout without groups (an encoder's) stores nothing: only lengths and sequences are limited.
+    A layout without groups, such as an encoder's, stores no KV cache: only lengths and sequences are limited.
 
     Attributes:
         layout: KV cache groups and block size.
         usable_blocks: Blocks of the pool without the null block.
         max_model_len: Upper bound of prompt + max_tokens.
         max_num_seqs: Upper bound of live sequences.
-        max_num_batched_tokens: Upper bound of the positions one sequence computes in a step.
+        max_num_batched_tokens: Upper bound of the positions that one sequence computes in a step.
         cached_states: Whether recurrent states are cached with prefixes, so that a sequence may hold two.
         prefix_caching: Whether a preempted request may find its computed blocks in the prefix cache.
 
     Raises:
-        CacheConfigError: A limit is below 1, or the groups do not fit one pool; it names the field.
+        CacheConfigError: A limit is below 1, or the groups do not fit one pool; the error names the field.
     """
 
     layout: KVLayout
@@ -113,14 +114,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The decision that a request may run, with its reservation in ``blocks``."""
+    """The decision that a request may run; ``blocks`` is the number of blocks reserved for it."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The decision that a request must wait, with the blocks or sequences that must be released first."""
+    """The decision that a request must wait, with the number of blocks or sequences that must be released."""
 
     reason: WaitReason
     blocks_short: int = 0
@@ -131,7 +132,7 @@ class Wait:
 class Never:
     """The decision that a request cannot fit even alone.
 
-    ``largest_prompt_tokens`` is the longest prompt that fits with the same max_tokens and n; 0: none fits.
+    ``largest_prompt_tokens`` is the longest prompt, in tokens, that fits with the same max_tokens and n, or 0.
     """
 
     reason: NeverReason

@@ -1,9 +1,9 @@
 """The KV cache groups of a layout, classified as the block pool needs them.
 
 A *paged* group has a block for every ``block_size`` tokens that a query can still read. A *state* group
-(recurrent layers: Mamba, gated delta, short convolution) has one block per sequence, overwritten in place from
-the first step to the last. If states are cached with prefixes, a step that ends in another block of tokens than
-the step before writes a new one (`tonnage.cache.groups.states`).
+(recurrent layers: Mamba, gated delta, short convolution) has one block per sequence, which every step
+overwrites in place. If states are cached with prefixes, a step that ends in another block of tokens than the
+step before writes the state to a new block (`tonnage.cache.groups.states`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy.typing as npt
 from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
-# What a query reads: everything before it (FULL), the last ``window`` positions with its own (SLIDING), its own
-# chunk of ``window`` positions (CHUNKED), or a recurrent state (STATE: overwritten in place, ALIGNED: cached at
-# the end of blocks).
+# The kinds of groups, by the positions that a query reads. FULL: all positions before its own. SLIDING: the
+# last ``window`` positions, its own included. CHUNKED: its own chunk of ``window`` positions. STATE: a
+# recurrent state that is overwritten in place. ALIGNED: a recurrent state that is cached at the end of blocks.
 FULL, SLIDING, CHUNKED, STATE, ALIGNED = range(5)
-# A step reads the recurrent state after the position before its own. It therefore needs the blocks that a
-# sliding window of two positions would read.
+# A step reads the recurrent state after the position before its own. A cached state therefore needs the same
+# blocks as a sliding window of two positions.
 STATE_WINDOW = 2
-# cached states a sequence holds per state group: the one it continues from and the one it writes
+# cached states that a sequence holds per state group: one it continues from, one it writes
 MOST_STATES = 2
 GROUP = np.dtype([("kind", np.int64), ("window", np.int64)])
 
@@ -35,12 +35,12 @@ def kind_of(group: KVGroup) -> int:
 
 
 def in_order(layout: KVLayout) -> tuple[KVGroup, ...]:
-    """Return the groups in the manager's order: paged groups, then state groups, each in layout order."""
+    """Return the groups in the order of the block manager's arrays: paged groups, then state groups."""
     return tuple(sorted(layout.groups, key=lambda group: group.kind == "state"))
 
 
 def group_records(layout: KVLayout, aligned: bool = False) -> npt.NDArray[np.void]:
-    """Return a GROUP record (kind, window) for each group, in the manager's order.
+    """Return one record (kind, window in tokens) per group: paged groups first, then state groups.
 
     ``window`` is 0 for a group without a window. ``aligned`` says that recurrent states are cached with
     prefixes.
@@ -68,8 +68,8 @@ def num_states(layout: KVLayout) -> int:
 def can_cache_states(layout: KVLayout) -> bool:
     """Return whether recurrent states can be cached with the prefixes of full-attention groups.
 
-    The layout needs both kinds of groups, and states that are kept at the ends of the pool's blocks. Without a
-    full-attention group no chain of blocks leads to a cached state.
+    The layout needs full-attention and state groups, and states that can be stored at the ends of blocks.
+    Without a full-attention group no chain of blocks leads to a cached state.
     """
     states = [group for group in layout.groups if group.kind == "state"]
     aligned = all(group.block_size in (None, layout.block_size) for group in states)
@@ -77,7 +77,7 @@ def can_cache_states(layout: KVLayout) -> bool:
 
 
 def state_every(interval: int | None, block_size: int) -> int:
-    """Convert `prefix_cache_retention_interval` from tokens to blocks; None (all) gives 1.
+    """Convert `prefix_cache_retention_interval` from tokens to blocks; None (keep every state) gives 1.
 
     Raises CacheConfigError for a number that is not a multiple of the block size.
     """
@@ -93,7 +93,7 @@ def state_every(interval: int | None, block_size: int) -> int:
 
 
 def num_full(layout: KVLayout) -> int:
-    """Return the number of groups that keep every token."""
+    """Return the number of full-attention groups, which keep the K/V of every token."""
     return sum(kind_of(group) == FULL for group in layout.groups)
 
 

@@ -3,8 +3,8 @@
 Every block except the null block is in exactly one state:
 
 - *used*: its reference count is above 0;
-- *cached*: unreferenced, and its content is in the prefix index; it is in the list of its class if it may be
-  evicted;
+- *cached*: unreferenced, and its content is in the prefix index; if it may be evicted, it is in the eviction
+  list of its class;
 - *free*: unreferenced and without content; it is on the free stack and reused first (LIFO).
 
 Only the functions here change reference counts, lists and owners. Blocks of full-attention groups are counted
@@ -40,7 +40,7 @@ def push_free(core: Core, block: int) -> None:
 
 @inlined
 def enlist(core: Evictable, block: int, node: int, end: int) -> None:
-    """Insert a cached block into the eviction list of its node's class; ``end`` 1 is young, 0 is old."""
+    """Insert a cached block into its class's eviction list, at the young end (``end`` 1) or old end (0)."""
     pool, kind = core.pool[0], core.kind[node] & CLASS_MASK
     sentinel = pool.num_blocks + kind
     before = core.prev[sentinel] if end == 1 else sentinel
@@ -71,7 +71,7 @@ def uncache(core: Core, block: int) -> None:
 
 @inlined
 def pop_free(core: Core, full: bool, slot: int) -> int:
-    """Pop a free block for a request's table, with reference count 1.
+    """Pop a block from the free stack for the request in ``slot``, and set its reference count to 1.
 
     ``full`` says that the group is full attention, whose blocks are counted per request.
     """
@@ -105,8 +105,9 @@ def acquire(core: Core, block: int, full: bool, slot: int) -> None:
 def release(core: Core, block: int, full: bool, slot: int) -> None:
     """Remove a reference; after the last one the block becomes cached if it is in the prefix index, else free.
 
-    A cached block is listed for eviction unless its node has children. The blocks of a node in several
-    full-attention groups are evicted together, so only the node's own block is listed.
+    A node is an entry of the prefix index. A cached block is listed for eviction unless its node has child
+    nodes. The blocks of a node in several full-attention groups are evicted together, so only the node's first
+    block is listed.
     """
     core.refs[block] -= 1
     if core.refs[block] > 0:
@@ -139,9 +140,9 @@ def _own(core: Core, block: int, slot: int) -> None:
 
 
 class BlockPool:
-    """A read-only view of the pool's counts.
+    """A read-only view of the pool's block counts.
 
-    `tonnage.cache.laws.readers` reads its lists.
+    `tonnage.cache.laws.readers` reads the lists of blocks.
     """
 
     def __init__(self, core: Core) -> None:
@@ -152,22 +153,22 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks without content."""
+        """Number of blocks without content."""
         return int(self._counts.free[0])
 
     @property
     def cached(self) -> int:
-        """Unreferenced blocks with content, which can be evicted."""
+        """Number of unreferenced blocks with content, which can be evicted."""
         return int(self._counts.cached[0])
 
     @property
     def used(self) -> int:
-        """Blocks with a reference."""
+        """Number of blocks that a sequence references."""
         return self.usable - self.free - self.cached
 
     @property
     def used_full(self) -> int:
-        """Referenced blocks in tables of full-attention groups."""
+        """Number of referenced blocks in tables of full-attention groups."""
         return int(self._counts.used_full[0])
 
 

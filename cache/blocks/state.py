@@ -35,72 +35,75 @@ UInt64Array = npt.NDArray[np.uint64]
 Records = npt.NDArray[np.void]
 
 NULL_BLOCK = 0
-ROOT = NULL_BLOCK  # parent of the first block of a prefix
+ROOT = NULL_BLOCK  # parent of the first node of a prefix in the prefix index
 
 # `Core.kind` holds the class of a node in its low 6 bits and the number of its children above them.
 CLASS_MASK, ONE_CHILD = 63, 64
-CLOCK_MASK = 0x7FFFFFFF  # the clock is stored modulo 2^31
+CLOCK_MASK = 0x7FFFFFFF  # the count of released blocks (the clock) is stored modulo 2^31
 
-FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)  # indices into EVICTION_CAUSES
+# indices into EVICTION_CAUSES, the reasons of an eviction
+FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)
 
 COPY_TAIL = 1  # copy the shared last block before the next write
-DROP_SOURCE = 2  # the next step releases the recurrent state that this one was copied from
+DROP_SOURCE = 2  # the next step releases the block that the recurrent state was copied from
 
 i4, i8, u8 = np.int32, np.int64, np.uint64
 
 POOL = np.dtype(
     [
-        ("num_blocks", i8),  # with the null block
-        ("block_size", i8),  # tokens
+        ("num_blocks", i8),  # number of blocks of the pool, with the null block
+        ("block_size", i8),  # tokens per block
         ("num_groups", i8),
-        ("windowed", i8),  # groups with a window or with cached states
-        ("aligned", i8),  # groups of cached states
-        ("state_every", i8),  # blocks between two kept recurrent states; 0: only where prompts are cut
+        ("windowed", i8),  # number of groups with a window or with cached states
+        ("aligned", i8),  # number of groups whose recurrent states are cached
+        # blocks between two kept recurrent states; 0: states are kept only where prompts end or diverge
+        ("state_every", i8),
         ("anchor", i8),  # first full-attention group, whose blocks name the nodes of the prefix index
         ("max_step", i8),  # upper bound of positions that one sequence computes in a step
-        ("caching", i8),  # 1: the prefix cache is on
-        ("logged", i8),  # 1: KV events have a subscriber
+        ("caching", i8),  # 1: the prefix cache is on, 0: off
+        ("logged", i8),  # 1: KV events are recorded for a subscriber
         ("free", i8),  # blocks without content
-        ("free_head", i8),  # top of the free stack
+        ("free_head", i8),  # block on top of the free stack
         ("cached", i8),  # unreferenced blocks with content
         ("used_full", i8),  # referenced blocks of full-attention groups
         ("clock", i8),  # number of releases into the cache since the start
         ("lists", i8),  # bit c is set if the eviction list of class c is not empty
-        ("nodes", i8),  # nodes of the prefix index
-        ("merged", i8),  # duplicate blocks given back
-        ("calls", i8),  # calls of `steps.step`
-        ("removed", i8),  # entries in `Core.removed`
-        ("stored", i8),  # entries in `Core.stored`
-        ("evicted", i8, (len(EVICTION_CAUSES),)),  # evicted blocks by cause
+        ("nodes", i8),  # number of nodes of the prefix index
+        ("merged", i8),  # duplicate blocks released because another sequence had published the same tokens
+        ("calls", i8),  # number of calls of `steps.step`
+        ("removed", i8),  # number of entries in `Core.removed`
+        ("stored", i8),  # number of entries in `Core.stored`
+        ("evicted", i8, (len(EVICTION_CAUSES),)),  # evicted blocks by cause (EVICTION_CAUSES)
     ]
 )
 ROW = np.dtype(
     [
-        ("length", i8),  # known tokens
-        ("computed", i8),  # K/V is written for positions below
-        ("slots", i8),  # positions below are writable
-        ("room", i8),  # positions that the held blocks have room for
-        ("limit", i8),  # prompt + max_tokens
-        ("published", i8),  # full blocks that are nodes of the prefix index
-        ("hashed", i8),  # valid entries of `Core.hashes`
+        ("length", i8),  # known tokens of the sequence, prompt and output
+        ("computed", i8),  # number of positions whose K/V is written
+        ("slots", i8),  # number of positions that have a writable slot
+        ("room", i8),  # number of positions that fit into the held blocks
+        ("limit", i8),  # upper bound of the length: prompt + max_tokens
+        ("published", i8),  # number of full blocks that are nodes of the prefix index
+        ("hashed", i8),  # number of valid entries in the row of `Core.hashes`
         ("found", i8),  # full blocks of the prompt that full-attention groups had cached at admission
-        ("shared_tail", i8),  # bits: COPY_TAIL, DROP_SOURCE
-        ("request", i8),  # slot of the request, -1 for an unused row
+        ("shared_tail", i8),  # bits COPY_TAIL and DROP_SOURCE, or 0
+        ("request", i8),  # slot (array index) of the request, -1 for an unused row
         ("salt", i8),  # id of the salt
-        ("shared", i8),  # leading blocks that belong to an allowed shared prefix
-        ("turn", i8),  # turn of the conversation, from 1, as far as known
+        ("shared", i8),  # number of leading blocks in an allowed shared prefix
+        ("turn", i8),  # turn of the conversation, from 1; 0: not known
         ("mark", i8),  # number of the last call that named the row, to detect a row named twice
-        ("written", i8),  # value of `computed` after this call
-        ("end", i8),  # value of `slots` after this call
+        ("written", i8),  # value of `computed` after the current call
+        ("end", i8),  # value of `slots` after the current call
     ]
 )
-# Counts by request that admission reads (`tonnage.cache.admission.snapshot`); 0 in an unused slot.
+# The fields count blocks and tokens of one request for admission (`tonnage.cache.admission.snapshot`). They are
+# 0 in an unused slot.
 REQUEST = np.dtype(
     [
-        ("held", i4),  # distinct blocks of full-attention groups
+        ("held", i4),  # number of distinct blocks of full-attention groups
         ("private", i4),  # blocks of `held` that no other request references (a lower bound)
         ("reserved", i4),  # upper bound of blocks of full-attention groups
-        ("prompt", i4),  # tokens
+        ("prompt", i4),  # prompt tokens
         ("live", i4),  # sequences with a row
         ("forks_left", i4),
     ]
@@ -109,7 +112,7 @@ REQUEST = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """Dtype and shape of a field of `Core`, with the names of its axes, and how its memory is allocated."""
+    """The dtype of an array of `Core`, the names of its axes, and how its memory is allocated."""
 
     dtype: Any
     shape: tuple[str | int, ...]
@@ -131,53 +134,57 @@ def _column(axis: str) -> Any:
 
 
 class Core(NamedTuple):
-    """All arrays of the block manager, as compiled code takes them; `new_core` gives the sizes of the axes.
+    """All arrays of the block manager, in the form that compiled code takes; `new_core` sizes the axes.
 
-    Free blocks form a stack linked by ``next``. Cached blocks that may be evicted are in the list of their
-    class, oldest first, linked both ways; entry ``num_blocks + c`` is the sentinel of class c. A cached block
-    whose node has children is in no list, and its ``next`` is the null block. A node of the prefix index is
-    named by its block in the anchor group. Nodes of one hash bucket are linked by ``chain``.
+    Free blocks form a stack linked by ``next``. Cached blocks that may be evicted are in the eviction list of
+    their class, oldest first, linked by ``next`` and ``prev``. Entry ``num_blocks + c`` of both arrays is the
+    sentinel of class c. A cached block whose node has children is in no list, and its ``next`` is the null
+    block. A node of the prefix index is named by its block in the anchor group. Nodes of one hash bucket are
+    linked by ``chain``.
     """
 
     pool: Records = _array(POOL, 1)
     groups: Records = _array(GROUP, "groups")
-    rows: Records = _array(ROW, "rows")  # by sequence
-    requests: Records = _array(REQUEST, "rows")  # by request slot
-    # arrays by block
+    rows: Records = _array(ROW, "rows")  # one record per sequence
+    requests: Records = _array(REQUEST, "rows")  # one record per request
+    # The next five arrays have one entry per block.
     refs: Int32Array = _column("blocks")  # reference count
     next: Int32Array = _column("links")
     prev: Int32Array = _column("links")
-    # of a used block: 1 + slot of the only request that references it, or 0; of a cached block: its time of
-    # release
+    # For a used block: 1 + slot of the only request that references it, or 0. For a cached block: the clock at
+    # its release.
     stamp: Int32Array = _column("blocks")
-    node_of: Int32Array = _column("blocks")  # node of the block, 0 outside the prefix index
-    # arrays by node
+    node_of: Int32Array = _column("blocks")  # node of the block, 0 if it is not in the prefix index
+    # The next eight arrays describe the nodes of the prefix index.
     parent: Int32Array = _column("blocks")
     salt: Int32Array = _column("blocks")  # id of the salt, 0 for shared nodes
-    kind: Int32Array = _column("blocks")  # class, plus ONE_CHILD for each child
-    chain: Int32Array = _column("blocks")  # next node of the bucket
+    kind: Int32Array = _column("blocks")  # class in the low bits, plus ONE_CHILD for each child node
+    chain: Int32Array = _column("blocks")  # next node of the same hash bucket
     node_hash: UInt64Array = _array(u8, "nodes")
     node_tokens: Int32Array = _array(i4, "nodes", "block_size")
-    node_blocks: Int32Array = _array(i4, "groups", "nodes")  # null block where a group has none
+    # block of the node in each group, or the null block
+    node_blocks: Int32Array = _array(i4, "groups", "nodes")
     heads: Int32Array = _array(i4, "buckets")  # first node of the bucket, 0: none
-    # arrays by salt id
-    salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # nodes with this salt
+    # The next two arrays have one entry per salt id.
+    salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # number of nodes with this salt
     seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash that a chain with this salt starts from
-    # arrays by row; a recurrent state is entry 0, a cached state is at the entry of the token block it ends in
+    # The next four arrays have one row per sequence. In a block table a recurrent state is entry 0; a cached
+    # state is at the entry of the token block it ends in.
     tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
-    first: Int64Array = _array(i8, "groups", "rows")  # first block that is still in the window
+    first: Int64Array = _array(i8, "groups", "rows")  # index of the first block in the window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
-    hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hashes of the full blocks of tokens
-    # arrays of learned eviction
+    hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hash of each full block of tokens
+    # The next three arrays belong to learned eviction.
     history: Records = _array(ENTRY, "history")
-    history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first entry, 0: none
+    history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first history entry of the bucket, 0: none
     model: Records = _array(MODEL, 1)
-    # events since the last read, if there is a subscriber: hashes of evicted nodes and inserted nodes, in order
+    # The next arrays hold KV events since the last read, if there is a subscriber: hashes of evicted nodes and
+    # inserted nodes, in order.
     removed: UInt64Array = _array(u8, "log")
     stored: Int32Array = _array(i4, "log")
 
 
-Evictable = Core | OrderArrays  # the arrays that the functions of eviction take
+Evictable = Core | OrderArrays  # The functions of eviction take either type.
 
 
 def new_core(
@@ -194,7 +201,7 @@ def new_core(
     aligned: bool = False,
     state_every: int = 0,
 ) -> Core:
-    """Return the arrays of an empty pool.
+    """Return the arrays of a block manager whose pool is empty.
 
     Rows and salts are sized for the worst case; their memory is allocated when it is first used.
     """
@@ -206,7 +213,7 @@ def new_core(
         "links": num_blocks + CLASSES,
         "nodes": nodes,
         "block_size": size,
-        "buckets": 1 << (nodes - 1).bit_length(),  # at most one node per bucket on average
+        "buckets": 1 << (nodes - 1).bit_length(),  # on average at most one node falls into a hash bucket
         "salts": nodes + rows,
         "groups": len(groups),
         "rows": rows,
@@ -248,7 +255,7 @@ def _new(spec: _Array, sizes: dict[str, int]) -> npt.NDArray[Any]:
 
 
 def records(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array of records as compiled and uncompiled code can read it, and any other array unchanged."""
+    """Return an array of records so that uncompiled code can read it too, or any other array unchanged."""
     # Uncompiled code reads record fields by attribute, which numpy allows only in a recarray; it costs 1 us per
     # call.
     return array.view(np.recarray) if numba.config.DISABLE_JIT and array.dtype.names else array

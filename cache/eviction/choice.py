@@ -1,18 +1,18 @@
 """The choice of the next cached block to evict: by learned reuse, or by LRU where that was better.
 
-**Lists.** Only blocks whose node has no child may be evicted, so no cached child loses its parent. There is one
-list per class, in order of release. All blocks of a request get a class when it ends
-(`tonnage.cache.eviction.reuse`): an origin (prompts, popular blocks, answers) and one of `SCORES` levels of how
-often such requests are continued. A node is listed when its last child is evicted, at the end of the list that
-is closer to its age.
+**Lists.** A node is a block in the prefix index. Only nodes without children may be evicted, so no cached child
+loses its parent. There is one list per class, in order of release. All blocks of a request get a class when the
+request ends (`tonnage.cache.eviction.reuse`). A class is an origin (prompts, popular blocks, answers) and one
+of `SCORES` levels of how often such requests are continued. A node whose last child is evicted enters its list,
+at the end that is closer to the node's age.
 
 **Choice.** Hit density as a function of age rises and falls once, so the least valuable block of a class is its
-oldest or its youngest. Of these candidates the one with the lowest density is evicted first, the older one if
-they are equal. A request loses its last blocks first and keeps a prefix that can be hit. The cost is O(1) per
-block: a choice looks at two blocks of each class and holds for the next `RUN` evictions.
+oldest or its youngest. The candidate with the lowest density is evicted first; of equal candidates, the oldest.
+A request loses its last blocks first and keeps a prefix that can be hit. The cost is O(1) per block: a choice
+looks at two blocks of each class and holds for the next `RUN` evictions.
 
-**LRU** evicts the oldest block of all lists. It is the rule until half as many blocks have been evicted as the
-pool has, since too little has been observed before. From then on the pool counts, on a sample, its own hits and
+**LRU** evicts the oldest block of all lists. LRU is in effect until the number of evictions reaches half the
+pool's blocks, since too little has been observed before. Then the pool counts, on a sample, its own hits and
 the hits that LRU would have had. It returns to LRU while its own recent count is smaller by more than `SLACK`.
 """
 
@@ -31,8 +31,8 @@ from tonnage.cache.eviction.reuse import age_level
 Eviction = Literal["adaptive", "lru"]
 
 RUN = 32
-SLACK = 1 / 64  # share of a full pool's sample: the noise of one or two requests
-OLDEST, YOUNGEST = 0, 1  # ends of a list
+SLACK = 1 / 64  # share of a full pool's sampled blocks: the noise of one or two requests
+OLDEST, YOUNGEST = 0, 1  # the two ends of an eviction list
 
 
 @inner
@@ -55,14 +55,14 @@ def choose_rule(core: Evictable) -> None:
 
 @inlined
 def age_of(core: Evictable, block: int) -> int:
-    """Return the number of blocks released since the cached block was."""
+    """Return the age of a cached block: the number of blocks released since its own release."""
     pool = core.pool[0]
     return int((pool.clock - core.stamp[block]) & CLOCK_MASK)
 
 
 @inner
 def choose_list(core: Evictable) -> tuple[int, int, int]:
-    """Return the class, the end of its list and the number of blocks to evict next.
+    """Return the class whose eviction list is next, the end of that list, and the number of blocks to evict.
 
     At least one list must not be empty.
     """
@@ -82,7 +82,10 @@ def choose_list(core: Evictable) -> tuple[int, int, int]:
 
 @inlined
 def enlist_by_age(core: Evictable, node: int) -> None:
-    """List a cached node whose last child is gone, at the end of its class's list that is closer to its age."""
+    """Add a cached node without children to its class's eviction list, at the end closer to its age.
+
+    It is called when the node's last child has been evicted.
+    """
     size = core.pool[0].num_blocks
     oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
     older = oldest >= size or age_of(core, node) >= age_of(core, oldest)

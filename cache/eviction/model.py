@@ -1,4 +1,4 @@
-"""The record types of learned eviction: the history of releases and the fitted model, with their sizes."""
+"""The record types and sizes of learned eviction: the history of released blocks, and the fitted model."""
 
 from __future__ import annotations
 
@@ -7,67 +7,67 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# There is one eviction list per class: an origin, and a level of how often such blocks are reused. See
-# `tonnage.cache.eviction.reuse`.
+# There is one eviction list per class. A class is an origin (prompts, popular blocks, answers) and a level of
+# how often such blocks are reused (`tonnage.cache.eviction.reuse`).
 PROMPTS, POPULAR, ANSWERS, ORIGINS = range(4)
 SCORES = 12
 CLASSES = ORIGINS * SCORES
 
 LRU, LEARNED = range(2)  # the eviction rules
 AGES, LEVELS = 48, 8
-WEIGHT_STEPS = 8  # a weight is a power of 2^(-1/8)
+WEIGHT_STEPS = 8  # the weight of a history entry is a power of 2^(-1/8)
 
-# The sample holds at most SAMPLED blocks of a full pool, and the history REACH times as many entries. Pools
-# below 131,072 blocks use FEW_SAMPLED: at 22 bytes an entry the history then takes 6 bytes per block.
+# At most SAMPLED blocks of a full pool are sampled, and the history has REACH times as many entries. Pools
+# below 131,072 blocks use FEW_SAMPLED: at 22 bytes per entry the history then takes 6 bytes per block.
 SAMPLED, FEW_SAMPLED, FEWER_BELOW = 4096, 2048, 131_072
 REACH = 8
 
 i4, i8, u1, f8 = np.int32, np.int64, np.uint8, np.float64
 
-# An entry of the history: one release of one sampled block.
+# Record of a history entry, which describes one release of one sampled block.
 ENTRY = np.dtype(
     [
         ("tag", i4),  # high bits of the block's hash
-        ("link", i4),  # 1 + next entry of the bucket, 0: none
-        ("born", i4),  # clock at the release
+        ("link", i4),  # 1 + next history entry of the hash bucket, 0: none
+        ("born", i4),  # number of blocks released before (the clock)
         ("status", u1),
-        ("age", u1),  # age level when the entry ended
+        ("age", u1),  # level of the block's age when it was reused or released again
         ("origin", u1),
         ("turn_level", u1),
         ("answer_level", u1),
-        ("weight", u1),  # index into `weights`
-        ("first_turn", u1),  # turn of the request that first wrote the block
+        ("weight", u1),  # index into the model's `weights`
+        ("first_turn", u1),  # conversation turn of the request that first wrote the block
         ("hits", u1),
     ]
 )
 MODEL = np.dtype(
     [
-        ("learning", i8),  # 0: LRU only
+        ("learning", i8),  # 1: eviction learns; 0: LRU only
         ("sample_shift", i8),  # one block in 2^shift is in the sample
         ("rule", i8),  # LRU or LEARNED
-        ("started", i8),  # requests started
-        # The ring: the next entry to write, the number of youngest entries that LRU would still hold, and how
-        # many of these entries are living.
+        ("started", i8),  # number of requests started
+        # The next three fields describe the history, a ring: the next entry to write, the number of youngest
+        # entries that LRU would still hold, and the number of these whose block was not requested again.
         ("at", i8),
         ("span", i8),
         ("alive", i8),
-        ("scores", f8, (2,)),  # recent hits of the pool and of LRU
-        ("factors", f8, (2, LEVELS)),  # of turns and of answer lengths
-        ("hazard", f8, (ORIGINS, AGES)),  # reuses per block and time
-        ("density", f8, (CLASSES, AGES)),  # hits per block and time
-        ("weights", f8, (256,)),  # indexed by an entry's weight
-        # scratch arrays of a fit
+        ("scores", f8, (2,)),  # recent hits of the pool, and hits that LRU would have had
+        ("factors", f8, (2, LEVELS)),  # hazard factors by conversation turn and by answer length
+        ("hazard", f8, (ORIGINS, AGES)),  # reuses per block and per released block, by origin and age
+        ("density", f8, (CLASSES, AGES)),  # expected hits per block and per released block, by class and age
+        ("weights", f8, (256,)),  # value of each index that an entry stores as its weight
+        # The next fields are scratch arrays of a fit.
         ("events", f8, (ORIGINS, AGES)),
         ("lived", f8, (ORIGINS, AGES)),
         ("fitted", f8, (2, LEVELS)),
         ("until", f8, (AGES,)),
-        ("widths", f8, (AGES,)),  # blocks between two ages
+        ("widths", f8, (AGES,)),  # released blocks between two levels of age
     ]
 )
 
 
 class OrderArrays(NamedTuple):
-    """The arrays of an `EvictionOrder`, named like the fields of `Core` that eviction reads."""
+    """The arrays of an `EvictionOrder`, named like the block manager's arrays (`Core`) that eviction reads."""
 
     pool: npt.NDArray[np.void]
     refs: npt.NDArray[np.int32]
@@ -86,16 +86,16 @@ class OrderArrays(NamedTuple):
 
 
 def history_buckets(history: int) -> int:
-    """Return the number of hash buckets of a history of so many entries, a power of two."""
+    """Return the number of hash buckets, a power of two, for a history of ``history`` entries."""
     return 1 << max(0, (history // 2).bit_length() - 1)
 
 
 def new_model(num_blocks: int, learning: bool) -> tuple[npt.NDArray[np.void], int]:
-    """Return an untrained model and the number of history entries it needs."""
+    """Return an untrained model of reuse and the number of history entries it needs."""
     most = SAMPLED if num_blocks >= FEWER_BELOW else FEW_SAMPLED
     shift = max(0, (num_blocks // most).bit_length() - 1)
     model = np.zeros(1, MODEL)
     model["learning"], model["sample_shift"] = learning, shift
-    model["factors"], model["hazard"] = 1.0, 1e-9  # equal until the first fit, and above 0
+    model["factors"], model["hazard"] = 1.0, 1e-9  # initial values, equal for all classes and above 0
     model["weights"] = 2.0 ** (-np.arange(256) / WEIGHT_STEPS)
     return model, REACH * ((num_blocks >> shift) + 1) if learning else 1

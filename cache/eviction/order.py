@@ -1,16 +1,18 @@
 """The eviction order of the cached blocks of a pool that is managed elsewhere, such as vLLM's.
 
-The pool reports when a request begins and ends, and which blocks are released, reused and handed out. It keeps
-its own reference counts, tables and index. This module keeps what the eviction rule needs beside them: classes
-and ages of released blocks, and the parent of each block, so that a prefix outlives its continuations.
+The pool's owner reports when a request begins and ends, and which blocks are released, reused and handed out.
+The owner keeps reference counts, block tables and index. This module keeps the other inputs of eviction:
+classes and ages of released blocks, and the parent of each block. With the parents, a prefix stays cached at
+least as long as its continuations.
 
 **Nodes** are created from a request's full blocks when it ends, and found by hash. Two requests that compute
-the same tokens at the same time leave two blocks, which our own pool would merge. The second block is a
-*spare*: it is evicted before all others, and its release counts as a release of the first.
+the same tokens at the same time leave two blocks. The second block is a *spare*: it is evicted before all other
+blocks, and its release counts as a release of the first.
 
-**Arrays** have the names and the meaning of `Core`'s. ``refs`` is 0 for the blocks held here and 1 for all
-others. Other groups of the same pool (`follow`) have nodes of their own, in the class of the first group's
-block at the same place. Blocks of windowed groups have no nodes: each may be evicted separately.
+**Arrays** have the same names and meaning as in `tonnage.cache.blocks.state.Core`. ``refs`` is 0 for the blocks
+in this eviction order and 1 for all others. Other groups of the same pool (`follow`) have nodes of their own,
+in the class of the first group's block at the same position. Blocks of windowed groups have no nodes: each may
+be evicted separately.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, choose_list, choose_
 from tonnage.cache.eviction.model import CLASSES, ENTRY, LEARNED, OrderArrays, history_buckets, new_model
 from tonnage.cache.eviction.reuse import observe_end, observe_start
 
-SPARE = CLASSES  # an additional list: blocks whose content another block has too
+SPARE = CLASSES  # additional eviction list for blocks whose content another block has too
 
 
 class EvictionOrder:
     """The eviction order of the cached blocks of a pool that another manager owns.
 
     Args:
-        num_blocks: Blocks of the pool; ids are 1 to num_blocks - 1. None is held here at first.
+        num_blocks: Blocks of the pool; ids are 1 to num_blocks - 1. At first no block is in the order.
         block_size: Tokens per block.
         max_blocks: Upper bound of the blocks of one request in one group.
         learning: False: the block released first is evicted first, unless a cached block continues it.
@@ -57,20 +59,21 @@ class EvictionOrder:
         self.arrays = _new_arrays(num_blocks, block_size, learning)
         self._hashes, self._table = np.zeros(max_blocks, np.uint64), np.zeros(max_blocks, np.int32)
         self._classes = np.zeros(max_blocks, np.int32)
-        self._ended = 0  # blocks of the last request that ended: entries of `_classes`
+        # number of blocks of the last request that ended, which are the used entries of `_classes`
+        self._ended = 0
         self._out = np.zeros(num_blocks, np.int32)
         self._counts, self._model = columns(self.arrays.pool), columns(self.arrays.model)
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def start(self, hashes: UInt64Array, hit: Sequence[int], tokens: int, free: int) -> int:
-        """Record the start of a request and return the turn of its conversation, which `end` needs.
+        """Record the start of a request and return its conversation turn, which `end` needs.
 
         Args:
             hashes: Hashes of the prompt's full blocks.
-            hit: Blocks of the prefix hit, not taken yet.
-            tokens: Length of the prompt.
-            free: Blocks of the pool without content.
+            hit: Cached blocks that the request will reuse, before `take` is called for them.
+            tokens: Length of the prompt in tokens.
+            free: Number of the pool's blocks without content.
         """
         self._counts.free[0] = free
         count = min(self._enter(hashes, hit), len(hit))
@@ -80,8 +83,8 @@ class EvictionOrder:
         """Record the end of a request, before its blocks are released.
 
         Args:
-            hashes: Hashes of its full blocks.
-            blocks: Its full blocks with content, in order; 0 where it has none.
+            hashes: Hashes of the request's full blocks.
+            blocks: The request's full blocks with content, in order; 0 at positions without a block.
             prompt: Length of the prompt in tokens.
             tokens: Length of prompt and output in tokens.
             turn: The result of `start`.
@@ -93,9 +96,10 @@ class EvictionOrder:
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
     ) -> None:
-        """Record the blocks of another group of the request last passed to `end`.
+        """Record the blocks of another KV cache group, for the request last passed to `end`.
 
-        ``key`` distinguishes the groups; ``full`` says that the group is full attention.
+        ``key`` is a number unique to the group, which enters the hashes; ``full`` says that the group is full
+        attention.
         """
         self._enter(hashes, blocks)
         count = min(len(blocks), len(self._table), len(hashes) if full else len(blocks))
@@ -107,36 +111,36 @@ class EvictionOrder:
     # -- blocks --------------------------------------------------------------------------------------------
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Add blocks that no request references any more to the order, a request's last block first."""
+        """Add blocks that no request references any more to the order; a request's last block comes first."""
         _release(self.arrays, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Remove blocks that are referenced again from the order; blocks that are not in it are ignored."""
+        """Remove blocks that are referenced again from the eviction order; other blocks are ignored."""
         _take(self.arrays, np.array(blocks, np.int32))
 
     def pop(self, count: int) -> list[int]:
-        """Evict ``count`` blocks and return them. Raises ValueError if the order has fewer."""
+        """Evict ``count`` blocks and return them. Raises ValueError if fewer blocks can be evicted."""
         if count > self.cached:
             raise ValueError(f"{count} blocks requested, {self.cached} cached")
         return self._popped(count, FOR_PREFILL)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Record blocks that have lost their content otherwise.
+        """Record blocks that have lost their content without eviction by this object.
 
-        A block in use must not be passed to `end` any more, but must still be released here: other blocks may
-        continue it.
+        A block in use must not be passed to `end` any more. It must still be passed to `release`, because
+        cached blocks may continue it.
         """
         _forget(self.arrays, np.array(blocks, np.int32))
 
     def reset(self) -> list[int]:
-        """Evict all blocks in the order and return them."""
+        """Evict all cached blocks and return them in order of eviction."""
         return self._popped(self.cached, BY_RESET)
 
     # -- what may be read ----------------------------------------------------------------------------------
 
     @property
     def cached(self) -> int:
-        """Number of unreferenced blocks with content, whose order of eviction is kept here."""
+        """Number of unreferenced blocks with content, all of which are in the eviction order."""
         return int(self._counts.cached[0])
 
     @property
@@ -146,11 +150,11 @@ class EvictionOrder:
 
     @property
     def learned(self) -> bool:
-        """Whether the current rule is the learned one, not LRU."""
+        """Whether learned eviction is in effect, not LRU."""
         return bool(self._model.rule[0] == LEARNED)
 
     def blocks(self) -> list[int]:
-        """Return the unreferenced blocks with content: spare blocks first, then by release; O(pool)."""
+        """Return the unreferenced blocks with content: duplicates first, then by time of release; O(pool)."""
         here = np.flatnonzero(self.arrays.refs == 0)
         age = (int(self._counts.clock[0]) - self.arrays.stamp[here]) & CLOCK_MASK
         spare = self.arrays.kind[here] & CLASS_MASK == SPARE
@@ -169,7 +173,7 @@ class EvictionOrder:
 
 
 def _new_arrays(num_blocks: int, block_size: int, learning: bool) -> OrderArrays:
-    """Return the arrays of a pool that holds no block."""
+    """Return the arrays of an eviction order without blocks."""
     model, history = new_model(num_blocks, learning)
     pool = np.zeros(1, POOL)
     pool["num_blocks"], pool["block_size"] = num_blocks, block_size
@@ -218,7 +222,7 @@ def _follow(
 
 @compiled
 def _publish(core: OrderArrays, hashes: UInt64Array, table: Int32Array, count: int, key: np.uint64) -> None:
-    """Create nodes for the blocks in ``table``, which are in use; replace blocks by existing nodes there."""
+    """Create nodes for the used blocks in ``table``; replace a block by a node with the same content, if any."""
     parent = ROOT
     for at in range(count):
         mine = int(table[at])
@@ -231,10 +235,10 @@ def _publish(core: OrderArrays, hashes: UInt64Array, table: Int32Array, count: i
             node = mine
             if core.node_of[mine] != mine:
                 _insert(core, mine, parent, value)
-            elif core.kind[mine] < ONE_CHILD:  # its content has changed
+            elif core.kind[mine] < ONE_CHILD:  # the block has new content, so its old node is dropped
                 _drop(core, mine)
                 _insert(core, mine, parent, value)
-        elif core.parent[node] == ROOT:  # its parent was evicted before it
+        elif core.parent[node] == ROOT:  # the node's parent was evicted before the node
             _link(core, node, parent)
         if node != mine and core.node_of[mine] == mine and core.kind[mine] < ONE_CHILD:
             _drop(core, mine)
@@ -251,9 +255,10 @@ def _bucket(core: OrderArrays, value: np.uint64) -> int:
 
 @inlined
 def _find(core: OrderArrays, value: np.uint64) -> int:
-    """Return the node with this hash, or 0.
+    """Return the node whose hash is ``value``, or 0.
 
-    A collision costs at most a hit, because the pool itself decides which blocks to serve.
+    A hash collision can only spoil the eviction order, because the pool's owner decides which blocks a request
+    reuses.
     """
     node = int(core.heads[_bucket(core, value)])
     while node != NULL_BLOCK and core.node_hash[node] != value:
@@ -286,7 +291,7 @@ def _link(core: OrderArrays, node: int, parent: int) -> None:
 
 @inner
 def _unhash(core: OrderArrays, node: int) -> None:
-    """Remove the node from its hash bucket, if it is in it."""
+    """Remove a node from its hash bucket, if the bucket contains the node."""
     bucket = _bucket(core, core.node_hash[node])
     at = int(core.heads[bucket])
     if at == node:
@@ -301,7 +306,7 @@ def _unhash(core: OrderArrays, node: int) -> None:
 
 @inner
 def _drop(core: OrderArrays, node: int) -> None:
-    """Remove a node without children from the index."""
+    """Remove a node without children from the index of nodes."""
     _unhash(core, node)
     core.node_of[node] = NULL_BLOCK
     core.pool[0].nodes -= 1
@@ -316,8 +321,8 @@ def _drop(core: OrderArrays, node: int) -> None:
 def _cut(core: OrderArrays) -> None:
     """Detach nodes in use from cached parents, so that a cached block can be listed again; O(pool).
 
-    It is needed when every cached block has a child. A request may hold a node and, in place of its parent, a
-    block of its own with the same content.
+    It is needed when every cached block has a child. That happens if a request holds a node but not the node's
+    parent, because its own block has the parent's content.
     """
     for node in range(1, core.pool[0].num_blocks):
         parent = int(core.parent[node])
@@ -359,7 +364,7 @@ def _release(core: OrderArrays, blocks: Int32Array) -> None:
 
 @inlined
 def _leave(core: OrderArrays, block: int) -> None:
-    """Remove a held block, listed or with children, from the order."""
+    """Remove a cached block, listed or with children, from the eviction order."""
     unlink(core, block)
     core.refs[block], core.stamp[block] = 1, 0
     if core.kind[block] & CLASS_MASK == SPARE:
@@ -375,7 +380,7 @@ def _take(core: OrderArrays, blocks: Int32Array) -> None:
 
 @compiled
 def _pop(core: OrderArrays, count: int, cause: int, out: Int32Array) -> None:
-    """Write ``count`` evicted blocks, at most the held ones, to ``out``."""
+    """Evict ``count`` blocks for reason ``cause`` and write them to ``out``; that many must be cached."""
     pool, done = core.pool[0], 0
     while done < count:
         spare = pool.num_blocks + SPARE
