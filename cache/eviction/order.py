@@ -111,7 +111,10 @@ class EvictionOrder:
     # -- blocks --------------------------------------------------------------------------------------------
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Add blocks that no request references any more to the order; a request's last block comes first."""
+        """Add blocks that no request references any more to the eviction order.
+
+        A request's last block must come first in ``blocks``.
+        """
         _release(self.arrays, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
@@ -222,7 +225,7 @@ def _follow(
 
 @compiled
 def _publish(core: OrderArrays, hashes: UInt64Array, table: Int32Array, count: int, key: np.uint64) -> None:
-    """Create nodes for the used blocks in ``table``; replace a block by a node with the same content, if any."""
+    """Create nodes for the used blocks in ``table``; replace blocks by existing nodes of the same content."""
     parent = ROOT
     for at in range(count):
         mine = int(table[at])
