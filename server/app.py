@@ -56,15 +56,16 @@ def create_app(
     """Build the app that serves ``engine``; its lifespan starts and stops the engine.
 
     The engine loads in the background: /health answers at once, /ready after the load. When the load fails,
-    ``app.state.tonnage.startup_error`` holds the reason, and the caller has to stop the server. One process
-    may hold several apps.
+    ``app.state.tonnage.startup_error`` holds the reason, and the caller has to stop the server. One process may
+    hold several apps.
 
     Args:
         settings: The server's settings.
         engine: The engine, not yet started.
-        tokenizer: The tokenizer; by default the one in the folder of the plan's model.
-        operations_only: Whether to leave out every endpoint that generates or tokenizes. Used when requests
-            reach the engine another way, which then limits, counts and charges them.
+        tokenizer: The model's tokenizer; None loads it from the folder of the plan's model.
+        operations_only: Whether to leave out every endpoint that generates or tokenizes. A Ray replica uses
+            this: its requests come through Ray from the API process, which has already limited and counted
+            them.
         on_startup_error: Called with the error when the engine fails to start.
 
     Raises:
@@ -100,8 +101,10 @@ def create_app(
         description="OpenAI-compatible server whose memory is planned, admitted by and measured.",
         lifespan=lifespan,
         responses=errors.RESPONSES,
-        redirect_slashes=False,  # a redirect response would not have the error envelope
-        docs_url=None,  # FastAPI's own pages load their scripts from another host
+        redirect_slashes=False,  # A redirect response would have no error object in OpenAI's format.
+        # FastAPI's own documentation pages load scripts from another host; ``docs_router`` serves local files
+        # instead.
+        docs_url=None,
         redoc_url=None,
     )
     app.state.tonnage = state
@@ -125,14 +128,14 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    # The access log already has a line for each rejected request.
+    # With an access log, failed requests are not logged a second time, since it has a line for each request.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals)
     return app
 
 
 def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] | None:
-    """Return the loader of the configured tool-call parser, or None when no parser is configured.
+    """Return a function that loads the configured tool-call parser, or None when none is configured.
 
     Raises:
         DeploymentError: Only one of --enable-auto-tool-choice and --tool-call-parser is set.
@@ -149,8 +152,8 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
 def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: FailedRequestLog) -> None:
     """Add the ASGI middleware, innermost first.
 
-    Authentication comes before CORS and the request id, so that a response without a valid key also has both
-    headers.
+    The request id and CORS headers are added outside of authentication, so that a rejection for a missing or
+    wrong key has both, too.
     """
     if keys:
         public = PUBLIC_PATHS | ({"/metrics"} if settings.metrics_public else set())

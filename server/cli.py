@@ -1,4 +1,4 @@
-"""The command ``tonnage``: a table of sub-commands, each imported only when it is called.
+"""The command ``tonnage``: a table of its sub-commands, each of which is imported only when it is called.
 
 ``tonnage plan`` has to answer in under 200 ms, so this module imports only what every command needs.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 if "--multiprocessing-fork" in sys.orig_argv:
     # This process is an engine core or a worker of vLLM, which imports this module first
-    # (multiprocessing/spawn.py). The modules it imports are never freed. With the default threshold of 700 the
-    # garbage collector scans them for 2.9 of the 11 s of processor time until it is ready; with this threshold
-    # for 1.7 s (vLLM 0.32).
+    # (multiprocessing/spawn.py). The modules that it imports are never freed, yet the garbage collector scans
+    # them again and again. With the default threshold of 700 this takes 2.9 of the 11 s of processor time until
+    # the process is ready; with this threshold 1.7 s (vLLM 0.32).
     gc.set_threshold(50_000)
 
-# name -> (module with run(argv) -> exit code, summary for the usage text)
+# name of a command -> (module with a function run(argv) -> exit code, summary for the usage text)
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("tonnage.planner.command", "show what a model needs and what a device can hold, without loading"),
     "train": ("tonnage.planner.training.command", "show what training a model needs and what makes it fit"),
@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tonnage.server.commands.demo", "plan, serve, query and measure the demo model, then stop"),
 }
 
-# command -> the extra that it needs; the planner's commands and `status` need none
+# name of a command -> the extra that it needs; `status` and the planner's commands need none
 EXTRAS = {
     "replay": "replay", "serve": "server", "verify": "server", "watch": "server", "doctor": "server",
     "demo": "demo",
@@ -53,7 +53,8 @@ EXTRAS = {
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writing the output to a file
+# errors that mean that no space is left for the output (disk, quota or file size)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def usage() -> str:
@@ -83,14 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _dispatch(arguments)
         if sys.stdout is not None:
-            sys.stdout.flush()  # report a broken pipe or a full disk here, not at interpreter exit
+            # Flush here, so that a broken pipe or a full disk is reported as an error of the command, not at
+            # interpreter exit.
+            sys.stdout.flush()
         return code
     except TonnageError as error:
         print(f"tonnage: {error}", file=sys.stderr)
         return USAGE
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        if missing in ("", "tonnage"):  # a defect of Tonnage, not a missing extra
+        if missing in ("", "tonnage"):  # A missing module of Tonnage itself is a defect, not a missing extra.
             raise
         extra = extra_with(missing)
         bring = f" (pip install 'tonnage[{extra}]' installs it)" if extra else ""
@@ -99,8 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tonnage: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the program that reads the output (head, less) has ended
-        sys.stdout = None  # else the interpreter flushes it again at exit and reports an error
+    except BrokenPipeError:  # the program that reads the output, such as head or less, has ended
+        # Without this the interpreter flushes stdout again at exit and reports the error a second time.
+        sys.stdout = None
         return BROKEN_PIPE
     except OSError as error:
         if error.errno not in _NO_SPACE:
@@ -111,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open() -> None:
-    """Open /dev/null for standard streams that are closed at start (``>&-``, some cron jobs)."""
+    """Open /dev/null as stdout or stderr when it is closed at start (``>&-``, some cron jobs)."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- open until the process ends
     if sys.stderr is None:
@@ -119,16 +123,18 @@ def _open() -> None:
 
 
 def _encodable() -> None:
-    """Print ``?`` for characters that a non-UTF-8 terminal cannot show, instead of raising an error."""
-    out, refusing = sys.stdout, ("strict", "surrogateescape")  # surrogateescape: the C locale
+    """Make stdout print ``?`` for characters that its encoding lacks, instead of raising an error."""
+    # Python uses surrogateescape for stdout in the C locale.
+    out, refusing = sys.stdout, ("strict", "surrogateescape")
     if isinstance(out, TextIOWrapper) and not out.encoding.lower().startswith("utf") and out.errors in refusing:
         out.reconfigure(errors="replace")
 
 
 def parser_of(name: str) -> Parser:
-    """Return the argument parser of a command without importing the libraries that the command runs on."""
+    """Return the argument parser of a command, without importing the libraries that running it needs."""
     if not COMMANDS[name][0].startswith("tonnage.planner."):
-        from tonnage.server.parsers import PARSERS  # planner commands do not need it
+        # imported here, because the planner's commands do not need the server's parsers
+        from tonnage.server.parsers import PARSERS
 
         if name in PARSERS:
             return PARSERS[name]()
@@ -147,24 +153,27 @@ def _dispatch(arguments: list[str]) -> int:
         print(usage(), end="")
         return OK
     if name in ("-V", "--version"):
-        from importlib.metadata import version  # takes 20 ms, which only --version needs
+        # imported here, because it takes 20 ms and only --version needs it
+        from importlib.metadata import version
 
         print(f"tonnage {version('tonnage')}")
         return OK
     if name not in COMMANDS:
         return _unknown(name)
     if any(word in ("-h", "--help") or word.startswith("--help=") for word in rest):
-        with contextlib.suppress(SystemExit):  # argparse exits after it has printed the help
+        with contextlib.suppress(SystemExit):  # argparse raises SystemExit after it has printed the help
             parser_of(name).parse_args(rest)
         return OK
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
         module = (
-            "tonnage.server.commands.replicas"  # it replays traces, and the planner may not import the cache
+            # a server command: it replays traces, and the planner may not import the cache package
+            "tonnage.server.commands.replicas"
         )
         require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
-        module = "tonnage.server.commands.trace_concurrency"  # traces belong to the cache package
+        # a server command: the cache package reads traces, and the planner may not import it
+        module = "tonnage.server.commands.trace_concurrency"
     if name in EXTRAS:
         require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)
     run: Callable[[list[str]], int] = import_module(module).run

@@ -27,7 +27,7 @@ SHELLS = ("bash", "zsh", "fish")
 MANUAL = "man"
 _ABOUT = "Memory of language models: plan it, admit by it, measure it."
 
-# Option -> its valid names, for options whose flag declares no choices.
+# Name of an option -> its valid values, for options whose flag declares no choices.
 _NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
     "gpu": lambda: ("auto", "cpu", *(gpu.name for gpu in catalogue())),
     "quantization": flag_formats,
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
         return OK
     script = shtab.complete(offering(tree(), shtab.FILE), arguments.shell)
     if arguments.shell == "fish":
-        # shtab 1.13 writes -tp as the short options t and p; -o declares an old-style long option
+        # shtab 1.13 writes -tp as the two short options t and p. In fish, -o declares an old-style long option.
         script = re.sub(r" -s (\w\w+)", r" -o \1", script)
     print(script)
     return OK
@@ -91,10 +91,11 @@ def tree() -> argparse.ArgumentParser:
 
 
 def offering(root: argparse.ArgumentParser, file: dict[str, Any]) -> argparse.ArgumentParser:
-    """Add to ``root``'s options the values that a shell can offer, and return ``root``.
+    """Add values that a shell can offer to the options of ``root``, and return ``root``.
 
-    Flags offer their choices, some options the names of the catalogue, and paths ``file``. The result serves
-    completion only, because the added choices would reject valid input.
+    Flags with choices offer them, some options offer names from the catalogues, and options that take a path
+    get the completion ``file``. The result is only for completion, because the added choices would reject other
+    valid input.
     """
     for action in (*_actions(root), *(a for name in COMMANDS for a in _actions(_commands(root)[name]))):
         values = _values(action)
@@ -124,12 +125,12 @@ def _values(action: argparse.Action) -> Iterable[str]:
     flag = getattr(action.type, "__self__", None)
     if isinstance(flag, Flag) and (found := flag.choices or tuple(_named(flag.name))):
         return found
-    # Some options list their values only in the metavar: --engine, --emit, --find.
+    # For the options --engine, --emit and --find, only the metavar lists the valid values.
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     return metavar.split("|") if "|" in metavar else _named(action.dest)
 
 
 def _named(name: str) -> Iterable[str]:
-    """Return the valid names of an option whose choices depend on the engine or on a catalogue."""
+    """Return the valid values of an option that depend on the engine or come from a catalogue."""
     names = _NAMES.get(name)
     return names() if names else ()

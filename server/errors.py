@@ -1,8 +1,8 @@
 """Errors of the API: a closed set of codes, and the single place that turns them into HTTP responses.
 
-Every error response goes through ``render``, which writes OpenAI's envelope, the status and the retry headers.
-A request that can never succeed gets 400 and ``x-should-retry: false``. A request that may succeed later gets
-429 or 503 and ``Retry-After``. The OpenAI SDK reads these headers.
+Every error response goes through ``render``, which writes OpenAI's error object, the status and the retry
+headers. A request that can never succeed gets 400 and ``x-should-retry: false``. A request that may succeed
+later gets 429 or 503 and ``Retry-After``. The OpenAI SDK reads these headers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tonnage.server.engines.errors import QueueFull
 
 log = logging.getLogger("tonnage.server")
 
-MAX_MESSAGE = 1000  # characters, so that a large request body cannot cause a large error
+# The limit of an error message in characters, so that a large request body cannot cause a large error.
+MAX_MESSAGE = 1000
 
 
 class ErrorCode(StrEnum):
@@ -65,7 +66,10 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """HTTP status of an error code; ``retryable`` is whether the response carries Retry-After."""
+    """How an error code is reported: its HTTP status, and whether the client may retry.
+
+    A ``retryable`` error is sent with the header Retry-After.
+    """
 
     status: int
     retryable: bool = False
@@ -93,7 +97,7 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
     ErrorCode.INVALID_API_KEY: _Rule(401),
     ErrorCode.PERMISSION_DENIED: _Rule(403),
-    # 429: this client has used up its own quota; other clients are served.
+    # Status 429 is for a client that has used up its own quota, while other clients are still served.
     ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, retryable=True),
     ErrorCode.INSUFFICIENT_QUOTA: _Rule(429),
     ErrorCode.UNSUPPORTED_ENDPOINT: _Rule(400),
@@ -102,7 +106,7 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.QUEUE_TIMEOUT: _Rule(503, retryable=True),
     ErrorCode.UNKNOWN_URL: _Rule(404),
     ErrorCode.METHOD_NOT_ALLOWED: _Rule(405),
-    # 503, not 429: the server can serve no client now, so a load balancer should try another server.
+    # Status 503, not 429: the server can serve no client now, so a load balancer should try another server.
     ErrorCode.SERVER_OVERLOADED: _Rule(503, retryable=True),
     ErrorCode.MODEL_LOADING: _Rule(503, retryable=True),
     ErrorCode.ENGINE_DEAD: _Rule(503, retryable=True),
@@ -112,7 +116,10 @@ RULES: dict[ErrorCode, _Rule] = {
 
 
 class ApiError(Exception):
-    """An error that the API reports to the client; ``param`` names the body field that caused it."""
+    """An error that the API reports to the client.
+
+    ``param`` is the field of the request body that caused the error.
+    """
 
     def __init__(
         self,
@@ -135,7 +142,7 @@ class ApiError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server rejected the request (bad input, too large, overloaded), as opposed to failing."""
+        """Whether the server rejected the request (bad input, too large, overloaded); False after a failure."""
         return self.status < 500 or self.code in (
             ErrorCode.SERVER_OVERLOADED,
             ErrorCode.MODEL_LOADING,
@@ -172,7 +179,7 @@ def stopping() -> ApiError:
 
 
 def envelope(error: ApiError) -> dict[str, Any]:
-    """Return OpenAI's error body for ``error``; its code is a string and its param a string or null."""
+    """Return OpenAI's JSON object for ``error``; its code is a string, and its param a string or null."""
     message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 3] + "..."
     return {
         "error": {
@@ -189,7 +196,8 @@ def headers(error: ApiError) -> dict[str, str]:
 
     Returns:
         ``Retry-After`` (seconds) and ``retry-after-ms`` when a retry may succeed, ``x-should-retry: false``
-        when it cannot, and no headers for an internal error, whose cause is unknown.
+            when it cannot, and no headers for an internal error, since its cause is unknown and a retry may or
+            may not help.
     """
     rule = RULES[error.code]
     if rule.retryable:
@@ -233,11 +241,11 @@ def from_exception(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI, report: Callable[[ApiError, str, str], None]) -> None:
-    """Register exception handlers that answer every error of ``app`` in the same envelope.
+    """Register exception handlers that answer every error of ``app`` in OpenAI's format.
 
     Args:
         app: The application.
-        report: Called for each error with the error, the path and the request id.
+        report: A function that is called for each error with the error, the request's path and the request id.
     """
 
     def answer(request: Request, error: ApiError, extra: dict[str, str] | None = None) -> Response:

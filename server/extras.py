@@ -1,7 +1,7 @@
-"""The extras of the distribution: which modules each brings, and the error when a command's extra is missing.
+"""The optional dependencies (extras) of the package: the modules of each, and the error when one is missing.
 
-Modules are looked up without importing them, so that the error comes before a command does or prints anything.
-The planner's commands need no extra.
+Modules are looked up without importing them, so that the error precedes any action or output of a command. The
+planner's commands need no extra.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 from tonnage.planner.errors import TonnageError
 
-# extra -> modules that must be installed. A module for one format or one request is checked where it is used.
+# extra -> modules that must be installed. Modules for a single file format or request are checked where they
+# are used.
 MODULES: dict[str, tuple[str, ...]] = {
     "replay": ("numpy", "numba", "xxhash", "rich"),
     "server": (
@@ -31,7 +32,7 @@ AN_ENGINE = "pip install 'tonnage[hf]', or 'tonnage[vllm]' for vLLM on a CPU; on
 
 
 class ExtraMissing(TonnageError):
-    """Error for a missing extra; the message names its missing modules, the hint the pip command."""
+    """Error for an extra that is not installed; it names the missing modules and the pip command."""
 
     code = "extra_missing"
 
@@ -43,7 +44,11 @@ def missing(extra: str) -> list[str]:
 
 
 def require(extra: str, what: str, hint: str | None = None) -> None:
-    """Raise ExtraMissing when a module of ``extra``, which ``what`` needs, is not installed."""
+    """Raise ExtraMissing when a module of ``extra`` is not installed.
+
+    ``what`` names the command or feature that needs the extra, for the message. ``hint`` replaces the pip
+    command.
+    """
     if names := missing(extra):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ExtraMissing(
@@ -52,8 +57,9 @@ def require(extra: str, what: str, hint: str | None = None) -> None:
 
 
 def require_serving(backend: str) -> None:
-    """Raise ExtraMissing unless the API's pages and an engine for ``--backend`` are installed."""
-    # The rest of the extra `server` comes with vLLM, and `watch` runs without fastapi_offline.
+    """Raise ExtraMissing unless the files of /docs and an engine for the option ``--backend`` are installed."""
+    # Only this package is checked: vLLM brings the rest of the extra `server`, and `watch` does not need
+    # fastapi_offline.
     if not _installed("fastapi_offline"):
         raise ExtraMissing(
             "/docs needs fastapi_offline, not installed here", hint="pip install 'tonnage[server]'"
@@ -66,12 +72,12 @@ def require_serving(backend: str) -> None:
 
 
 def extra_with(module: str) -> str | None:
-    """Return the extra that brings ``module``, or None."""
+    """Return the name of the extra that installs ``module``, or None."""
     return next((extra for extra, names in MODULES.items() if module in names), None)
 
 
 def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that contains it is missing
+    except ModuleNotFoundError:  # find_spec raises this when the parent package of the module is missing
         return False

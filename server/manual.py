@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 
 def page(about: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Return the manual page in man(7) markup, with a section of options and examples for each command."""
+    """Return the manual page in man(7) markup, with the options and examples of each command."""
     source = f"Tonnage {version('tonnage')}"
     listed = [(".TP", _bold(name), _text(parser.description or "")) for name, parser in parsers.items()]
     lines = [

@@ -1,7 +1,7 @@
 """``Options``: the settings of a server that are not flags of the plan.
 
-Each option is declared once, here. ``tonnage serve --help``, the environment variables ``TONNAGE_*``, the keys
-of ``--config`` and ``tonnage.server.settings.Settings`` are generated from these lines
+Each option is declared once, in this module. ``tonnage serve --help``, the environment variables ``TONNAGE_*``,
+the keys of ``--config`` and ``tonnage.server.settings.Settings`` are generated from these declarations
 (``tonnage.planner.flags``). The module imports no server library, so that help and shell completion start
 quickly.
 """
@@ -19,8 +19,8 @@ from tonnage.planner.units import parse_seconds
 if TYPE_CHECKING:
     from tonnage.server.engines.sharing import KVEventsConfig
 
-# Flags of `tonnage plan` that an engine is started with (engine_arguments in engines/vllm/engine.py; the hf
-# engine takes the plan itself). The other flags plan features that no backend here runs.
+# Flags of the plan that an engine is started with (engine_arguments in engines/vllm/engine.py; the hf engine
+# gets the plan object). No backend implements the features that the other flags of `tonnage plan` describe.
 PLANNED = (
     "device", "gpu", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
@@ -35,7 +35,7 @@ _LIMITS, _SECURITY, _LOGS = "limits and times", "keys and TLS", "logs, metrics a
 
 
 def _events(text: str, field: str) -> KVEventsConfig | None:
-    from tonnage.server.engines.sharing import events_config  # --help does not need it
+    from tonnage.server.engines.sharing import events_config  # imported here, because --help does not need it
 
     try:
         return events_config(text)
@@ -51,7 +51,7 @@ def _endpoint(text: str, field: str) -> str:
 
 @dataclass(slots=True)
 class Options:
-    """Settings of one server beside the plan's flags; sizes are int bytes, times are float seconds."""
+    """Settings of one server other than the plan's flags; sizes are int bytes, and times are float seconds."""
 
     backend: str = flag(
         "hf", "engine; auto: vllm where it can run the model, else hf; fake: runs no model", group=_ENGINE,
@@ -60,8 +60,9 @@ class Options:
     lora_modules: tuple[str, ...] = flag(
         (), "adapters in PEFT's format, selected by model: NAME", group=_ENGINE, metavar="NAME=FOLDER,..."
     )
-    # vLLM's limit for its own engine core is 600 s (VLLM_ENGINE_READY_TIMEOUT_S), too short for a large model
-    # on a slow disk. 1800 s is also the limit of the Helm chart's startup probe (startup.maxSeconds).
+    # vLLM waits at most 600 s for its own engine core (VLLM_ENGINE_READY_TIMEOUT_S), which is too short for a
+    # large model on a slow disk. The limit here, 1800 s, is also that of the Helm chart's startup probe
+    # (startup.maxSeconds).
     engine_ready_timeout: float = flag(
         1800.0, "time an engine has to load, at each start and restart", group=_ENGINE, unit="seconds"
     )
@@ -105,15 +106,15 @@ class Options:
         None, "reader of tool calls, by vLLM's name: hermes, llama3_json, ...", group=_CHAT
     )
 
-    # Counted as in vLLM: unfinished requests, waiting and running; n sequences count n. vLLM has no limit by
-    # default; 512 is the queue of Ollama (OLLAMA_MAX_QUEUE).
+    # As in vLLM, the limit counts unfinished sequences, waiting and running; a request with n > 1 counts n.
+    # vLLM has no limit by default; 512 is the queue of Ollama (OLLAMA_MAX_QUEUE).
     max_num_queued_reqs: int = flag(512, "unfinished sequences before new ones get 503", group=_LIMITS)
-    # 16 is OpenAI's default for /v1/completions (API reference, "max_tokens").
+    # The default is OpenAI's default for /v1/completions, 16 (API reference, "max_tokens").
     default_max_tokens: int = flag(16, "max_tokens of a request without one", group=_LIMITS)
     default_chat_max_tokens: int = flag(
         1024, "upper bound of max_completion_tokens for a chat request without one", group=_LIMITS
     )
-    # A million token ids as JSON, more than any context served here, need less than 8 MiB.
+    # The default fits a million token ids as JSON, more than any context served here, in less than 8 MiB.
     max_request_body_bytes: int = flag(8 * 2**20, "largest accepted request body", group=_LIMITS, unit="bytes")
     body_timeout: float = flag(30.0, "time a client has to send its body", group=_LIMITS, unit="seconds")
     request_timeout: float | None = flag(
@@ -152,5 +153,5 @@ class Options:
     )  # fmt: skip
 
 
-# Options of a command that loads a model and serves nothing; the other options configure the API.
+# Options for a command that loads a model but does not serve it; the remaining options configure the API.
 LOADING = ("backend", "lora_modules", "admission_mode", "watermark", "target_itl")

@@ -1,7 +1,7 @@
-"""Argument parsers of the server's commands, one function per command.
+"""Argument parsers of the server's commands, with one function per command.
 
-They are separate from the commands because ``--help``, shell completion and the manual page need only the
-options: this module imports neither server nor cache, nor their libraries.
+They are not in the modules of the commands, because ``--help``, shell completion and the manual page need only
+the options. This module imports neither the server nor the cache, nor their libraries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _MODEL = "demo, a folder with config.json, a .gguf file, or a hub id (org/name o
 
 
 def _add_settings(p: Parser, names: tuple[str, ...] | None = None) -> None:
-    """Add the settings to ``p``: the model, the plan's flags and ``names`` of Options (all when None).
+    """Add the model, the plan's flags and options of the server to the parser ``p``.
+
+    Args:
+        p: The parser of a command.
+        names: Names of the Options to add; None adds all.
 
     An option that is absent from the command line is absent from the namespace, so that the environment or the
     file can set it.
@@ -72,7 +76,7 @@ exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input o
     return p
 
 
-# Flags of `tonnage plan` that a replay takes too.
+# Flags of `tonnage plan` that `tonnage replay` takes, too.
 _REPLAYED = (
     "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enable_prefix_caching",
@@ -163,14 +167,12 @@ examples:
     _add_client(p)
     planned = p.add_argument_group("the plan, where the server does not report it")
     for name, flag in flags_of(Deployment).items():
-        if (
-            name != "engine"
-        ):  # recognised from the server; its draft model and offloading are given as in `plan`
+        if name != "engine":  # no flag, because watch recognises the engine from the server
             flag.add_to(planned)
     return p
 
 
-# The default address of `tonnage serve`: Options.host and Options.port.
+# The default URL of the commands that query a server; it equals Options.host and Options.port.
 _HERE = "http://127.0.0.1:8000"
 
 

@@ -1,7 +1,7 @@
-"""Settings of a server: one model for flags, ``TONNAGE_*`` environment variables, a TOML file and code.
+"""Settings of a server, read from flags, ``TONNAGE_*`` environment variables, a TOML file or Python arguments.
 
-Field names are vLLM's flags where vLLM has one. ``tonnage.planner.deployment.Deployment`` declares the fields
-of the plan, and ``tonnage.server.options.Options`` the others.
+Fields have the names of vLLM's flags where vLLM has one. ``tonnage.planner.deployment.Deployment`` declares the
+fields of the plan, and ``tonnage.server.options.Options`` the others.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ from tonnage.planner.planning.deployment import deployment_of
 from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
 
-# Secrets are printed as their count only.
+# In output, API keys are replaced by their number.
 _Secrets = PlainSerializer(lambda keys: f"{len(keys)} given")
 _KINDS: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "Path": Path, "tuple[str, ...]": tuple[str, ...],
     "KVEventsConfig": KVEventsConfig,
 }  # fmt: skip
-_WORDS = {"bool": "true or false", "string": "a name"}  # by pydantic error type: bool_parsing, string_type, ...
+# words for a value of the type that a pydantic error names (bool_parsing, string_type ...)
+_WORDS = {"bool": "true or false", "string": "a name"}
 _PREFIX = "TONNAGE_"
-# Variables that other parts read: the caches, the scheduler inside a plain vLLM
+# Environment variables that other modules read: the caches, the scheduler inside a plain vLLM
 # (engines/vllm/scheduler/options.py), vLLM's workers (figures.py) and the tests.
 _OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
-# Kubernetes sets these variables in every container for a Service named tonnage or tonnage-SUFFIX.
+# Kubernetes sets variables with these endings in every container for a Service named tonnage or tonnage-SUFFIX.
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # value of TONNAGE_PORT for a Service named tonnage
+# value of TONNAGE_PORT that Kubernetes sets for a Service named tonnage
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _setting(flag: Flag) -> tuple[Any, Any]:
-    """Return the pydantic type and field of a flag, which is read and checked as on the command line."""
+    """Return the pydantic type and field for a flag; values are parsed and checked as on the command line."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if flag.kind == "KVEventsConfig" and isinstance(value, dict):
-            value = json.dumps(value)  # a table of the TOML file
+            value = json.dumps(value)  # the value is a table of the TOML file
         if isinstance(value, str):
             return flag.read(value, info.field_name)
         if isinstance(value, list):
@@ -64,7 +66,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
     kind = _KINDS.get(flag.kind, str)
     if flag.optional:
         kind = kind | None
-    if flag.kind == "bool":  # pydantic also accepts 1, yes and on
+    if flag.kind == "bool":  # left to pydantic, which also accepts 1, yes and on
         return kind, field
     if flag.secret:
         return Annotated[kind, NoDecode, BeforeValidator(read), _Secrets], field
@@ -74,7 +76,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class _Declared(Options, BaseSettings):
-        """Stand-in for the generated settings model, for the type checker; it has the fields of Options."""
+        """Stand-in for the type checker; at run time this class is generated with a field for each setting."""
 
 else:
     _DECLARED = {name: flags_of(Deployment)[name] for name in PLANNED} | dict(flags_of(Options))
@@ -85,16 +87,16 @@ else:
 
 
 class Settings(_Declared):
-    """The settings of one server: the plan's flags in PLANNED, and Options.
+    """The settings of one server: the plan's flags named in PLANNED, and the fields of Options.
 
-    A plan's flag of None means the engine's own default. Sizes are int bytes.
+    A flag of the plan that is None has the engine's own default. Sizes are int bytes.
     """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="folder with config.json, .gguf file, hub id, or demo")
 
-    # load_settings sets it for one construction: the tables of the TOML file.
+    # The tables of the TOML file; load_settings sets them for the construction of one Settings object.
     _file: ClassVar[dict[str, Any]] = {}
 
     @classmethod
@@ -106,7 +108,7 @@ class Settings(_Declared):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources in order of precedence: arguments, environment, TOML file."""
+        """Return the sources of settings, highest precedence first: arguments, environment, TOML file."""
         found = {
             name: value for name, value in env_settings().items()
             if name != "port" or _SERVICE_ADDRESS.match(value) is None
@@ -116,28 +118,28 @@ class Settings(_Declared):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API, which clients send and /v1/models lists."""
+        """The model's name in the API: clients send it, and /v1/models lists it."""
         return self.served_model_name or self.model
 
     def deployment(self) -> Deployment:
-        """Return the planner's part of the settings; the fake engine is planned like hf.
+        """Return the planner's Deployment for these settings; the fake engine is planned like hf.
 
         Raises:
-            DeploymentError: A flag is set that has no meaning without another one.
+            DeploymentError: A flag is set that has no meaning without another flag.
         """
         given = {name: getattr(self, name) for name in PLANNED if name in self.model_fields_set}
         return deployment_of({"engine": "vllm" if self.backend == "vllm" else "hf", **given})
 
 
 def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
-    """Load the settings from flags, the environment and a TOML file, in this order of precedence.
+    """Load the settings from flags, the environment and a TOML file, highest precedence first.
 
     Args:
         config: The TOML file, or None.
-        **given: The flags.
+        **given: The settings given as flags, by field name.
 
     Raises:
-        DeploymentError: A field is invalid; the message has its name, its value and what is valid.
+        DeploymentError: A field is invalid; the message has the field's name, its value and the valid values.
     """
     Settings._file = {} if config is None else read_config(Path(config))
     check_environment(os.environ)
@@ -159,7 +161,7 @@ def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file; names may be written with ``_`` or, as flags, with ``-``.
+    """Return the settings in a TOML file; names may use ``_`` or, like flags, ``-``.
 
     Raises:
         DeploymentError: The file cannot be read, is not TOML, or has an unknown name.
@@ -181,8 +183,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def check_environment(environment: Mapping[str, str]) -> None:
     """Check the environment for misspelled ``TONNAGE_*`` variables.
 
-    A misspelled name would silently disable a key or a limit. Unknown names that resemble no setting are only
-    reported on stderr.
+    A misspelled name would otherwise go unnoticed and leave a limit unset or the server without keys. Unknown
+    names that resemble no setting are only reported on stderr.
 
     Raises:
         DeploymentError: A variable's name is close to the name of a setting.

@@ -26,9 +26,10 @@ from tonnage.server.text.chat_template import ChatTemplate
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import ToolParser
 
-# A cancelled request needs a few rounds of the event loop to end; one second is a generous upper bound.
+# How long stop() waits for cancelled requests. They need a few rounds of the event loop to end, so one second
+# is a generous upper bound.
 _CUT_OFF_SECONDS = 1.0
-# Interval of the log lines during a drain.
+# Interval in seconds of the log lines during a drain.
 DRAIN_PROGRESS_SECONDS = 5.0
 
 log = logging.getLogger("tonnage.server")
@@ -36,7 +37,10 @@ log = logging.getLogger("tonnage.server")
 
 @dataclass(slots=True)
 class ServerState:
-    """State of one app, in ``app.state.tonnage``; ``startup_error`` is set when the engine failed to start."""
+    """State of one app, kept in ``app.state.tonnage``.
+
+    ``startup_error`` is the reason when the engine failed to start, else None.
+    """
 
     settings: Settings
     engine: Engine
@@ -47,11 +51,13 @@ class ServerState:
     chat_template: ChatTemplate | None = None
     loras: tuple[LoRAModule, ...] = ()
     tool_parser: ToolParser | None = None
-    load_tool_parser: Callable[[], ToolParser] | None = None  # called in a thread, before the engine starts
+    # loads the tool parser; called in a thread, before the engine starts
+    load_tool_parser: Callable[[], ToolParser] | None = None
     bodies: BodyBytes = field(init=False)
     draining_since: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    ready_at: float | None = None  # seconds since the epoch, like `draining_since`
+    # seconds since the epoch, as is `draining_since`; None before the engine is ready
+    ready_at: float | None = None
     startup_error: TonnageError | None = None
     on_startup_error: Callable[[TonnageError], None] | None = None
     _loading_since: float = field(default_factory=time.monotonic)
@@ -67,7 +73,7 @@ class ServerState:
 
     @property
     def draining(self) -> bool:
-        """Whether the server is stopping and waits for the requests in flight."""
+        """Whether the server is stopping, which means that it only finishes requests in flight."""
         return self.draining_since is not None
 
     def phase(self, stats: EngineStats) -> tuple[str, float]:
@@ -95,7 +101,7 @@ class ServerState:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's ``system_fingerprint``, which changes with the plan: with model, engine and versions."""
+        """OpenAI's ``system_fingerprint``: the plan's id, which changes with model, engine and versions."""
         return f"tonnage-{self.plan.plan_id}"
 
     @property
@@ -148,7 +154,7 @@ class ServerState:
         self._loading = asyncio.create_task(self._start(), name="engine start")
 
     def _identity(self) -> dict[str, Any]:
-        """Return the structured fields of the first log line."""
+        """Return the structured fields of the server's first log line: plan, model, engine and pool size."""
         plan = self.plan
         return {
             "plan_id": plan.plan_id, "engine": plan.deployment.engine, "architecture": plan.model.architecture,
@@ -181,14 +187,14 @@ class ServerState:
             self._loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loading
-        # The tasks of cut-off requests are cancelled by now; each request gets its outcome before the engine
+        # Requests cut off by the drain have been cancelled. Wait until each has its outcome, before the engine
         # stops.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.accounts.idle.wait(), _CUT_OFF_SECONDS)
         await self.engine.stop()
 
     async def drain(self, seconds: float) -> None:
-        """Reject new requests and wait until the requests in flight have ended, for at most ``seconds``."""
+        """Reject new requests, and wait at most ``seconds`` until the requests in flight have ended."""
         self.draining_since = time.time()
         if self.accounts.idle.is_set() and self.outboxes.idle.is_set():
             log.info("stopping: nothing is in flight")
@@ -203,7 +209,8 @@ class ServerState:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, DRAIN_PROGRESS_SECONDS)):
                     await self.accounts.idle.wait()
-                    await self.outboxes.idle.wait()  # complete answers that clients have not read yet
+                    # wait for clients that have not yet read their complete answers
+                    await self.outboxes.idle.wait()
                 continue
             log.info(
                 "draining: %d requests in flight", self.accounts.in_flight,
@@ -218,8 +225,8 @@ class ServerState:
         if self.draining:
             raise ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
         if not self.started:
-            # Suggest waiting as long again as the load has taken so far: an exponential back-off, which needs
-            # no estimate of the load time.
+            # Suggest waiting as long again as the load has taken so far. This is an exponential back-off, which
+            # needs no estimate of the load time.
             waited = time.monotonic() - self._loading_since
             raise ApiError(
                 ErrorCode.MODEL_LOADING,
