@@ -151,7 +151,7 @@ def test_ruff_rejects_bare_imports_of_top_level_folders() -> None:
 
 
 def late_imports(node: ast.AST, inside: bool = False) -> Iterator[int]:
-    """Line numbers of imports inside functions; those that expect an ImportError are left out."""
+    """Yield the line numbers of imports inside functions, except imports that expect an ImportError."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom) and inside:
             yield child.lineno

@@ -30,7 +30,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracked files alone, so that nothing lying about in the checkout can help."""
+    """Return a folder with only the tracked files, so that untracked files of the checkout cannot help."""
     source = tmp_path_factory.mktemp("source")
     listed = run("git", "ls-files", "-z", cwd=ROOT)
     assert listed.returncode == 0, listed.stderr

@@ -114,7 +114,7 @@ def test_a_wrong_command_is_found(wrong: str, folder: Path) -> None:
 
 
 def _check(command: Shown) -> None:
-    """Raises AssertionError that says what is wrong."""
+    """Raise AssertionError with the fault of a documented command."""
     words = shlex.split(command.command)
     if "&&" in words:
         for part in command.command.split(" && "):
@@ -207,7 +207,7 @@ def _python(words: list[str], variables: dict[str, str]) -> None:
 
 
 def _script(words: list[str]) -> None:
-    """It is there, and its source has the options."""
+    """Check that a documented script exists and its source defines the given options."""
     file = next((place for place in (ROOT / words[0], ROOT / "benchmarks" / words[0]) if place.exists()), None)
     assert file, f"no script {words[0]}"
     sources = [file, *file.with_suffix("").glob("*.py")]
@@ -244,7 +244,10 @@ def _docker(words: list[str], variables: dict[str, str]) -> None:
 
 
 def _helm(words: list[str], variables: dict[str, str]) -> None:
-    """The chart's schema takes the values; deploy/check.py renders such."""
+    """Check the values of a documented helm command against the chart's schema.
+
+    Rendering the chart is tested by deploy/check.py.
+    """
     chart = ROOT / words[2]
     values = yaml.safe_load((chart / "values.yaml").read_text())
     for flag, given in itertools.pairwise(words):
@@ -267,7 +270,7 @@ def _install(words: list[str], variables: dict[str, str]) -> None:
 
 
 def _printf(words: list[str], variables: dict[str, str]) -> None:
-    """Settings of a server, into the file that the unit reads: what a start would plan."""
+    """Check that the settings that a command writes for the systemd unit give a valid plan."""
     unit = (ROOT / "deploy/systemd/tonnage.service").read_text()
     assert f"EnvironmentFile={words[-1]}" in unit
     with pytest.MonkeyPatch.context() as environment:

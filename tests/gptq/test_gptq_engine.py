@@ -1,7 +1,9 @@
-"""The Hugging Face engine on checkpoints that GPTQModel made, GPTQ and AWQ: the tokens of ``generate`` on the
-same checkpoint, the planned bytes. The first two layers of the demo model, so that quantizing takes seconds.
+"""The Hugging Face engine on GPTQ and AWQ checkpoints made by GPTQModel.
 
-Run by ``make test-gptq`` alone, as ``test_gptq_real`` says.
+The tests compare its tokens with ``generate`` on the same checkpoint, and its bytes with the plan. They use the
+first two layers of the demo model, so that quantization takes seconds.
+
+Run by ``make test-gptq`` alone; the reason is in ``test_gptq_real``.
 """
 
 from __future__ import annotations

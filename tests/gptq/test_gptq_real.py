@@ -39,7 +39,7 @@ TEXTS = (
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]):
-    """said("what"): a line before and after what takes minutes, shown although output is captured."""
+    """Return a context manager that prints a line before and after a slow part, despite captured output."""
 
     @contextmanager
     def line(what: str) -> Iterator[None]:

@@ -1,7 +1,9 @@
-"""GPTQ and AWQ checkpoints of the demo model behind ``tonnage serve``: an answer over HTTP, and the planned
-bytes after the load and after the first forward. All its layers, quantized here by GPTQModel; one start each.
+"""GPTQ and AWQ checkpoints of the whole demo model behind ``tonnage serve``.
 
-Run by ``make test-gptq`` alone, as ``test_gptq_real`` says.
+The tests check an answer over HTTP, and the planned bytes after the load and after the first forward. GPTQModel
+quantizes the checkpoints here; each is served once.
+
+Run by ``make test-gptq`` alone; the reason is in ``test_gptq_real``.
 """
 
 from __future__ import annotations

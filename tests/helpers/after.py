@@ -1,4 +1,4 @@
-"""``tonnage`` in a process that runs the Python in its first argument before: ``after.py CODE serve ...``"""
+"""Run ``tonnage`` after the Python code in the first argument: ``after.py CODE serve ...``."""
 
 from __future__ import annotations
 

@@ -16,8 +16,11 @@ _COMMAND = "import sys; from tonnage.server.cli import main; sys.exit(main())"
 
 
 def commanded(command: str, argv: list[str], folder: Path) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of ``tonnage`` in ``folder``. make page-check names the
-    Python of the environment that has all of it: a replay takes more than the page does."""
+    """Run ``tonnage`` in ``folder``; return its exit code, standard output and standard error.
+
+    The variable TONNAGE_PYTHON, set by ``make page-check``, names a Python with all packages, because a replay
+    needs more than the page does.
+    """
     python = os.environ.get("TONNAGE_PYTHON", sys.executable)
     done = subprocess.run([python, "-c", _COMMAND, command, *argv], cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
@@ -51,17 +54,17 @@ class Sight:
         return self
 
     def refused(self, words: str) -> None:
-        """Wait for a refusal with those words."""
+        """Wait for an error message with the given words."""
         said = "document.getElementById('status')"
         self.wait(f"() => {said}.className === 'no' && {said}.textContent.includes({words!r})")
 
     def plan(self) -> dict[str, Any]:
-        """The JSON of the command that is on the page."""
+        """Return the plan on the page, as the JSON of the command."""
         found: dict[str, Any] = json.loads(self.page.evaluate("() => window.tonnage.out"))
         return found
 
     def planned(self, *parts: str) -> str:
-        """The model's name, once a plan of one with all ``parts`` in its name is there."""
+        """Wait for the plan of a model whose name contains all ``parts``; return the model's name."""
         for part in parts:
             self.wait(
                 f"() => window.tonnage.settled() && document.getElementById('model').value.includes({part!r})"
@@ -78,14 +81,19 @@ class Sight:
         return found
 
     def picture(self, name: str, whole: bool = False) -> None:
-        """Kept where TONNAGE_PICTURES says, if it says a folder. ``whole``: all of the page, not what is seen
-        first."""
+        """Save a screenshot in the folder TONNAGE_PICTURES, if it is set.
+
+        ``whole`` selects the whole page instead of its visible part.
+        """
         if folder := os.environ.get("TONNAGE_PICTURES"):
             self.page.screenshot(path=f"{folder}/{name}.png", full_page=whole)
 
 
 def serious(page: Any, axe: str) -> str:
-    """What axe-core, of which ``axe`` is the source, finds serious or critical on the page; empty: nothing."""
+    """Return the serious and critical findings of axe-core on the page as JSON, empty without any.
+
+    ``axe`` is the source code of axe-core.
+    """
     page.add_script_tag(content=axe)
     found = page.evaluate("() => axe.run()")["violations"]
     bad = [one for one in found if one["impact"] in ("serious", "critical")]

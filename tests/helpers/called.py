@@ -32,8 +32,10 @@ def forced_calls(client: openai.OpenAI) -> None:
 
 
 def free_calls(client: openai.OpenAI) -> None:
-    """auto: what the demo model says is up to it, and streamed it is the same; a strict function's call has the
-    form of its schema once it begins, here after a prompt that ends with the beginning of one."""
+    """Check ``tool_choice="auto"``: streams equal whole responses, and strict calls match their schema.
+
+    A strict function constrains a call once it begins; here the prompt ends with such a beginning.
+    """
     body: dict[str, Any] = {"model": "demo", "max_tokens": 60, "temperature": 0}
     free = client.chat.completions.create(**body, messages=ASK, tools=[WEATHER])
     streamed = joined(list(client.chat.completions.create(**body, messages=ASK, tools=[WEATHER], stream=True)))

@@ -9,7 +9,10 @@ CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 
 def cut(name: str, layers: int, changes: dict) -> dict:
-    """The config with fewer layers; lists with one entry a layer are cut too. Quantization is dropped."""
+    """Return a config reduced to ``layers`` layers, without quantization.
+
+    Lists with one entry per layer are cut to the same length.
+    """
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     config = config.get("text_config", config)
     before = config["num_hidden_layers"]

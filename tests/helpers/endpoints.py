@@ -28,7 +28,7 @@ class Answer:
 
 
 def cached_tokens(http: httpx.Client, system: str, salt: str) -> int:
-    """Of a chat that begins with ``system``, those found in the prefix cache."""
+    """Return how many prompt tokens of a chat that begins with ``system`` were found in the prefix cache."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "A berth?"}]
     body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
     answer = http.post(CHAT, json=body).raise_for_status().json()

@@ -141,7 +141,10 @@ def request_id(api: Api) -> None:
 
 
 def add_special_tokens(api: Api) -> None:
-    """The demo's tokenizer adds none, so what can be shown is that the count is the tokenizer's own."""
+    """Check that the prompt's token count with ``add_special_tokens`` equals the tokenizer's count.
+
+    The demo model's tokenizer adds no special tokens, so the text is equal with and without them.
+    """
     for flag in (True, False):
         if api.path == COMPLETIONS:
             expected = api.tokens(prompt="hello", add_special_tokens=flag)
@@ -152,7 +155,7 @@ def add_special_tokens(api: Api) -> None:
 
 
 def penalty(**flags: Any) -> Callable[[Api], None]:
-    """A text that goes round in circles leaves them."""
+    """Return a check that the given penalties change the output for a repetitive prompt."""
 
     def check(api: Api) -> None:
         given = {"prompt": "a b a b a b a b a b a b", "tokens": 32, "ignore_eos": True}
@@ -252,7 +255,7 @@ def echo(api: Api) -> None:
 
 
 def suffix(api: Api) -> None:
-    """The demo has tokens to fill in the middle or not; without them it is refused by name."""
+    """Check that ``suffix`` uses the fill-in-the-middle tokens, or is rejected if the tokenizer has none."""
     response = api.post(suffix=" and so on.")
     if TOKENIZER.token_to_id("<fim_prefix>") is None:
         assert response.json()["error"]["param"] == "suffix"
@@ -275,7 +278,7 @@ def completion_logprobs(api: Api) -> None:
 
 
 def best_of(api: Api) -> None:
-    """The best of four by mean log probability is one of the four."""
+    """Check that ``best_of`` returns the sequence with the highest mean log probability."""
     given = {"tokens": 6, "temperature": 1.5, "seed": 5, "ignore_eos": True}
     both = api.ask(**given, n=2, logprobs=0).document["choices"]
     means = {c["text"]: sum(c["logprobs"]["token_logprobs"]) / 6 for c in both}
@@ -452,21 +455,24 @@ def refused(http: httpx.Client, fault: str) -> None:
 
 
 def checked(rows: list[tuple[str, str]]) -> type:
-    """The tests of a server behind the fixtures ``http`` and ``client``: those ``rows``, grammars, tools."""
+    """Return a class with the tests of a server: the given ``rows``, grammars and tools.
+
+    The tests reach the server through the fixtures ``http`` and ``client``.
+    """
 
     class Tests:
         @pytest.mark.parametrize(("path", "field"), rows)
-        def test_honoured(self, http: httpx.Client, path: str, field: str) -> None:
+        def test_honoured_field_has_its_effect(self, http: httpx.Client, path: str, field: str) -> None:
             CHECKS[path][field](Api(http, path))
 
         @pytest.mark.parametrize("fault", AT_FAULT)
-        def test_a_grammar_at_fault_is_the_clients(self, http: httpx.Client, fault: str) -> None:
+        def test_invalid_grammar_is_a_client_error(self, http: httpx.Client, fault: str) -> None:
             refused(http, fault)
 
-        def test_forced_calls_of_a_real_model(self, client: openai.OpenAI) -> None:
+        def test_demo_model_makes_forced_tool_calls(self, client: openai.OpenAI) -> None:
             forced_calls(client)
 
-        def test_free_calls_of_a_real_model(self, client: openai.OpenAI) -> None:
+        def test_demo_model_tool_calls_are_automatic(self, client: openai.OpenAI) -> None:
             free_calls(client)
 
     return Tests

@@ -1,5 +1,7 @@
-"""An HTML page of ours, read: nothing of it is from elsewhere, its tables scroll in boxes of their own, its
-tags are in pairs."""
+"""Checks of generated HTML pages.
+
+A page loads nothing external, its tables scroll in their own boxes, and its tags are paired.
+"""
 
 from __future__ import annotations
 

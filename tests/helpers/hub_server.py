@@ -44,7 +44,10 @@ class FileAnswers(BaseHTTPRequestHandler):
         pass
 
     def send(self, data: bytes, ranges: bool = True) -> int:
-        """The file, or what of it was asked for (``ranges``: as some hosts do not). Returns the bytes sent."""
+        """Send the file, or its requested byte range; return the number of bytes sent.
+
+        ``ranges=False`` ignores the Range header, as some hosts do.
+        """
         span = self.headers.get("Range")
         if span and ranges:
             first, last = (int(part) for part in span.removeprefix("bytes=").split("-"))
@@ -89,7 +92,7 @@ class _Answers(FileAnswers):
         self.end_headers()
 
     def found(self, repo: str, revision: str, name: str) -> bytes | None:
-        """The file; None where a refusal was sent."""
+        """Return a file's content; without access or file, send an error and return None."""
         hub, shown = self.hub, (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if repo in hub.failing:
             self.refuse(*hub.failing[repo])
@@ -146,7 +149,7 @@ class _StorageAnswers(_Answers):
 
 @contextmanager
 def hub_server(tls: ssl.SSLContext | None = None) -> Iterator[Hub]:
-    """The hub at 127.0.0.1, its storage at localhost: another host. ``tls``: both by HTTPS."""
+    """Yield a hub at 127.0.0.1 with its storage on another host, localhost; ``tls`` serves both by HTTPS."""
     hub = Hub()
     kinds = [type(kind.__name__, (kind,), {"hub": hub}) for kind in (_HubAnswers, _StorageAnswers)]
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), kind) for kind in kinds]

@@ -139,7 +139,7 @@ def nested(depth: int) -> Any:
 
 
 def plan_config(number: int, known: list[dict[str, Any]]) -> Iterator[str]:
-    """What a user would see of it."""
+    """Yield the text that a user sees for the plan of mutated config ``number``."""
     config = parse_config(json.dumps(mutated_config(number, known)).encode(), "config.json")
     if number % 8 == 7:
         setup = TrainingSetup(sequence_length=512, **({"method": "lora"} if number % 16 == 7 else {}))
@@ -180,7 +180,7 @@ def plan_header(number: int, folder: Path) -> Iterator[str]:
 
 
 def header_of() -> dict[str, Any]:
-    """A whole safetensors header of the tiny model."""
+    """Return the complete safetensors header of the tiny model."""
     header, end = {}, 0
     for spec in build_architecture(TINY).tensors:
         if spec.is_parameter and spec.tied_to is None:
@@ -248,7 +248,7 @@ def write_shards(rng: random.Random, folder: Path) -> None:
 
 
 def special(rng: random.Random, path: Path) -> bool:
-    """Sometimes what is there is no file."""
+    """Sometimes put something other than a regular file at ``path``; return whether it did."""
     how = rng.randrange(20)
     if how == 0:
         os.mkfifo(path)
@@ -262,7 +262,7 @@ def special(rng: random.Random, path: Path) -> bool:
 
 
 def write_gguf(rng: random.Random, folder: Path) -> Path:
-    """A llama-like file: metadata, then tensors, in the layout of ggml/docs/gguf.md."""
+    """Write a Llama-like GGUF file in the layout of ggml/docs/gguf.md; return its path."""
 
     def text(value: str) -> bytes:
         data = value.encode("utf-8", "surrogatepass")
@@ -337,7 +337,7 @@ def _hang(signum: int, frame: object) -> None:
 
 
 def outcome(lines: Iterator[str], seconds: float) -> str | None:
-    """What is wrong with one case, None: it was planned or refused by name, in time."""
+    """Run one case; return its fault, or None if it was planned or rejected with a named error in time."""
     begun = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, max(GIVE_UP_SECONDS, seconds))
     try:

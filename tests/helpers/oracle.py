@@ -22,8 +22,11 @@ AGAIN = "make test-oracles TONNAGE_ORACLES=write asks again"
 
 
 class Oracle:
-    """The stored answers of one test file, of the installed ``libraries`` and of ``others``, which are not
-    installed but unpacked beside: their versions."""
+    """The stored reference answers of one test file.
+
+    ``libraries`` are the installed packages that gave the answers. ``others`` maps packages that are unpacked
+    outside the environment to their versions.
+    """
 
     def __init__(self, name: str, *libraries: str, **others: str) -> None:
         self._path = FOLDER / f"{name}.json"
@@ -33,8 +36,10 @@ class Oracle:
         assert self._mode in ("read", "compare", "write"), self._mode
 
     def says(self, case: str, inputs: Any, ask: Callable[[], Any]) -> Any:
-        """The library's answer to ``case``, as JSON gives it back. ``inputs``: all that it follows from;
-        ``ask`` calls the library."""
+        """Return the library's stored answer to ``case`` as decoded JSON.
+
+        ``inputs`` is everything that determines the answer; ``ask`` calls the library.
+        """
         asked = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
         if self._mode == "write":
             self._write(case, {"inputs": asked, "says": ask()})
@@ -63,8 +68,10 @@ class Oracle:
 
 
 def vllm_says(script: Path, folders: list[str]) -> list[dict[str, Any]]:
-    """What ``script`` prints of each folder, a line ``RESULT {"folder": ...}``. One process for all, because
-    importing vLLM takes longer than any case."""
+    """Return the results that ``script`` prints for each folder as lines ``RESULT {"folder": ...}``.
+
+    One process serves all folders, because importing vLLM takes longer than any case.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
     done = subprocess.run(
         [sys.executable, str(script), *folders], capture_output=True, text=True, timeout=600,

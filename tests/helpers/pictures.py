@@ -103,7 +103,7 @@ def needs_torchvision() -> None:
 
 
 def planned(config: dict, flags: dict):
-    """The item and what of it is profiled, with vLLM's flags given."""
+    """Return the architecture and the completed deployment for a config with the given vLLM flags."""
     given = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in flags.items()}
     asked = deployment_of({"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **given})
     architecture = architecture_of(config)

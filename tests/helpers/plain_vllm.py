@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 
 def register(folder: Path) -> Path:
-    """A distribution with the entry points that pyproject.toml has for vLLM, whatever is installed."""
+    """Create a distribution in ``folder`` with the vLLM entry points of pyproject.toml; return ``folder``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = []
     for group, entries in project["entry-points"].items():
@@ -54,8 +54,11 @@ def register(folder: Path) -> Path:
 
 @contextmanager
 def plain_vllm(folder: Path, model: str, *flags: str, before: str = "") -> Iterator[str]:
-    """URL of a plain vLLM that is ready, on a free port. ``folder``: for its log and our entry points;
-    ``before``: Python that each of its processes runs first."""
+    """Run vLLM's own server on a free port; yield its URL when it is ready.
+
+    ``folder`` holds the log and Tonnage's entry points. Each vLLM process runs the Python code ``before``
+    first.
+    """
     register(folder)
     start, log, port = folder / "start.py", folder / "log", free_port()
     start.write_text(

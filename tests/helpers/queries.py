@@ -201,7 +201,7 @@ def panel_queries(dashboards: dict[str, dict[str, Any]]) -> list[tuple[str, str,
 
 
 def operands(expression: str) -> list[str]:
-    """The sides of comparisons and set operators: what an alert looks at, whether it fires or not."""
+    """Return the operands of comparisons and set operators: the values of an alert, firing or not."""
     node = promql_parser.parse(expression)
     while isinstance(node, promql_parser.ParenExpr):
         node = node.expr

@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"[+-]?\d[\d,.]*(?: [KMG]iB)?")
 
 
 def compared(lines: list[str]) -> str:
-    """What of ``lines`` is the same in each run."""
+    """Return the text of ``lines`` with the values that vary between runs replaced by placeholders."""
     text = "\n".join(line.strip() for line in lines)
     for pattern, name in VARIES:
         text = pattern.sub(name, text)
@@ -56,7 +56,7 @@ def compared(lines: list[str]) -> str:
 
 
 def asked(command: str) -> str | None:
-    """The name of the server that a shown command asks, or is; None: it needs none."""
+    """Return the name of the server that a documented command queries or starts; None without a server."""
     if re.match(r"(?:\$ )?tonnage (?:serve|verify|demo|status(?! \w))\b(?!.*--help)", command):
         return HERE
     return next((name for name in (HERE, *_MADE) if name in command), None)

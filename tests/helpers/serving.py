@@ -27,9 +27,10 @@ BARE_ENVIRONMENT = {
 
 
 def ask_bare_vllm(script: str, *asked: Any) -> dict[str, Any]:
-    """What ``script``, which finds ``asked`` as JSON in its first argument, prints after ``RESULT``.
+    """Run ``script`` in a new process; return the JSON that it prints after ``RESULT``.
 
-    It runs without the garbage collector and ends before the interpreter takes its heap apart: 3 s less.
+    The script gets ``asked`` as JSON in its first argument. It runs without the garbage collector and exits
+    without freeing the heap, which saves 3 s.
     """
     script = f"import gc, os, sys\ngc.disable()\n{script}\nsys.stdout.flush()\nos._exit(0)"
     done = subprocess.run(
@@ -54,9 +55,12 @@ def free_port() -> int:
 def serving(
     model: str, *flags: str, killed: bool = False, before: str = "", under: Sequence[str] = ()
 ) -> Iterator[str]:
-    """URL of a server that is ready, on a free port. At the end it is asked to stop, or ``killed`` (kill -9, as
-    when memory runs out); neither may leave one of its processes behind. ``before``: Python that its process
-    runs first; ``under``: a command that replaces itself by the one in its arguments."""
+    """Run a server on a free port; yield its URL when it is ready.
+
+    At the end it is stopped, or killed by SIGKILL if ``killed``, as when memory runs out. In both cases all of
+    its processes must end. The server's process runs the Python code ``before`` first. ``under`` is a command
+    that executes the command in its arguments.
+    """
     start = [str(Path(__file__).with_name("after.py")), before] if before else ["-m", "tonnage.server.cli"]
     command = [*under, sys.executable, *start, "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -40,7 +40,7 @@ class Shown:
 
 
 def pages() -> list[Path]:
-    """What is read by people; CHANGELOG.md is of what was."""
+    """Return the Markdown pages for users; CHANGELOG.md, which describes the past, is left out."""
     return [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
@@ -49,7 +49,7 @@ def pages() -> list[Path]:
 
 
 def shown(page: Path) -> list[Shown]:
-    """The commands of a page, in their order in it."""
+    """Return the commands of a page in their order."""
     text, name = page.read_text(), str(page.relative_to(ROOT))
     found = []
     for fence in _FENCE.finditer(text):
@@ -65,7 +65,7 @@ def shown(page: Path) -> list[Shown]:
 
 
 def _lines(block: str, fence: str) -> Iterator[tuple[int, str]]:
-    """(number of the line, command) of a fence."""
+    """Yield (line number, command) of a fenced block."""
     command, begun = "", 0
     for number, line in enumerate(block.splitlines()):
         if command:
@@ -91,7 +91,7 @@ def how_exact(what: str) -> tuple[str, str]:
 
 
 def serve_lines() -> list[list[str]]:
-    """The arguments of every ``vllm serve`` that a fence shows, the model first."""
+    """Return the arguments of every ``vllm serve`` in a fenced block, the model first."""
     found = [command.command for page in pages() for command in shown(page) if command.fence]
     return [shlex.split(command)[2:] for command in found if command.startswith("vllm serve ")]
 

@@ -25,7 +25,7 @@ PLAIN_KERNELS = Kernels()
 
 
 def config_of(row: str, **overrides: Any) -> dict[str, Any]:
-    """The config of a row of training_rows.py, a copy."""
+    """Return a copy of the config of a row of training_rows.py."""
     return {"model_type": row.partition("-")[0], **json.loads(json.dumps(ROWS[row])), **overrides}
 
 
@@ -64,8 +64,10 @@ def planned_bytes(
 
 
 def real_model(row: str, attention: str = "sdpa", dtype: str = "float32", **overrides: Any) -> Any:
-    """The model of transformers, with random weights, in training mode. A class that has no SDPA attention is
-    built with the eager one, as transformers does where nothing is asked of it."""
+    """Return the transformers model of a row with random weights, in training mode.
+
+    A class without SDPA attention uses eager attention, as it does by default in transformers.
+    """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 

@@ -1,5 +1,6 @@
-"""Tiny configs of decoders that transformers builds and the planner knows: ``model_type`` (``-switch``)
--> config. Together they have each kind of layer and most switches that change what a layer keeps.
+"""Tiny decoder configs supported by transformers and the planner, by ``model_type`` (``-switch``).
+
+Together they have each kind of layer and most switches that change which activations a layer keeps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The system call filter of a systemd unit, as systemd builds it, for a process that is no service.
+"""Run a process that is no service under the system call filter of a systemd unit, built as systemd does.
 
     python unit_filter.py UNIT COMMAND ...      runs COMMAND under the filter of UNIT; needs no root
 
-Source: systemd.exec(5), SystemCallFilter= and SystemCallErrorNumber=. The groups are those of the installed
-systemd (``systemd-analyze syscall-filter``), the filter is libseccomp's.
+Source: systemd.exec(5), SystemCallFilter= and SystemCallErrorNumber=. The groups come from the installed systemd
+(``systemd-analyze syscall-filter``), the filter from libseccomp.
 """
 
 from __future__ import annotations

@@ -26,8 +26,11 @@ SHAPES = {"q_proj": (576, 576), "v_proj": (192, 576)}
 
 @dataclass(frozen=True)
 class Bare:
-    """What vLLM on its own said: greedy texts of `PROMPTS`, those of `ADAPTED` with each adapter, the bytes of
-    its LoRA slots, the blocks of its pool."""
+    """The results of vLLM without Tonnage.
+
+    They are the greedy texts of `PROMPTS`, the texts of `ADAPTED` with each adapter, the bytes of the LoRA
+    slots and the blocks of the pool.
+    """
 
     texts: list[str]
     adapted: dict[str, list[str]]
@@ -36,7 +39,7 @@ class Bare:
 
 
 def make_adapter(folder: Path, seed: int, *, rank: int = RANK) -> Path:
-    """A random adapter of the demo model in PEFT's format."""
+    """Write a random LoRA adapter of the demo model in PEFT's format; return its folder."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(30):

@@ -131,7 +131,10 @@ def request(
     stop: list[str] | None = None, adapter: int = 0, regex: str | None = None,
     salt: str | None = None, block_size: int = BLOCK,
 ) -> Request:  # fmt: skip
-    """``adapter``: number of one, 0: none. ``regex``: a grammar, which somebody has to compile."""
+    """Return a vLLM request.
+
+    ``adapter`` is the adapter's number (0: none); ``regex`` is a structured-output constraint.
+    """
     tokens = [hash((name, at)) % 50_000 for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
     grammar = None if regex is None else StructuredOutputsParams(regex=regex)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop, structured_outputs=grammar)
@@ -157,9 +160,12 @@ def blocks_conserve(made: Any) -> None:
 
 @dataclass
 class World:
-    """A scheduler and the engine core's loop around it. ``outputs``: true length of each request, by id.
-    ``drafts``: source of the lengths of drafts and of how much of each draft is accepted. ``interval``: steps
-    from one that may prefill to the next, as in data parallel serving."""
+    """A scheduler and the engine core's loop around it.
+
+    ``outputs`` maps request ids to true output lengths. ``drafts`` gives the lengths of drafts and how much of
+    each is accepted. ``interval`` is the number of steps between steps that may prefill, as in data-parallel
+    serving.
+    """
 
     scheduler: Any
     outputs: dict[str, int] = field(default_factory=dict)
@@ -230,7 +236,7 @@ class World:
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def _tokens(self, held: Request, output: SchedulerOutput) -> list[int]:
-        """Return what the step sampled for a request: one token, and those of its draft that are accepted."""
+        """Return what the step sampled for a request: one token, and the accepted tokens of its draft."""
         computed = self._computed(held.request_id, output) + output.num_scheduled_tokens[held.request_id]
         if computed < held.num_tokens:
             return []  # a chunk of its prompt

@@ -1,5 +1,7 @@
-"""Prompts of 1 to 3,000 tokens in one batch say what ``transformers.generate`` says, token for token (float32,
-greedy), whatever the chunk size, with prefix hits, waiting and preemption; SmolLM2 and Gemma-3-270M."""
+"""Prompts of 1 to 3,000 tokens in one batch give the tokens of ``transformers.generate`` (float32, greedy).
+
+The tests vary the chunk size, prefix hits, queueing and preemption, with SmolLM2 and Gemma-3-270M.
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_planned_float32_weight_bytes_equal_loaded_model(name, saved, held_bytes
 
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_kv_cache_equals_transformers_dynamic_cache(name, saved):
-    """Bytes per token and the sliding layers equal those of a plain DynamicCache."""
+    """Compare the bytes per token and the sliding layers with a plain DynamicCache."""
     tokens = 7  # the windows are 8: nothing has slid out yet
     model = loaded(saved(name), torch.bfloat16, None)
     cache = DynamicCache(config=model.config)

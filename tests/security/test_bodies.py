@@ -36,7 +36,7 @@ NINES = 10**4300 - 1  # the longest integer that Python reads and writes
 
 
 def called(arguments: str) -> list[dict[str, Any]]:
-    """A conversation in which the assistant has called a function with ``arguments``."""
+    """Return a conversation in which the assistant has called a function with ``arguments``."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         HELLO,

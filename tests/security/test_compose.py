@@ -23,7 +23,7 @@ WRITES = {
 
 
 def services(file: str) -> dict[str, dict[str, Any]]:
-    """By name, those of another file as they are there."""
+    """Return the services of a compose file by name, merged with the services that they extend."""
     found = yaml.safe_load(FILES[file].read_text())["services"]
     for name, service in found.items():
         if "extends" in service:

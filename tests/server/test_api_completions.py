@@ -20,7 +20,10 @@ SECRET = "The quick brown fox jumps over the lazy dog. "
 
 
 class ChunkChoice(CompletionChoice):
-    """The SDK types the choices of chunks as those of answers; OpenAI's stream sends null until the last."""
+    """A choice of a chunk, whose ``finish_reason`` may be null until the last chunk.
+
+    The SDK gives chunks and whole completions one type of choice; OpenAI's stream sends null.
+    """
 
     finish_reason: Any = None
 
@@ -39,14 +42,19 @@ def nulls(value: Any, path: str = "") -> set[str]:
 
 
 def strict(text: str) -> SdkCompletion:
-    """A whole answer, checked strictly. OpenAI's document requires ``logprobs`` and lets it be null."""
+    """Return a whole completion, parsed strictly.
+
+    OpenAI's document requires ``logprobs`` and permits null.
+    """
     assert nulls(json.loads(text)) <= {"choices.logprobs"}
     return SdkCompletion.model_validate_json(text, strict=True)
 
 
 def events(text: str, *, include_usage: bool = False) -> list[SdkCompletion]:
-    """The chunks of a stream, each checked strictly; the stream must end with [DONE]. With
-    ``include_usage`` each has a usage, null before the last."""
+    """Return the chunks of a stream, each parsed strictly; the stream must end with [DONE].
+
+    With ``include_usage`` each chunk has a usage, which is null in all but the last.
+    """
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     chunks = []
@@ -62,7 +70,7 @@ def events(text: str, *, include_usage: bool = False) -> list[SdkCompletion]:
 
 
 def saying(text: str, tokenizer) -> Any:
-    """A reply that says ``text`` and then stops."""
+    """Return a reply function that generates ``text`` and then stops."""
     ids = tokenizer.encode(text)
 
     def reply(request: GenerationRequest, index: int) -> Iterator[int]:

@@ -55,7 +55,7 @@ def test_output_completes_a_character_begun_in_the_prompt(tokenizer: Tokenizer) 
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """A SentencePiece-like tokenizer: metaspace, one token per byte for what is not in the vocabulary."""
+    """Return a SentencePiece-like tokenizer: metaspace, one token per byte of unknown words."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     vocab |= {"▁hello": 257, "▁world": 258, "!": 259}
     rust = RustTokenizer(models.WordLevel(vocab, unk_token="<unk>"))

@@ -107,7 +107,7 @@ def said() -> dict[tuple[str, ...], Said]:
 
 
 def refusal(done: subprocess.CompletedProcess[str] | Said) -> str:
-    """The one line of a refusal: exit code 2, no traceback."""
+    """Return the only line of a command's error output; the exit code must be 2."""
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr

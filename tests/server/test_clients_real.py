@@ -1,5 +1,8 @@
-"""Real clients, as their users call them: openai (sync, async, streams, retries, typed errors),
-langchain-openai and litellm. instructor needs an engine with grammars: test_both_engines."""
+"""Real clients, called as their users call them: openai, langchain-openai and litellm.
+
+openai is tested sync, async, with streams, retries and typed errors. instructor needs an engine with grammars;
+it is tested in test_both_engines.
+"""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_misspelled_api_key_file_field_gets_a_suggestion_without_the_key(tmp_pat
 
 
 def _raised(call, *arguments, **named):
-    """The message with its hint is what a user sees."""
+    """Call ``call``; raise its DeploymentError again with the message and hint that a user sees."""
     try:
         call(*arguments, **named)
     except DeploymentError as error:

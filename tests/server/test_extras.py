@@ -29,7 +29,7 @@ CORE = {Requirement(line).name for line in PROJECT["dependencies"]}
 
 
 def brought(extra: str) -> set[str]:
-    """Distributions of an extra and of those that it includes."""
+    """Return the distributions of an extra and of the extras that it includes."""
     found = set()
     for line in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]):
         wanted = Requirement(line)

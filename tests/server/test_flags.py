@@ -108,13 +108,12 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def completed(made: Plan) -> dict[str, Any]:
-    """What a plan chose, but for how the device was named."""
+    """Return the options that a plan chose, except the name of the GPU."""
     return {name: getattr(made.deployment, name) for name in OURS if name != "gpu"}
 
 
 def test_defaults_are_equal_in_every_command(model: str) -> None:
-    """plan, plan --replicas, replay, serve, fit-log and Python, on the same GPU: every flag as the engine
-    chooses."""
+    """Compare the defaults of plan, plan --replicas, replay, serve, fit-log and Python on one GPU."""
     large = "h200-141g"  # on a smaller one the hybrid does not start with vLLM's default of 1,024 sequences
     asked = plan(model, gpu=large, max_model_len=8192)
     where = ["--gpu", large, "--max-model-len", "8192"]

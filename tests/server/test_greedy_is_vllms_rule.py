@@ -29,7 +29,7 @@ from tonnage.cache.scheduler import Scheduler, Sequence
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 BLOCKS, SEQUENCES, BUDGET, LONGEST = 65, 24, 64, 320
-# chunks by request, in the order of the batch; who was preempted
+# per step: tokens by request, in batch order; the preempted requests
 Steps = list[tuple[dict[int, int], set[int]]]
 
 
@@ -42,7 +42,7 @@ class Named(Sequence):
 
 
 def loads(count: int) -> list[tuple[int, int, int]]:
-    """(arrives before step, prompt, answer)"""
+    """Return ``count`` random requests: (arrival step, prompt tokens, output tokens)."""
     draw = np.random.default_rng(7)
     return [
         (int(at), int(draw.integers(1, 200)), int(draw.integers(1, 64)))

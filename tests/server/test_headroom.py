@@ -91,7 +91,7 @@ class Load:
 
 
 def check_headroom(load: Load) -> None:
-    """The law: a request that needs no more than the headroom is admitted, whatever part of it is prompt."""
+    """Check that a request within the headroom is admitted, for any split into prompt and output."""
     pool = pool_stats(load.manager)
     assert 0 <= pool.headroom <= pool.usable
     tokens = pool.headroom * SIZE
@@ -135,7 +135,10 @@ def test_request_beyond_headroom_waits(name: str) -> None:
 
 
 def crowded() -> PoolStats:
-    """A guaranteed pool with room left, though more is reserved than there is: some end before others."""
+    """Return the stats of a guaranteed pool with headroom whose reservations exceed its usable blocks.
+
+    Some requests end before others reach their full length.
+    """
     load = Load(Policy())
     assert load.start(560, 32)  # 37 blocks for 32 more steps
     assert load.start(400, 496)  # 56 blocks in the end

@@ -27,7 +27,7 @@ from tonnage.server.engines.hf.model.support import require_fixed_rotary
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A random Llama of two layers."""
+    """Return the folder of a random Llama model with two layers."""
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=64,
@@ -70,7 +70,7 @@ def test_tensor_of_wrong_shape_is_named_in_error(folder: Path) -> None:
 
 
 async def test_unused_checkpoint_tensors_are_named_and_rejected_at_start(folder: Path) -> None:
-    """A config of fewer layers than the file holds would be another model without anybody noticing."""
+    """Add a layer that the config lacks: without the check, another model would be served silently."""
     change(folder, model__layers__2__mlp__up_proj__weight=torch.ones(96, 64))
     engine = HFEngine(plan_for(folder))
     with pytest.raises(

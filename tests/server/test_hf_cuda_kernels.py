@@ -1,5 +1,8 @@
-"""The attention of GPUs, as far as it can be tested without one: FlexAttention itself on a CPU, FlashAttention
-and FlashInfer by stand-ins that keep what they are given and compute by the reference; choice and fall-back."""
+"""GPU attention, as far as it can be tested without a GPU; selection and fallback of kernels.
+
+FlexAttention runs on the CPU. FlashAttention and FlashInfer are replaced by stand-ins that record their
+arguments and compute with the reference.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,10 @@ def layout_of(block_size: int, kv_heads: int, head_size: int, window: int | None
 
 
 def filled(layout: KVLayout, lengths: list[tuple[int, int]], seed: int) -> tuple[PagedPool, Batch]:
-    """A pool with the contexts of ``lengths`` in scattered blocks and the batch of the step to come. Blocks
-    that a window has left are the null block, as the manager has it."""
+    """Return a pool with the contexts of ``lengths`` in scattered blocks, and the batch of the next step.
+
+    Blocks outside a sliding window are the null block, as in the block manager.
+    """
     rng = np.random.default_rng(seed)
     size = layout.block_size
     needed = [-(-length // size) for length, _ in lengths]
@@ -189,8 +194,10 @@ def test_flex_attention_is_compiled_once_for_all_batch_shapes() -> None:
 
 
 class Packed:
-    """Attention from what FlashAttention and FlashInfer are handed: the blocks and lengths they are told of,
-    nothing else; queries are the last of their context."""
+    """Reference attention computed only from the blocks and lengths that a GPU kernel receives.
+
+    The queries are the last tokens of their contexts.
+    """
 
     @staticmethod
     def attention(
@@ -217,7 +224,7 @@ class Packed:
 
 
 def flash_stand_in(**given: Any) -> torch.Tensor:
-    """Takes exactly what both builds take, in the dtypes and layouts they ask for."""
+    """Compute FlashAttention's result; accept only arguments that both of its builds accept."""
     table, lengths, starts = given["block_table"], given["seqused_k"], given["cu_seqlens_q"]
     assert {table.dtype, lengths.dtype, starts.dtype} == {torch.int32}
     assert given["q"].is_contiguous()

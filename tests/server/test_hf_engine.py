@@ -54,7 +54,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(demo: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers.generate adds to each prompt."""
+    """Return the tokens that transformers.generate adds to each prompt."""
     asked = [GGUF_SHA256, TOKENS, prompts]
     answers: list[list[int]] = ORACLE.says("64 prompts", asked, lambda: ask_transformers(demo, prompts))
     return answers
@@ -254,7 +254,7 @@ async def test_loaded_weight_and_pool_bytes_equal_the_plan(prompts: list[list[in
 
 
 async def test_messages_of_the_child_are_ignored_after_start_is_cancelled() -> None:
-    """Whoever waited was cancelled while the model loaded; then the child says that it is ready, or not."""
+    """Cancel the start while the model loads, then receive the child's ready or error message."""
     engine = HFEngine(plan_for())
     started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
     started.cancel()

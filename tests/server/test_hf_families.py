@@ -1,6 +1,6 @@
-"""Every decoder family on the list, as a random model of a few layers, against transformers' own code.
+"""Every supported decoder family, as a random model of a few layers, against transformers' own code.
 
-Left out here: those that test_hf_runner.py already holds to more.
+Families with stricter tests in test_hf_runner.py are left out.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    """The demo model's own .gguf file, kept in the cache folder as the model itself is."""
+    """Return the demo model's GGUF file, kept in the cache folder."""
     path = cache_folder() / "gguf" / GGUF_NAME
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

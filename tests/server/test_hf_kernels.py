@@ -39,8 +39,11 @@ def layout_of(block_size: int, kv_heads: int, head_size: int, window: int | None
 
 
 def filled(layout: KVLayout, seed: int) -> tuple[PagedPool, Batch, list[torch.Tensor]]:
-    """A pool with the contexts of LENGTHS in scattered blocks, NaN wherever nothing was written, and the batch
-    of the step that is to come; the contexts [2 (K, V), length, KV heads, size] as they are after it."""
+    """Return a pool with the contexts of LENGTHS, the next step's batch, and the contexts after it.
+
+    The contexts are in scattered blocks; every other value of the pool is NaN. The returned contexts have the
+    shape [2 (K, V), length, KV heads, head size].
+    """
     rng = np.random.default_rng(seed)
     size = layout.block_size
     needed = [-(-length // size) for length, _ in LENGTHS]

@@ -106,7 +106,7 @@ def test_bytes_per_token_equal_transformers_dynamic_cache(family: str, tmp_path:
 
 
 def tensors() -> list[torch.Tensor]:
-    """All that are alive, but for those torch.compile traces with: they have no bytes."""
+    """Return all live tensors except the fake tensors of torch.compile, which have no bytes."""
     gc.collect()
     # By type: what a dead weak reference points to cannot be asked.
     alive = [held for held in gc.get_objects() if issubclass(type(held), torch.Tensor)]
@@ -115,7 +115,7 @@ def tensors() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def before_demo() -> list[torch.Tensor]:
-    """What other tests of this process left alive; held, so that its addresses are not used again."""
+    """Return the live tensors of earlier tests; the references keep their addresses from being reused."""
     return tensors()
 
 

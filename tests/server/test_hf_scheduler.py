@@ -33,7 +33,7 @@ def plan_for(blocks: int, **changes: int) -> Plan:
 
 
 def following(sequence: HFSequence) -> int:
-    """A next token that only the tokens so far decide, and that would differ after any mistake in them."""
+    """Return a next token that depends on every token so far, so that any mistake in them changes it."""
     return 3 + (sum(i * token for i, token in enumerate(sequence.tokens, 1)) + sequence.index) % 40000
 
 

@@ -1,4 +1,4 @@
-"""tonnage plan --trace: requests like those of a trace, by their lengths."""
+"""Tests of ``tonnage plan --trace``: requests with the lengths of a trace."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Arrival:
 
 
 def recorded(scheduler: Scheduler[Any]) -> list[Decisions]:
-    """The decisions of every step from now on."""
+    """Record the scheduler's decisions of every later step in the returned list."""
     log: list[Decisions] = []
     decide = scheduler.step
 
@@ -77,7 +77,7 @@ def recorded(scheduler: Scheduler[Any]) -> list[Decisions]:
 
 @pytest.fixture(scope="module")
 def loop(folder: Path) -> Iterator[EngineLoop]:
-    """The engine loop of the child process, with its model and sampler."""
+    """Yield the engine loop of the child process, with its model and sampler."""
     ours, theirs = Pipe()
     with ours, theirs:
         yield EngineLoop(plan_of(folder, caching=True), theirs, 1)
@@ -131,7 +131,7 @@ def mooncake() -> Trace:
 
 
 def replayed(plan: Plan, trace: Trace, policy: Policy, scale: float) -> tuple[list[Decisions], list[Arrival]]:
-    """The replay's decisions, and what it was given when."""
+    """Return the decisions of a replay, and the requests with their arrival steps."""
     limits = limits_of(plan)
     setup = Setup(
         layout=limits.layout,

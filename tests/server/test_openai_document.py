@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "hello"}
 
 
 async def text(server: Any, *messages: dict[str, Any]) -> str:
-    """What the model is shown of a conversation."""
+    """Return the prompt text that the model receives for a conversation."""
     tokens = (await server.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
     said: str = (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
     return said

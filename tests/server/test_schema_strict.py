@@ -1,5 +1,7 @@
-"""Every success, chunk and error body against the openai package's types in strict mode, and the field tables
-against the parameters of openai and vLLM."""
+"""Every success, chunk and error body against the openai package's types in strict mode.
+
+The field tables are compared with the parameters of openai and vLLM.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ OPEN_FIELDS = {f".response.{name}" for name in OpenResponse.__annotations__}
 
 
 def strictly(model: type[BaseModel], document: dict[str, Any]) -> None:
-    """Valid without conversion, nothing the type does not know, nulls only where it allows them."""
+    """Check a document against a type: no conversion, no unknown fields, only permitted nulls."""
     parsed = model.model_validate_json(json.dumps(document), strict=True)
     extra = unknown(parsed)
     assert extra == set(), extra
@@ -156,8 +158,11 @@ async def test_stream_error_events_match_openai_error_type(run_server, small_pla
 
 
 async def test_failed_response_sends_error_and_response_failed_events(run_server, small_plan) -> None:
-    """The ``error`` event is flat, as in OpenAI's reference, and has an ``error``, as OpenAI's servers send it:
-    that is what openai's client raises on. ``response.failed`` follows, as Open Responses asks."""
+    """Check the ``error`` event in both forms, and the ``response.failed`` event that Open Responses requires.
+
+    The event is flat, as in OpenAI's reference. It also has a field ``error``, as OpenAI's servers send it and
+    openai's client requires it to raise.
+    """
     async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
         body = {"model": "demo", "input": "hello", "max_output_tokens": 500, "stream": True}
         told: list[dict[str, Any]] = []

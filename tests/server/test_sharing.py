@@ -41,7 +41,7 @@ def demo_plan() -> Plan:
 
 
 def run(scheduler: HFScheduler, prompt: list[int], salt: str) -> int:
-    """Cached tokens of a request run to its end."""
+    """Run a request to its end; return the number of its cached tokens."""
     params = SamplingParams(max_tokens=2, temperature=0.0)
     scheduler.add(GenerationRequest(salt, tuple(prompt), params, cache_salt=salt))
     cached = -1
@@ -205,7 +205,7 @@ def test_served_model_publishes_kv_events_and_shares_system_prompt(tmp_path: Pat
 
 
 def received(subscriber: zmq.Socket[bytes]) -> Iterator[vllm_events.KVCacheEvent]:
-    """The events that have come, as vLLM's own classes read them."""
+    """Yield the received events, decoded by vLLM's own classes."""
     while True:
         try:
             _, _, payload = subscriber.recv_multipart()

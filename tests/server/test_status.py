@@ -235,7 +235,7 @@ class Fetched(HTMLParser):
 async def test_status_page_requires_a_key_and_loads_nothing_external(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
-    """No script, no style or file from elsewhere; for whoever may read /memory, who may be a browser."""
+    """Check that the status page has no external script, style or file, and needs the key of /memory."""
     name = "<b>demo</b>"
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,), served_model_name=name) as server:
         basic = {"authorization": "Basic " + base64.b64encode(f"me:{KEY}".encode()).decode()}
@@ -249,7 +249,7 @@ async def test_status_page_requires_a_key_and_loads_nothing_external(
             answer = await server.http.get("/", headers=headers)
             assert answer.status_code == 200
         assert (await server.http.get("/memory", headers=basic)).status_code == 200
-        # A browser sends it by itself, whoever made it ask: it is no key where something is done.
+        # A browser also sends Basic credentials on requests of other sites, so they authorize no action.
         for method, path in (("POST", "/v1/completions"), ("POST", "/"), ("GET", "/v1/models")):
             answer_to = await server.http.request(method, path, headers=basic | BROWSER)
             assert (answer_to.status_code, answer_to.headers["www-authenticate"]) == (401, "Bearer")
@@ -383,7 +383,7 @@ def test_status_interval_repeats_the_report(report: str) -> None:
 
 
 def test_status_needs_no_optional_package(report: str) -> None:
-    """Where the planner alone is installed, as on the machine of whoever looks after servers."""
+    """Run the command where only the planner is installed, as on an operator's machine."""
     names = ("numpy", "numba", "rich", "fastapi", "pydantic", "prometheus_client", "starlette", "tokenizers")
     code = f"import sys; sys.modules.update(dict.fromkeys({names!r})); "
     code += "from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -405,10 +405,10 @@ def test_unreadable_server_is_a_one_line_error(capsys: pytest.CaptureFixture[str
     """One line, which says what to do."""
     older = json.loads(report)
     del older["requests"]
-    nobody = f"http://127.0.0.1:{free_port()}"
+    unused = f"http://127.0.0.1:{free_port()}"
     with vllm() as other, pages(memory=json.dumps(older)) as old:
         for url, said in (
-            (nobody, "is it running"),
+            (unused, "is it running"),
             (other.url, f"tonnage watch {other.url} shows vLLM"),
             (old.url, "use the server's release of tonnage"),
         ):

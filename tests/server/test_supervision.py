@@ -161,7 +161,7 @@ async def test_idle_stream_gets_keep_alive_comments(run_server, small_plan) -> N
 
 @contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A real ``tonnage serve demo``: its address and process, stopped on the way out."""
+    """Run ``tonnage serve demo``; yield its URL and process, and stop it at the end."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

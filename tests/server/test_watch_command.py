@@ -97,7 +97,7 @@ def watching(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def scraped(url: str, until: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-    """The page once ``until`` says yes, by name and labels."""
+    """Return the samples of the metrics page by name and labels, once ``until`` accepts them."""
     deadline = time.monotonic() + PATIENCE
     while True:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=PATIENCE) as answer:

@@ -286,7 +286,7 @@ def test_failed_allocation_does_not_start_a_request() -> None:
 
 class _OtherQueue(FreeKVCacheBlockQueue):
     def popright(self) -> None:
-        """A method that only a future vLLM would have."""
+        """Stand in for a method that only a future vLLM would have."""
 
 
 def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
