@@ -1,7 +1,7 @@
 """Run the commands that the documentation shows; ``python tests/helpers/documented.py`` writes their output.
 
-A block that is run begins with ```` ```console ````. Each of its lines that begins with ``$ `` is a command; the
-lines below are its output or its error. A line with only ``[...]`` stands for omitted lines.
+A block that is run begins with ```` ```console ````. Each of its lines that begins with ``$ `` is a command;
+the lines below are its output or its error. A line with only ``[...]`` stands for omitted lines.
 
 The commands run in a folder with ``traces``, ``logs`` and the configs of the page's models
 (``Qwen/Qwen3-8B/config.json`` ...), so that a model's name finds the hub's config there. ``tonnage`` is this

@@ -2,8 +2,8 @@
 
     python unit_filter.py UNIT COMMAND ...      runs COMMAND under the filter of UNIT; needs no root
 
-Source: systemd.exec(5), SystemCallFilter= and SystemCallErrorNumber=. The groups come from the installed systemd
-(``systemd-analyze syscall-filter``), the filter from libseccomp.
+Source: systemd.exec(5), SystemCallFilter= and SystemCallErrorNumber=. The groups come from the installed
+systemd (``systemd-analyze syscall-filter``), the filter from libseccomp.
 """
 
 from __future__ import annotations
