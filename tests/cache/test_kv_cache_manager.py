@@ -53,7 +53,7 @@ def test_request_ids_resolve_to_their_current_rows() -> None:
     manager.check_invariants()
 
 
-def test_a_hit_shares_blocks_of_a_live_and_of_a_finished_sequence() -> None:
+def test_prefix_hit_shares_blocks_of_running_and_finished_sequences() -> None:
     manager = make()
     assert start(manager, 1, list(range(18))) == 0
     assert start(manager, 2, [*range(13), 99, 99, 99]) == 12
@@ -83,7 +83,7 @@ def test_generated_tokens_are_prefix_hits_of_the_next_turn() -> None:
     assert start(manager, 2, [0, 1, 2, 3, 4, 5, 50, 51, 60]) == 8
 
 
-def test_salts_isolate_and_each_salt_has_its_own_cache() -> None:
+def test_each_cache_salt_has_an_isolated_prefix_cache() -> None:
     manager = make()
     start(manager, 1, list(range(16)), salt="a")
     assert start(manager, 2, list(range(17)), salt="b") == 0
@@ -103,7 +103,7 @@ def test_without_prefix_caching_no_block_is_cached() -> None:
         assert manager.stats().cached == 0
 
 
-def test_a_fork_copies_the_shared_partial_block_at_the_first_write() -> None:
+def test_fork_copies_shared_partial_block_at_first_write() -> None:
     manager = make()
     start(manager, 1, list(range(10)), n=3)
     manager.fork(1, 2)
@@ -121,7 +121,7 @@ def test_a_fork_copies_the_shared_partial_block_at_the_first_write() -> None:
     assert manager.extend([1, 2, 3], [12, 12, 12]) == ()
 
 
-def test_a_fork_on_a_block_border_copies_nothing() -> None:
+def test_fork_on_block_boundary_copies_nothing() -> None:
     manager = make()
     start(manager, 1, list(range(8)), n=2)
     manager.fork(1, 2)
@@ -147,7 +147,7 @@ def test_slots_extended_before_a_fork_are_extended_again_after_it() -> None:
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_fork_before_anything_is_computed_shares_no_state(extended: bool) -> None:
+def test_fork_before_any_computed_token_shares_no_state(extended: bool) -> None:
     manager = make(FULL, KVGroup("state", (1,)), KVGroup("sliding", (2,), window=8))
     assert isinstance(manager.admit(1, [1, 2, 3], 8, n=2), Admitted)  # less than a block
     if extended:
@@ -169,7 +169,7 @@ def test_a_fork_before_anything_is_computed_shares_no_state(extended: bool) -> N
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_fork_copies_the_state_at_the_next_write(ahead: int) -> None:
+def test_fork_copies_recurrent_state_at_next_write(ahead: int) -> None:
     manager = make(FULL, KVGroup("state", (1,)), caching=False)
     start(manager, 1, list(range(8)), n=2)
     state = int(manager.states[0][manager.row(1)])
@@ -250,7 +250,7 @@ def test_sliding_group_frees_blocks_outside_the_window() -> None:
     assert manager.slots(1, 1, 39, 40)[0] == blocks_of(manager, 1, group=1)[9] * 4 + 3
 
 
-def test_a_hit_needs_the_last_window_of_a_sliding_group_only() -> None:
+def test_prefix_hit_needs_only_last_window_of_sliding_group() -> None:
     manager = make(FULL, SLIDING, budget=8)
     tokens = list(range(40))
     manager.admit(1, tokens, 8)
@@ -266,7 +266,7 @@ def test_a_hit_needs_the_last_window_of_a_sliding_group_only() -> None:
     manager.check_invariants()
 
 
-def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
+def test_prefix_hit_ends_where_sliding_window_is_cached() -> None:
     manager = make(FULL, SLIDING, blocks=40, budget=8)
     start(manager, 1, list(range(8)))
     manager.free([1])
@@ -424,7 +424,7 @@ def test_refusals_are_typed_and_change_nothing(case: str) -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 1, -3])
-def test_a_pool_without_a_usable_block_is_refused(blocks: int) -> None:
+def test_pool_without_usable_block_is_rejected(blocks: int) -> None:
     with pytest.raises(CacheConfigError, match="num_blocks"):
         make(blocks=blocks)
 
@@ -466,7 +466,7 @@ def test_batched_free_equals_single_frees() -> None:
     assert found == [8, 8, 8]
 
 
-def test_a_finished_id_can_be_used_again() -> None:
+def test_finished_sequence_id_can_be_reused() -> None:
     manager = make(seqs=2)
     for _ in range(3):
         start(manager, 1, list(range(6)))

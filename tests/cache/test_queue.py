@@ -64,7 +64,7 @@ def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) 
     return (None if taken is None else taken[0].id), behind
 
 
-def test_no_request_passes_a_head_that_is_due() -> None:
+def test_no_request_overtakes_queue_head_that_is_due() -> None:
     queue = WaitingQueue(lookahead=2)
     for id in range(5):
         queue.push(entry(id, float(id)))

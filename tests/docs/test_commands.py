@@ -72,7 +72,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_has_a_place(page: Path, folder: Path) -> None:
+def test_every_documented_command_is_valid(page: Path, folder: Path) -> None:
     for command in shown(page):
         if command.fence == "console" or command.command in NOT_RUN:
             continue
@@ -83,11 +83,11 @@ def test_every_command_has_a_place(page: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_command_stands_where_nobody_runs_it(page: Path) -> None:
+def test_commands_are_only_in_checked_code_fences(page: Path) -> None:
     assert stray(page) == [], "commands stand in fences of console or sh"
 
 
-def test_what_is_listed_as_not_run_is_shown() -> None:
+def test_commands_excluded_from_checks_are_documented() -> None:
     everything = {command.command for page in pages() for command in shown(page)}
     assert set(NOT_RUN) <= everything
 
@@ -105,7 +105,7 @@ def test_what_is_listed_as_not_run_is_shown() -> None:
         "printf '%s' TONNAGE_MODEL=demo TONNAGE_MAX_MODEL_LENGTH=2048 > /etc/tonnage/tonnage.env",
     ],
 )  # fmt: skip
-def test_a_wrong_command_is_found(wrong: str, folder: Path) -> None:
+def test_invalid_command_is_detected(wrong: str, folder: Path) -> None:
     with pytest.raises((AssertionError, OSError, SystemExit, TonnageError)):
         _check(Shown("here", 1, wrong, "sh"))
 
@@ -312,5 +312,5 @@ CHECKS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
-def test_programs_are_known_where_spans_are_looked_for() -> None:
+def test_every_checked_program_is_recognized_in_inline_code() -> None:
     assert set(CHECKS) - {"cd", "install", "printf"} <= set(PROGRAMS)  # words of prose, too

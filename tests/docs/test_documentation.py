@@ -27,7 +27,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", documented.pages(), ids=lambda page: page.name)
-def test_commands_print_what_is_shown(page: Path) -> None:
+def test_documented_command_output_is_current(page: Path) -> None:
     text = page.read_text()
     with documented.models():
         made = documented.again(text)
@@ -35,7 +35,7 @@ def test_commands_print_what_is_shown(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_and_anchors_exist(page: Path) -> None:
     for target, anchor in LINK.findall(page.read_text()):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
@@ -45,21 +45,21 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor[1:] in anchors(found.read_text()), target + anchor
 
 
-def test_python_is_as_shown() -> None:
+def test_python_examples_print_the_documented_output() -> None:
     with documented.models():
         found = doctest.testfile(str(documented.ROOT / "docs/python.md"), module_relative=False)
     assert found.attempted >= 4
     assert found.failed == 0
 
 
-def test_the_python_page_has_every_name_that_is_offered() -> None:
+def test_python_page_lists_every_public_name() -> None:
     listed = re.findall(
         r"^::: tonnage\.planner\.(\w+)$", (documented.ROOT / "docs/python.md").read_text(), re.MULTILINE
     )
     assert sorted(listed) == sorted(planner.__all__)
 
 
-def test_examples_in_python_are_run() -> None:
+def test_every_page_with_python_examples_is_tested() -> None:
     """openai.md by test_served.py, mechanism.md by test_mechanism.py."""
     pages = {page.name for page in PAGES if ">>> " in page.read_text()}
     assert pages == {"python.md", "openai.md", "mechanism.md"}
@@ -81,7 +81,7 @@ def test_readme_figures_match_the_plan() -> None:
         assert figure in text, figure
 
 
-def test_the_readme_counts_the_models() -> None:
+def test_readme_model_count_equals_test_data() -> None:
     counted = (documented.ROOT / "tests/data/configs/param_truth.tsv").read_text().splitlines()[1:]
     assert how_exact("weights") == (
         f"parameters of {len(counted)} models, built by transformers",
@@ -89,12 +89,12 @@ def test_the_readme_counts_the_models() -> None:
     )
 
 
-def test_the_accuracy_page_is_of_today_s_planner() -> None:
+def test_accuracy_page_is_current() -> None:
     done = subprocess.run([sys.executable, documented.ROOT / "benchmarks/accuracy_page.py", "--check"])
     assert done.returncode == 0, "python benchmarks/accuracy_page.py writes it"
 
 
-def test_docstrings_have_no_roles_of_sphinx() -> None:
+def test_docstrings_have_no_sphinx_roles() -> None:
     folders = ("planner", "cache", "server", "deploy", "benchmarks", "tests/helpers")
     sources = [path for folder in folders for path in (documented.ROOT / folder).rglob("*.py")]
     assert len(sources) > 300

@@ -40,7 +40,9 @@ def test_mechanism_has_at_most_300_lines_of_code() -> None:
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 300
 
 
-def test_mechanism_examples_print_what_is_shown(mechanism: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mechanism_examples_print_the_documented_output(
+    mechanism: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     examples = doctest.DocTestParser().get_doctest(PAGE, dict(mechanism.__dict__), "mechanism.md", None, 0)
     assert len(examples.examples) >= 10
     assert doctest.DocTestRunner().run(examples).failed == 0, capsys.readouterr().out
@@ -71,7 +73,7 @@ def third_of(output_left: Int64Array) -> Int64Array:
 
 
 @pytest.mark.parametrize("seed", [0, 4])
-def test_mechanism_decides_as_the_block_manager_on_1000_random_steps(
+def test_mechanism_decisions_equal_block_manager_on_1000_random_steps(
     mechanism: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(seed)

@@ -44,7 +44,7 @@ PLACES = ("planner", "cache", "server", "deploy", "docs", "tests", "benchmarks",
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_are_there(page: Path) -> None:
+def test_documented_files_exist(page: Path) -> None:
     named = {name for name in PATH.findall(page.read_text()) if "/" in name or name.endswith(".py")}
     assert [n for n in sorted(named) if not any(fnmatch(at, f"*/{n}") for at in ours())] == []
 
@@ -57,25 +57,25 @@ def ours() -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["planner", "cache", "server"])
-def test_a_package_s_readme_names_all_of_its_rooms(package: str) -> None:
+def test_package_readme_names_every_module(package: str) -> None:
     text = (ROOT / package / "README.md").read_text()
-    rooms = [path for path in (ROOT / package).iterdir() if path.name[0].isalpha()]
+    modules = [path for path in (ROOT / package).iterdir() if path.name[0].isalpha()]
     assert [
-        room.name
-        for room in rooms
-        if (room.suffix == ".py" or room.is_dir()) and not re.search(rf"\b{room.stem}\b", text)
+        module.name
+        for module in modules
+        if (module.suffix == ".py" or module.is_dir()) and not re.search(rf"\b{module.stem}\b", text)
     ] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_metrics_are_there(page: Path) -> None:
+def test_documented_metrics_exist(page: Path) -> None:
     known = {*FAMILIES, *AUTO_FAMILIES, *AUTO_LEARNED_FAMILIES, *ELSEWHERE}
     for name in re.findall(r"\btonnage_[a-z0-9_]+\b\*?", page.read_text()):
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_are_there(page: Path) -> None:
+def test_documented_flags_exist(page: Path) -> None:
     if page in SCRIPTS:
         return
     ours = {
@@ -85,12 +85,12 @@ def test_flags_are_there(page: Path) -> None:
     assert named <= ours.union(*FOREIGN.values())
 
 
-def test_no_flag_is_foreign_that_nobody_names() -> None:
+def test_every_listed_foreign_flag_is_documented() -> None:
     text = "".join(page.read_text() for page in pages())
     assert all(flag in text for flags in FOREIGN.values() for flag in flags)
 
 
-def test_the_file_of_keys_is_read(tmp_path: Path) -> None:
+def test_documented_key_file_is_valid(tmp_path: Path) -> None:
     (block,) = re.findall(
         r"^    \[\[key\]\]\n(?:(?:    .*)?\n)+", (ROOT / "docs/operations.md").read_text(), re.M
     )
@@ -103,14 +103,14 @@ def test_the_file_of_keys_is_read(tmp_path: Path) -> None:
     assert (scraping.name, scraping.metrics) == ("prometheus", True)
 
 
-def test_the_family_is_written_as_shown() -> None:
+def test_documented_model_family_equals_source() -> None:
     source = (ROOT / "planner/families/llama.py").read_text()
     (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/contributing.md").read_text(), re.M | re.S)
     assert textwrap.indent(shown, "    ") in source
     assert textwrap.indent(shown, "    ") in (ROOT / "planner/README.md").read_text()
 
 
-def test_the_model_types_that_are_served_are_listed() -> None:
+def test_documentation_lists_every_served_model_type() -> None:
     text = (ROOT / "docs/engines.md").read_text()
     (listed,) = re.findall(r"interface:\s((?:`[\w-]+`,?\s?)+)\.", text)
     assert tuple(re.findall(r"`([\w-]+)`", listed)) == served()

@@ -26,11 +26,11 @@ def made(asking: Servers) -> dict[Path, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_servers_say_what_is_shown(page: Path, made: dict[Path, str]) -> None:
+def test_documented_server_output_is_current(page: Path, made: dict[Path, str]) -> None:
     assert made[page] == page.read_text(), "python tests/helpers/documented.py writes what they say now"
 
 
-def test_a_client_gets_what_is_shown(
+def test_documented_client_examples_print_the_documented_output(
     asking: Servers, made: dict[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
@@ -40,7 +40,7 @@ def test_a_client_gets_what_is_shown(
     assert doctest.DocTestRunner().run(example).failed == 0, capsys.readouterr().out
 
 
-def test_the_servers_are_asked() -> None:
+def test_pages_with_server_commands_are_found() -> None:
     asked = {page.name for page in PAGES}
     assert asked >= {"index.md", "install.md", "operations.md", "admit.md", "measure.md"}
 
@@ -55,7 +55,7 @@ def test_the_servers_are_asked() -> None:
         ('tonnage_pool_bytes{state="free"} 1.0', 'tonnage_pool_bytes{state="free"} 2.0'),
     ],
 )
-def test_what_is_compared(shown: str, printed: str) -> None:
+def test_different_values_compare_unequal(shown: str, printed: str) -> None:
     assert compared([shown]) != compared([printed])
 
 
@@ -69,5 +69,5 @@ def test_what_is_compared(shown: str, printed: str) -> None:
         ('x{device="cpu",component="free"} 2.4e+10', 'x{device="cpu",component="free"} 23.0'),
     ],
 )
-def test_what_varies(shown: str, printed: str) -> None:
+def test_varying_values_compare_equal(shown: str, printed: str) -> None:
     assert compared([shown]) == compared([printed])

@@ -172,7 +172,7 @@ def test_value_below_double_range_underflows(capsys):
     assert "Underflow: the smallest value is" in capsys.readouterr().out
 
 
-def test_a_decimal_is_not_rounded_twice(capsys):
+def test_decimal_is_not_rounded_twice(capsys):
     """A double rounds a decimal slightly above 2^24 to 2^24."""
     assert run(["16777216.000000000000001", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
