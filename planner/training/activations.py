@@ -31,12 +31,14 @@ from tonnage.planner.training.values import Extent, Kernels, Value
 
 
 class LayerKind(NamedTuple):
-    """Properties of a layer that decide what it keeps; layers of one kind keep the same bytes.
+    """The properties of a layer that decide which tensors autograd keeps for its backward pass.
+
+    Layers of one module and one kind keep the same number of bytes.
 
     Attributes:
-        masked: whether the layer receives an explicit mask.
-        input_grad: whether its input needs a gradient.
-        trainable: whether its weights are trained.
+        masked: whether the layer receives an explicit attention mask.
+        input_grad: whether the layer's input needs a gradient.
+        trainable: whether the layer's own weights are trained.
     """
 
     masked: bool
@@ -49,11 +51,11 @@ class Kept(NamedTuple):
 
     Attributes:
         total: bytes of all kept tensors.
-        split: the part that tensor parallelism divides.
-        scores: the part that is attention scores, which selective checkpointing recomputes.
-        casts: 16-bit copies of trained weights that the backward pass reads.
-        frozen_casts: 16-bit copies of frozen weights that the backward pass reads.
-        pieces: bytes of each tensor, for the allocator's rounding.
+        split: the part of `total` that tensor parallelism divides among its ranks.
+        scores: the part of `total` that attention scores take, which selective checkpointing recomputes.
+        casts: bytes of the 16-bit copies of trained weights that the backward pass reads.
+        frozen_casts: bytes of the 16-bit copies of frozen weights that the backward pass reads.
+        pieces: bytes of each kept tensor, from which the CUDA allocator's rounding is computed.
     """
 
     total: Extent
@@ -66,20 +68,20 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activations:
-    """Kept activations of a model as functions of batch and sequence length.
+    """The activations that a model keeps for the backward pass, as functions of batch and sequence length.
 
     Instances are compared by identity, since they are keys of a cache.
 
     Attributes:
-        layers: (kind, number of layers of that kind, what each keeps).
-        shared: bytes that all layers share, such as rotary tables.
-        embedding: what the embedding keeps.
-        head: what the head keeps.
-        loss: what the loss keeps.
-        stream: bytes per token of the residual stream, which full checkpointing keeps of each layer.
+        layers: one (kind, number of layers of that kind, tensors that each layer keeps) per layer kind.
+        shared: bytes of tensors that all layers share, such as rotary tables.
+        embedding: tensors that the embedding keeps.
+        head: tensors that the head keeps.
+        loss: bytes that the loss keeps.
+        stream: bytes per token of the residual stream, which full checkpointing keeps once per layer.
         logit_width: bytes of one logit.
-        vocab: rows of the vocabulary.
-        hidden: width of the head's input.
+        vocab: number of rows of the vocabulary.
+        hidden: width of the head's input, in elements.
     """
 
     layers: tuple[tuple[LayerKind, int, Kept], ...]
@@ -94,16 +96,16 @@ class Activations:
 
 
 class ShapeSum(NamedTuple):
-    """Sums of tensor shapes over a group of equal layers, from which activations are estimated.
+    """Sums of tensor shapes over equal layers, from which activations are estimated without a recipe.
 
     Attributes:
         layers: number of equal layers.
-        heads: query heads of a layer.
-        linear: elements per token of all linear layers' inputs and outputs.
-        routed: the same for the routed experts of one token.
+        heads: query heads of one layer.
+        linear: elements per token of the inputs and outputs of all linear layers.
+        routed: elements per token of the inputs and outputs of the token's routed experts.
         norms: elements per token of the norms.
-        weights: elements of the matrices that autocast casts. Experts are excluded: torch's grouped_mm runs in
-            their own dtype.
+        weights: elements of the matrices that autocast casts to 16 bits. Experts are excluded: torch's
+            grouped_mm runs in their own dtype.
     """
 
     layers: int
@@ -130,7 +132,7 @@ def _experts_run(architecture: Architecture) -> int:
 
 
 def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
-    """Return the shape sums of a decoder whose linear layers keep their inputs and outputs."""
+    """Return the sums of tensor shapes for each group of equal layers of a decoder."""
     sums: dict[int, list[int]] = {}
     for tensor in architecture.tensors:
         if tensor.layer is None or tensor.role in ("vision", "audio", "projector", "buffer"):
@@ -151,7 +153,7 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
 
 
 def taped(recipe: Recipe | None) -> bool:
-    """Return whether the tape supports every operation of the recipe."""
+    """Return whether `Tape`, the symbolic forward pass, supports every operation of the recipe."""
     if recipe is None or not recipe.taped:
         return False
     modules = {branch.module for layer in set(recipe.layers) for branch in layer.branches}
@@ -163,7 +165,7 @@ def taped(recipe: Recipe | None) -> bool:
 
 
 def bare_recipe(architecture: Architecture) -> Recipe:
-    """Return a recipe without layers, for an estimate: embedding, final norm and head."""
+    """Return a recipe of embedding, final norm and head only, for a model whose layers are estimated."""
     hidden, rotary = architecture.hidden_size, architecture.rotary
     norm = Norm("", hidden, family_of(architecture.model_type).final_norm)
     return Recipe(
@@ -178,17 +180,17 @@ class ActivationSetup:
 
     Attributes:
         attention: `flash`, `sdpa` or `eager`.
-        method: training method.
+        method: training method (`full`, `lora`, `qlora`, `ia3` or `freeze`).
         rank: LoRA rank.
-        targets: module names with adapters.
+        targets: name patterns of the modules that have adapters.
         trained_layers: number of last layers that the method `freeze` trains.
-        fp8: whether Transformer Engine keeps inputs in fp8.
-        convention: bytes of weights and matrix products.
-        frozen: bytes of a frozen weight.
+        fp8: whether Transformer Engine keeps the inputs of linear layers in fp8.
+        convention: bytes per element of weights, gradients and matrix products.
+        frozen: bytes of one frozen weight.
         cuda: whether the step runs on a GPU.
-        explicit_mask: whether every layer receives a mask.
+        explicit_mask: whether every layer receives an explicit attention mask.
         single: whether a micro-batch is one sequence.
-        kernels: kernels of the training stack.
+        kernels: differences of the training stack's modules from transformers' modules.
     """
 
     attention: str
@@ -214,7 +216,7 @@ class ActivationSetup:
         return 2 if stored == 2 else convention.compute
 
     def layer_kind(self, index: int, layers: int, masked: bool) -> LayerKind:
-        """Return the kind of layer `index` of a model with `layers` layers."""
+        """Return the kind of the layer at `index` (from 0) of a model with `layers` layers."""
         first = layers - self.trained_layers if self.method == "freeze" else 0
         trainable = self.method == "full" or (self.method == "freeze" and index >= first)
         adapters = self.method in ("lora", "qlora", "ia3")
@@ -222,7 +224,7 @@ class ActivationSetup:
         return LayerKind(masked, below, trainable)
 
     def tape(self, trainable: bool, masked: bool, kernels: Kernels) -> Tape:
-        """Return an empty tape for one layer, the embedding or the head."""
+        """Return an empty recording of the tensors that one layer, the embedding or the head keeps."""
         convention, stream = self.convention, self.stream
         return Tape(
             compute=convention.compute, autocast=convention.autocast,
@@ -241,9 +243,9 @@ def activations_of(
 
     Args:
         recipe: the model's layers.
-        masked: for each layer, whether it receives a mask.
+        masked: for each layer, whether it receives an explicit attention mask.
         setup: method, precision and kernels.
-        estimated: shape sums used in place of the recipe's layers.
+        estimated: sums of tensor shapes, used in place of the recipe's layers where given.
     """
     stream, vocab, full = setup.stream, recipe.embedding.rows, setup.method == "full"
     tables = _rotary_tables(recipe, stream)
@@ -258,7 +260,8 @@ def activations_of(
         shared=sum((table.size.times(table.width) for table in read), Extent()),
         embedding=_embedding(setup.tape(full, False, kernels), recipe, stream),
         head=_head(setup.tape(full, False, kernels), recipe, stream),
-        # log_softmax keeps its fp32 result, and the loss keeps the shifted labels
+        # log_softmax keeps its fp32 result (4 bytes per logit); the loss keeps the shifted labels (8 bytes per
+        # token).
         loss=Extent(token=4 * vocab + 8, fixed=4),
         stream=recipe.hidden * stream,
         logit_width=setup.convention.compute if setup.convention.autocast else stream,
@@ -268,7 +271,7 @@ def activations_of(
 
 
 def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]]:
-    """Return name -> (cos, sin) of the recipe's rotary tables."""
+    """Return a dict from a rotary table's name to its (cos, sin) tensors, for the tables of a recipe."""
     tables = {}
     for table in recipe.tables:
         size = Extent(position=table.dim // 2 if table.complex or table.half else table.dim)
@@ -278,7 +281,10 @@ def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]
 
 
 def _estimated(sums: ShapeSum, setup: ActivationSetup) -> tuple[LayerKind, int, Kept]:
-    """Return what layers with these shape sums keep, by the estimate."""
+    """Estimate the tensors that equal layers keep from the sums of their tensor shapes.
+
+    Returns (kind, number of layers, kept bytes of one layer).
+    """
     convention, stream = setup.convention, setup.stream
     width = sums.linear * convention.compute + sums.norms * (4 + convention.compute) + sums.routed * stream
     score = sums.heads * (4 + convention.compute) if setup.attention == "eager" else 0
@@ -291,7 +297,10 @@ def _estimated(sums: ShapeSum, setup: ActivationSetup) -> tuple[LayerKind, int, 
 def _taped(
     recipe: Recipe, masked: tuple[bool, ...], setup: ActivationSetup, tables: dict[str, tuple[Value, Value]]
 ) -> tuple[tuple[tuple[LayerKind, int, Kept], ...], list[Value]]:
-    """Run one layer of each kind on a tape; return what each keeps, and the tables that all share."""
+    """Run one layer of each kind on a tape, the symbolic forward pass.
+
+    Returns the kept bytes of each layer kind, and the tables that all layers share.
+    """
     mask = Value(Extent(mask=1), 1, False)
     tables = {**tables, MASK: (mask, mask)}
     counts = Counter(
@@ -318,7 +327,7 @@ def _taped(
 
 
 def _kept(t: Tape) -> Kept:
-    """Return the bytes that a tape has recorded."""
+    """Return the bytes of the tensors that a tape has recorded for the backward pass."""
     scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,
@@ -329,7 +338,10 @@ def _kept(t: Tape) -> Kept:
 
 
 def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
-    """Return what the embedding keeps: 8-byte token ids, learned positions, and dropout's mask."""
+    """Return the tensors that the embedding keeps for the backward pass.
+
+    It keeps 8-byte token ids, the indices of learned positions, and dropout's mask.
+    """
     first, full = recipe.embedding, t.method == "full"
     if full:
         t.save(Value(Extent(token=1), 8, False))
@@ -345,7 +357,7 @@ def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
 
 
 def _head(t: Tape, recipe: Recipe, stream: int) -> Kept:
-    """Return what final norm, head and the soft cap of the logits keep."""
+    """Return the tensors that the final norm, the head and the soft cap of the logits keep."""
     width, vocab = recipe.embedding.width, recipe.embedding.rows
     x = Value(Extent(token=recipe.hidden), stream, True)
     if recipe.final is not None:

@@ -1,4 +1,4 @@
-"""Planner of training: a model and a `TrainingSetup` become a `TrainingPlan`."""
+"""Planner of training memory, which turns a model and a `TrainingSetup` into a `TrainingPlan`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tonnage.planner.training.values import Kernels
 from tonnage.planner.training.verdict import judge, notes_of
 from tonnage.planner.units import ceil_div
 
-DEFAULT_LENGTH = 2048  # tokens without --sequence-length, or the model's limit if shorter
+DEFAULT_LENGTH = 2048  # The length in tokens without --sequence-length; a shorter model limit replaces it.
 
 
 _METHOD = attrgetter(
@@ -56,18 +56,21 @@ _ACTIVATIONS = attrgetter(
 
 
 # torchao's 8-bit AdamW computes with parameter, gradient and both states in fp32 (optim/adam.py
-# single_param_adam), always compiled. The compiler fuses the gradient's copy, so three copies remain. The lower
-# bound is 0 copies (bitsandbytes), the upper bound 4 (nothing fused).
+# single_param_adam), always compiled. The compiler fuses away the gradient's copy, so three fp32 copies remain.
+# The lower bound is 0 copies (bitsandbytes), the upper bound 4 (nothing fused).
 _FP32_COPIES = 3
 
 
 def _copies_operands(setup: TrainingSetup) -> bool:
-    """Return whether the optimizer computes in fp32 copies of a whole tensor."""
+    """Return whether the optimizer computes in fp32 copies of a whole tensor.
+
+    The 8-bit AdamW of torchao does so, which torchtune uses.
+    """
     return stack_of(setup).states_in_fp32 and setup.optimizer == "adamw-8bit"
 
 
 class Planner:
-    """Plans for many setups of one model; results that depend on part of a setup are computed once."""
+    """A planner of many training setups of one model, which caches results that depend on part of a setup."""
 
     def __init__(self, model: TrainingModel) -> None:
         self.model = model
@@ -93,13 +96,13 @@ class Planner:
         return found
 
     def length(self, setup: TrainingSetup) -> int:
-        """Return the sequence length in tokens: the flag, else 2,048 or the model's limit if shorter."""
+        """Return the tokens per sequence: --sequence-length, else 2,048 or a shorter model limit."""
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
         """Return the activations of the setup, None for a model whose activations are not planned.
 
-        `kernels` replaces the kernels of the setup's stack.
+        `kernels` replaces the description of the modules of the setup's training stack.
         """
         recipe = self.model.recipe
         if recipe is None:
@@ -128,10 +131,10 @@ class Planner:
         self, setup: TrainingSetup, stage: int, states: States, kernels: Kernels | None = None,
         copies: int | None = None,
     ) -> Peak | None:  # fmt: skip
-        """Return the worst moment of a step on one pipeline stage, None if activations are not planned.
+        """Return the peak of a training step on one pipeline stage, None if activations are not planned.
 
-        `copies` is the number of fp32 copies that the optimizer makes of the largest tensor; None takes the
-        stack's.
+        `copies` is the number of fp32 copies that an 8-bit optimizer makes of the largest tensor. None takes
+        the planned number, 3 for torchao's 8-bit AdamW.
         """
         acts = self.activations(setup, kernels)
         if acts is None:
@@ -166,11 +169,11 @@ class Planner:
         )  # fmt: skip
 
     def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
-        """Return by how many bytes the peak may be lower and higher than planned.
+        """Return the bytes by which the peak may be (lower, higher) than planned.
 
         The bounds cover what a compiler chooses to keep, which of torchtune's two RMSNorms runs, and how an
-        8-bit optimizer computes. fp8 is bounded by what 16 bits keep. Tensor parallelism is bounded by the same
-        setup with sequence parallelism, which also divides the residual stream.
+        8-bit optimizer computes. The upper bound of fp8 is the same setup in 16 bits. The lower bound of tensor
+        parallelism adds sequence parallelism, which also divides the residual stream.
         """
         kernels = kernels_of(setup)
         low = high = kernels
@@ -206,7 +209,7 @@ class Planner:
 
         Raises:
             DeploymentError: for a setup that contradicts itself, the model or the device.
-            UnsupportedArchitecture: for a model that cannot be trained so.
+            UnsupportedArchitecture: for a model that cannot be trained with the setup's method.
         """
         check_setup(setup)
         check_device(setup)

@@ -1,4 +1,4 @@
-"""Combinations of memory-saving tricks: which fit together, by speed, and the smallest change that fits."""
+"""Search for combinations of memory-saving tricks that make a training setup fit, fastest first."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of
 from tonnage.planner.training.tricks import Trick, tried_with
 
-MOST_TRIED = 400  # plans of 1 to 2 ms each: all pairs of 20 tricks, and the threes that save most
+MOST_TRIED = 400  # One plan takes 1 to 2 ms; 400 cover all pairs of 20 tricks and the best triples.
 _MOST_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Combinations:
-    """Combinations of tricks that fit although no single one of them does.
+    """Combinations of memory-saving tricks that fit into the GPU's memory.
 
     Attributes:
-        rows: these combinations, fastest first.
+        rows: the combinations that fit, fastest first.
         smallest: the fastest change with the fewest tricks, single tricks included; None if nothing fits.
         tried: number of combinations planned.
-        complete: whether every combination of that many tricks was planned.
+        complete: whether every combination of the largest tried size was planned.
     """
 
     rows: tuple[Trick, ...]
@@ -37,8 +37,9 @@ def combinations(
 ) -> Combinations:
     """Plan combinations of the tricks in `singles` that save memory but do not fit alone.
 
-    Pairs are planned first. Only where neither a single trick nor a pair fits, threes and fours follow, largest
-    saving first. At most `most` combinations are planned. Combinations that set one flag twice are skipped.
+    Pairs are planned first. Triples and quadruples follow only if no single trick and no smaller combination
+    fits. Combinations with the largest summed saving come first, and at most `most` are planned. Combinations
+    that set one flag twice are skipped.
     """
     base = planner.plan(setup)
     alone = [t for t in singles if t.changes and t.fits and not t.name.startswith("together: ")]
@@ -64,12 +65,12 @@ def combinations(
 
 
 def _quickest(trick: Trick) -> tuple[float, int]:
-    """Return the sort key of a trick: relative step time, then GPU bytes."""
+    """Return the key that sorts tricks by relative step time, then by GPU bytes."""
     return round(trick.relative_time, 3), trick.gpu_bytes
 
 
 def _together(chosen: tuple[Trick, ...]) -> dict[str, Any] | None:
-    """Return the changes of all tricks, None if two of them set the same flag."""
+    """Return the flag changes of all chosen tricks as one dict, None if two tricks set the same flag."""
     changes: dict[str, Any] = {}
     for trick in chosen:
         if any(field in changes for field, _ in trick.changes):

@@ -82,10 +82,10 @@ def parser() -> Parser:
 
 
 def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
-    """Return the `TrainingSetup` of the parsed flags with `changes` applied.
+    """Return the `TrainingSetup` of the parsed flags, with the field values in `changes` applied.
 
     Raises:
-        DeploymentError: naming the flag that is wrong.
+        DeploymentError: for a flag with a wrong value; the error names the flag.
     """
     values = {**given(args, TrainingSetup), **changes}
     if args.gpu is not None:
@@ -168,7 +168,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise DeploymentError for two output flags that exclude each other."""
+    """Raise DeploymentError if the parsed arguments hold two output flags that exclude each other."""
     many = "--sweep", "is about one setting, --sweep about many", ("find", "tricks", "emit", "explain")
     alone = (
         "--emit",
@@ -182,12 +182,12 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _trick(trick: Any) -> dict[str, Any]:
-    """Return a trick as a JSON object."""
+    """Return a memory-saving trick as a JSON object."""
     return {**asdict(trick), "changes": dict(trick.changes)}
 
 
 def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
-    """Print the sweep as a table, JSON or an HTML file, and return the exit code."""
+    """Plan every combination of the --sweep values and print a table or JSON; return the exit code."""
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
     made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None

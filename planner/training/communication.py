@@ -1,8 +1,8 @@
 """Bytes that a training step sends, by collective, and the time they take on a given network.
 
 Volumes are per rank and optimizer step, in the convention of the ZeRO paper (section 7): an all-reduce of n
-elements moves 2n, an all-gather or reduce-scatter n. With P parameters, DDP moves 2 P elements, ZeRO-1 and
-ZeRO-2 2 P, stage 3 3 P, ZeRO++ 0.75 P (arXiv 2306.10209, section 3).
+elements moves 2n elements, an all-gather or reduce-scatter n. With P parameters, DDP, ZeRO-1 and ZeRO-2 move 2
+P elements, ZeRO-3 3 P, ZeRO++ 0.75 P (arXiv 2306.10209, section 3).
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from tonnage.planner.units import ceil_div
 
 
 class Collective(NamedTuple):
-    """One kind of traffic of a rank.
+    """One collective operation that a rank takes part in during a training step, and its traffic.
 
     Attributes:
-        name: the collective operation.
-        what: what it sends.
-        elements: 16-bit values of one round in the ZeRO paper's convention; int8 counts half, int4 a quarter.
-        bytes: bytes over one optimizer step.
-        inter_node_bytes: bytes of one node's ranks together that cross the node's network port.
-        per: how often it runs, `step` or `micro-batch`.
-        seconds: time over one optimizer step, None without a known speed.
+        name: name of the collective operation, such as `all-reduce`.
+        what: text that names the data sent.
+        elements: 16-bit values sent in one run, by the ZeRO paper's convention; int8 counts half, int4 a
+            quarter.
+        bytes: bytes that one rank sends over one optimizer step.
+        inter_node_bytes: bytes that all ranks of one node together send through the node's network port.
+        per: how often the operation runs, `step` or `micro-batch`.
+        seconds: time over one optimizer step, None if a needed link speed is unknown.
     """
 
     name: str
@@ -39,8 +40,11 @@ class Collective(NamedTuple):
 class Communication(NamedTuple):
     """All traffic of a rank over one optimizer step.
 
+    The fields `elements`, `bytes`, `inter_node_bytes` and `seconds` are sums over the collectives.
+
     Attributes:
-        high_bytes: upper bound, where stages 2 and 3 of DeepSpeed reduce after every micro-batch.
+        high_bytes: upper bound of `bytes`, reached where ZeRO-2 and ZeRO-3 reduce gradients after every
+            micro-batch.
     """
 
     collectives: tuple[Collective, ...]
@@ -56,9 +60,9 @@ NO_COMMUNICATION = Communication((), 0, 0, 0, None, 0, "")
 
 
 def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
-    """Return the bytes of a collective over `ranks` that cross one node's port.
+    """Return how many of the `size` bytes of a collective over `ranks` ranks cross one node's network port.
 
-    With r nodes in the collective, each node sends its 1/r part to the others.
+    With r nodes in the collective, each node sends its 1/r part to the other nodes.
     """
     nodes = setup.nodes if ranks > setup.gpus // setup.tensor_parallel else 1
     return 0 if nodes == 1 else size // nodes
@@ -74,7 +78,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
     p, trained = states.parameters, states.trainable
     weight = 2 if setup.precision != "fp32" else 4
     grad = max(1, ceil_div(states.full_gradients, max(1, trained)))
-    # the paper's volumes are of 16-bit gradients; fp32 ones (autocast, DDP) move twice as much
+    # The ZeRO paper counts 16-bit gradients; fp32 gradients (autocast, DDP) move twice as many bytes.
     out: list[Collective] = []
     steps = setup.gradient_accumulation
     high = 0
@@ -82,7 +86,10 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
     def add(
         name: str, what: str, elements: int, size: int, group: int, times: int = 1, per: str = "step"
     ) -> None:
-        """Add a collective over `group` ranks that sends `size` bytes `times` per step, if there are any."""
+        """Add a collective over `group` ranks that sends `size` bytes `times` per step.
+
+        Nothing is added if `size` is 0 or the group has one rank.
+        """
         if not size or group == 1:
             return
         total = size * times
@@ -122,8 +129,8 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         add("all-reduce", "gradients", 2 * trained, 2 * grad * trained, ranks)
     layers_here = max(1, setup.pipeline_parallel)
     if setup.tensor_parallel > 1:
-        # two all-reduces forward, two backward in each layer (arXiv 1909.08053); sequence parallelism
-        # replaces each by an all-gather and a reduce-scatter of the same volume
+        # two all-reduces forward, two backward in each layer (arXiv 1909.08053); Sequence parallelism replaces
+        # each all-reduce by an all-gather and a reduce-scatter of the same volume.
         size = 2 * 4 * activation_bytes
         add("all-reduce", "activations of tensor parallelism", size // 2, size, setup.tensor_parallel, steps,
             "micro-batch")  # fmt: skip
@@ -150,9 +157,10 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
 
 
 def _seconds(setup: TrainingSetup, size: int, crossing: int) -> float | None:
-    """Return the time of a collective at `network_share` of the specified speeds, None without a needed speed.
+    """Return the seconds of a collective at the share `network_share` of the links' specified speeds.
 
-    It is the larger of the time inside the node and the time between nodes.
+    The result is the larger of the time inside the node and the time between nodes. It is None if the speed of
+    a needed link is unknown.
     """
     total = 0.0
     if size:

@@ -17,7 +17,12 @@ BUFFER_FACTOR = 1.5  # additional_buffer_factor
 
 
 class StateEstimate(NamedTuple):
-    """Estimated bytes per GPU and of CPU memory per node."""
+    """Bytes of model states by DeepSpeed's estimators.
+
+    Attributes:
+        gpu: bytes on each GPU.
+        cpu: bytes of CPU memory on each node.
+    """
 
     gpu: int
     cpu: int
@@ -29,7 +34,7 @@ def zero2(
     """Return DeepSpeed's estimate for ZeRO-2.
 
     With P parameters on N GPUs, the current formula without offload is 2 P + 18 P / N bytes per GPU.
-    `documented` takes the older 4 P + 16 P / N.
+    `documented` selects the older formula of DeepSpeed's documentation, 4 P + 16 P / N.
     """
     total = gpus * nodes
     if offload:
@@ -43,7 +48,10 @@ def zero3(
     parameters: int, largest_layer: int, gpus: int, nodes: int = 1, *,
     offload_optimizer: bool, offload_param: bool, zero_init: bool,
 ) -> StateEstimate:  # fmt: skip
-    """Return DeepSpeed's estimate for ZeRO-3; `largest_layer` is the parameters of the largest leaf module."""
+    """Return DeepSpeed's estimate for ZeRO-3, from parameter counts and offload flags.
+
+    `largest_layer` is the number of parameters of the largest leaf module.
+    """
     total = gpus * nodes
     gpu, each_node = 4 * largest_layer, 1 / nodes
     if not offload_optimizer:
@@ -57,7 +65,7 @@ def zero3(
 
 
 def counts(architecture: Architecture) -> tuple[int, int]:
-    """Return the parameters of the model, tied ones once, and of its largest module (`model_to_params`)."""
+    """Return the parameter counts of the model (tied tensors once) and of its largest module."""
     total, modules = 0, dict[str, int]()
     for tensor in architecture.tensors:
         if tensor.is_parameter:
@@ -67,12 +75,12 @@ def counts(architecture: Architecture) -> tuple[int, int]:
 
 
 def tables(architecture: Architecture, gpus: int, nodes: int) -> str:
-    """Return the text of DeepSpeed's ZeRO-2 and ZeRO-3 estimators for a model (`..._all_live`; GB is GiB)."""
+    """Return the table that DeepSpeed's `..._all_live` estimators print for a model (their GB is GiB)."""
     return tables_of(*counts(architecture), gpus, nodes)
 
 
 def tables_of(parameters: int, largest: int, gpus: int, nodes: int) -> str:
-    """Return the text of DeepSpeed's estimators for given parameter counts (`..._all_cold`)."""
+    """Return the table that DeepSpeed's `..._all_cold` estimators print for given parameter counts."""
     head = (
         "Estimated memory needed for params, optim states and gradients for a:\n"
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node.\n"
@@ -95,10 +103,10 @@ def tables_of(parameters: int, largest: int, gpus: int, nodes: int) -> str:
 
 
 def _at(offload: bool) -> str:
-    """Return the place of offloaded or kept data as DeepSpeed prints it."""
+    """Return the offload device as DeepSpeed's tables print it: `cpu ` if offloaded, else `none`."""
     return "cpu " if offload else "none"
 
 
 def _row(found: StateEstimate, options: str) -> str:
-    """Return one row of the table."""
+    """Return one row of DeepSpeed's table of estimates: CPU and GPU memory in GiB, and the options."""
     return f" {found.cpu / GiB:7.2f}GB | {found.gpu / GiB:6.2f}GB | {options}"

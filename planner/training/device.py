@@ -1,4 +1,4 @@
-"""Rules of the GPU's compute capability: which attention and which precision it can run."""
+"""Checks of the attention kernel and the precision against the GPU's compute capability."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLASH, FP8, BF16 = (8, 0), (8, 9), (8, 0)
 
 
 def capability_of(setup: TrainingSetup) -> tuple[int, int] | None:
-    """Return the compute capability as (major, minor), None for an unknown GPU."""
+    """Return the GPU's compute capability as (major, minor), None if it is unknown."""
     if setup.compute_capability is None:
         return None
     major, _, minor = setup.compute_capability.partition(".")
@@ -19,7 +19,7 @@ def capability_of(setup: TrainingSetup) -> tuple[int, int] | None:
 
 
 def attention_of(setup: TrainingSetup) -> str:
-    """Return the requested attention, by default FlashAttention where it runs and SDPA elsewhere."""
+    """Return the attention implementation: as requested, else `flash` if the GPU runs it, else `sdpa`."""
     if setup.attention is not None:
         return setup.attention
     capability = capability_of(setup)
@@ -30,7 +30,7 @@ def check_device(setup: TrainingSetup) -> None:
     """Refuse an attention or precision for which the GPU has no kernel.
 
     Raises:
-        DeploymentError: naming the flag.
+        DeploymentError: for such a flag; the error names the flag.
     """
     capability = capability_of(setup)
     if setup.attention == "flash" and setup.precision == "fp32":
@@ -53,7 +53,7 @@ def check_device(setup: TrainingSetup) -> None:
 
 
 def device_notes(setup: TrainingSetup) -> list[str]:
-    """Return a note where the GPU emulates bf16."""
+    """Return a note if the precision is bf16 and the GPU only emulates it, else an empty list."""
     capability = capability_of(setup)
     if capability is None or capability >= BF16 or not setup.precision.startswith("bf16"):
         return []

@@ -1,7 +1,7 @@
 """Configuration files for training tools: DeepSpeed JSON, Accelerate YAML, arguments for Trainer and PEFT.
 
-It also prints DeepSpeed's own estimates. Key names are of DeepSpeed 0.19, Accelerate 1.15, transformers 5.19
-and PEFT 0.21.
+The module also returns DeepSpeed's own estimates as text. Key names are of DeepSpeed 0.19, Accelerate 1.15,
+transformers 5.19 and PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
     """Return the configuration of `kind` as text.
 
     Raises:
-        DeploymentError: if the setup has no configuration of that kind.
+        DeploymentError: for an unknown kind, or a setup that the tool cannot express.
     """
     if kind == "deepspeed":
         return json.dumps(deepspeed(plan.setup), indent=2)
@@ -190,7 +190,7 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
-    """Return a `peft.LoraConfig` or `peft.IA3Config`, for QLoRA with transformers' BitsAndBytesConfig."""
+    """Return the fields of a `peft.LoraConfig` or `IA3Config`; QLoRA adds those of BitsAndBytesConfig."""
     if setup.method not in ("lora", "qlora", "ia3"):
         raise DeploymentError(f"--method {setup.method} has no adapters", field="--emit", hint="--method lora")
     targets = list(setup.target_modules or default_targets(setup, model_type) or ())

@@ -18,9 +18,13 @@ _HEADS = ("component", "size", "bounds", "bytes", "formula", "share")
 
 
 def facts_of(setup: TrainingSetup, model: str, gpu: str | None, swept: Sequence[str] = ()) -> Facts:
-    """Return the facts at the top of a page: model, engine and device.
+    """Return the (label, value) pairs at the top of an HTML page: model, engine and device.
 
-    `gpu` is the name given to --gpu; `swept` are the fields whose values differ between rows.
+    Args:
+        setup: the training flags.
+        model: name of the model.
+        gpu: the name given to --gpu, None without one.
+        swept: the fields whose values differ between the rows of a sweep.
     """
     many = {"gpus", "nodes"} & {*swept}
     count = "" if many else f"{setup.nodes * setup.gpus:,} x "
@@ -33,9 +37,10 @@ def facts_of(setup: TrainingSetup, model: str, gpu: str | None, swept: Sequence[
 def plan_page(
     plan: TrainingPlan, rows: tuple[Trick, ...] = (), words: Sequence[str] = (), gpu: str | None = None
 ) -> str:
-    """Return the HTML document of a plan: verdict, components with bars and formulas, traffic, tricks.
+    """Return the HTML document of a training plan.
 
-    `words` are the words of the command line.
+    It shows the verdict, the components with bars and formulas, the traffic, and the memory-saving tricks in
+    `rows`. `words` are the words of the command line, which the page quotes.
     """
     first, *served = headline(plan)
     low, high = plan.bounds()
@@ -79,7 +84,7 @@ def _tricks(rows: tuple[Trick, ...]) -> str:
 
 
 def sweep_page(names: Sequence[str], rows: Sequence[Row], words: Sequence[str], facts: Facts) -> str:
-    """Return the HTML document of a sweep over the fields `names`, one row per setting."""
+    """Return the HTML document of a sweep over the flags `names`, with one table row per setting."""
     cells = []
     for row in rows:
         values = ("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row.values)

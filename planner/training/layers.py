@@ -1,7 +1,8 @@
-"""Training interpreter of a recipe (planner/model/recipe.py): a layer as operations on a `Tape`.
+"""Interpreter of layer recipes (planner/model/recipe.py) that runs a layer as operations on a `Tape`.
 
 The operations come in the order in which the layer's module runs them (transformers 5.19,
-models/*/modeling_*.py). Experts run as their default, `grouped_mm` (integrations/moe.py).
+models/*/modeling_*.py). Experts run by transformers' default implementation, `grouped_mm`
+(integrations/moe.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Tables = Mapping[str, tuple[Value, Value]]
 
 
 def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
-    """Run one decoder layer on the tape and return its output; `at` is the layer's name with `*` as index."""
+    """Run one decoder layer on the tape, a symbolic forward pass, and return the layer's output.
+
+    `at` is the layer's module name with `*` in place of the index.
+    """
     given = h = x
     for branch in recipe.branches:
         source = given if recipe.parallel else x
@@ -57,7 +61,7 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
     q, k, v = _projected(t, a, h, at)
     if not a.normed_last:
         q, k = _normed(t, a, q, k)
-    if a.clipped:  # clamp_ keeps a copy of the overwritten values
+    if a.clipped:  # clamp_ works in place, so autograd keeps a copy of the overwritten values.
         for part in (q, k, v):
             if part.grad:
                 t.save(t.like(part))
@@ -83,7 +87,7 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
 
 
 def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, Value]:
-    """Return Q, K and V, from three projections or from a fused one."""
+    """Return Q, K and V, computed by three projections or by one fused projection."""
     dims = a.heads
     sizes = [dims.heads * dims.head_size, dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size]
     if a.qkv is None:
@@ -118,13 +122,13 @@ def _softmax(t: Tape, a: Attention, h: Value) -> int:
 
 
 def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
-    """Return cos and sin tables that one tensor computes for itself."""
+    """Return new cos and sin tables, for a model that computes them separately for Q and for K."""
     width = 4 if rope.apart == "wide" else x.width
     return Value(Extent(position=rope.dim), width, False), Value(Extent(position=rope.dim), width, False)
 
 
 def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Value:
-    """Return `x` after rotary embedding, in the dtype and layout that the model continues with."""
+    """Return `x` after rotary embedding, in the dtype and memory layout of the model's next operation."""
     out = t.rotate(x, tables)
     if rope.restored:
         out = t.cast(out, x.width)
@@ -157,7 +161,11 @@ def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, laye
 
 
 def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
-    """Run an MLP on the tape, gated (separate or fused) or plain, and return its output."""
+    """Run an MLP on the tape and return its output.
+
+    With three matrices the gate is a matrix of its own. A fused MLP holds gate and up projection in one matrix,
+    and a plain MLP has no gate.
+    """
     at = f"{layer}.{m.name}" if m.name else layer
     if len(m.names) == 3:
         gate, up = (t.linear(h, f"{at}.{name}", m.hidden, m.inner) for name in m.names[:2])
@@ -174,7 +182,10 @@ def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
 
 
 def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
-    """Run routed and shared experts on the tape; a token is copied once for each expert, sorted by expert."""
+    """Run routed and shared experts of a mixture-of-experts layer on the tape, and return their summed output.
+
+    Each token is copied once for each of its experts, and the copies are sorted by expert.
+    """
     at = f"{layer}.{e.name}"
     shared = None if e.shared is None else mlp(t, e.shared, h, layer)
     weights = _routed(t, e, h, f"{at}.{e.router.name}")
@@ -197,7 +208,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     if grouped:
         h = t.cast(h, 4)
         stored = t.weight if t.trains else t.frozen
-        if h.grad and stored != 4:  # the weight's fp32 copy
+        if h.grad and stored != 4:  # Autograd keeps the fp32 copy of the router's weight.
             t.save(Value(Extent(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
     elif router.dtype == "float32":
         h = t.cast(h, 4)
@@ -207,7 +218,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
         return t.new(e.chosen, 4, False)
     if router.kind == "mixer":
         return _mixed(t, e, logits)
-    t.save(t.new(e.chosen, 8, False))  # the indices
+    t.save(t.new(e.chosen, 8, False))  # These are the indices of the chosen experts.
     width = logits.width if router.kind in ("sigmoid-groups", "softmax-typed") else 4
     chosen = t.new(e.chosen, width, True)
     if router.kind in ("softmax-chosen", "softmax-typed"):

@@ -29,7 +29,7 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
     """Return the lines with paged optimizer states reduced to the GPU memory that the other lines leave.
 
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
-    excess leaves the GPU. For example, torchtune publishes full training of an 8B model on an RTX 4090.
+    excess leaves the GPU. So torchtune's published full training of an 8B model fits on an RTX 4090.
     """
     if not setup.optimizer.startswith("paged") or setup.device_memory is None:
         return lines
@@ -57,7 +57,7 @@ def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu"
 def state_lines(
     setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained, there: int
 ) -> list[Line]:
-    """Return the lines of the model states; `there` is the bytes of gradients at the peak."""
+    """Return the plan lines of the model states; `there` is the gradient bytes that exist at the peak."""
     ranks = f" over {setup.shard_ranks} ranks" if setup.zero_stage else ""
     master = states.master if c.master_with_weights else 0
     per = f"{c.weights} + {c.master}" if c.master_with_weights and c.master else str(c.weights)
@@ -94,7 +94,7 @@ def state_lines(
 
 
 def _frozen(setup: TrainingSetup) -> str:
-    """Return the dtype of frozen weights as text."""
+    """Return a description of the frozen weights' storage, for the formula of a plan line."""
     if setup.method == "qlora":
         return f"linear weights in {setup.base_quantization}, the rest {frozen_bytes(setup)} bytes"
     return f"{frozen_bytes(setup)} bytes each"
@@ -103,9 +103,14 @@ def _frozen(setup: TrainingSetup) -> str:
 def peak_lines(
     setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool, bounds: tuple[int, int]
 ) -> list[Line]:
-    """Return the lines of the worst moment: activations, logits, weight casts, temporary tensors, rounding.
+    """Return the plan lines of the peak: activations, logits, weight casts, temporary tensors, rounding.
 
-    `bounds` are the bytes by which the activations may be lower and higher.
+    Args:
+        setup: the training flags.
+        peak: the peak of a training step, None if activations are not planned.
+        length: sequence length in tokens.
+        estimated: whether the activations are estimated from tensor shapes.
+        bounds: bytes by which the activations may be (lower, higher).
     """
     if peak is None:
         return []
@@ -119,7 +124,7 @@ def peak_lines(
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
-        low = peak.logits  # lower bound: 12 of 14 bytes, for a caller that drops the logits
+        low = peak.logits  # The lower bound is 12 of 14 bytes per logit: a caller that drops the 16-bit logits.
         formula = LOSS[setup.loss if setup.stack is None or setup.loss != "full" else "dropped"]
         out.append(
             Line(
@@ -160,7 +165,7 @@ def peak_lines(
 
 
 def host_lines(setup: TrainingSetup, placed: HostBytes, peak: Peak | None, states: States) -> list[Line]:
-    """Return the lines of CPU memory: offloaded states and activations, step counters."""
+    """Return the plan lines of CPU and NVMe memory: offloaded states and activations, step counters."""
     node = setup.gpus
     out = list(placed.lines)
     if peak is not None and peak.cpu:

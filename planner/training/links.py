@@ -1,4 +1,4 @@
-"""Speeds of links between GPUs and between nodes, and the reader of their names and units."""
+"""Speeds of links between GPUs and between nodes, and the parser of link names and speeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NETWORKS = {
     "pcie4": 32 * 10**9,
     "pcie5": 64 * 10**9,
 }
-"""Links inside a node."""
+"""Links between the GPUs of one node, in bytes per second, per direction and GPU."""
 
 LINKS = {
     "10gbe": 10, "25gbe": 25, "100gbe": 100, "hdr": 200, "ndr": 400, "xdr": 800, "efa": 400,
@@ -25,7 +25,7 @@ def parse_speed(text: str, field: str) -> int:
     """Return bytes per second for a link's name (`ndr`, `nvlink4`) or a speed (`400Gbps`, `50GB/s`).
 
     Raises:
-        DeploymentError: for other text.
+        DeploymentError: for text that is neither a known link nor a speed.
     """
     low = text.strip().lower()
     if low in NETWORKS:

@@ -13,22 +13,22 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.units import GiB, ceil_div
 
-# unsloth_zoo 2026.10.9 fused_losses/cross_entropy_loss.py: _CE_BYTES_PER_LOGIT, _CE_TARGET_GB_CAP. The budget
-# is half of the free memory, so the loss never decides whether a step fits.
+# unsloth_zoo 2026.10.9 fused_losses/cross_entropy_loss.py: _CE_BYTES_PER_LOGIT, _CE_TARGET_GB_CAP. unsloth
+# gives the loss half of the free memory, so the loss never decides whether a step fits.
 UNSLOTH_LOGIT, UNSLOTH_MOST = 16, 4 * GiB
 
 
 class LossMemory(NamedTuple):
-    """Bytes of the logits and the loss at each moment of a step.
+    """Bytes of the logits and the loss at each moment of a training step.
 
     Attributes:
-        forward: at the end of the loss's forward pass.
-        backward: in the loss's backward pass.
-        head: while the head's gradient is computed.
-        alive: after that.
+        forward: bytes at the end of the loss's forward pass.
+        backward: bytes in the loss's backward pass.
+        head: bytes while the gradient of the head's weight is computed.
+        alive: bytes that remain after the head's backward pass.
         matrices: number of gradients of the head's weight that are alive at once.
-        most: upper bound of the larger pass.
-        pieces: bytes of single tensors, for the allocator's rounding.
+        most: upper bound of the larger of `forward` and `backward`.
+        pieces: bytes of single tensors, from which the CUDA allocator's rounding is computed.
     """
 
     forward: int
@@ -41,7 +41,15 @@ class LossMemory(NamedTuple):
 
 
 def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_trained: bool) -> LossMemory:
-    """Return the bytes of logits and loss for `tokens` tokens; tensor parallelism divides the vocabulary."""
+    """Return the bytes of logits and loss for `tokens` tokens on one rank.
+
+    Args:
+        setup: the training flags.
+        acts: the model's activations, with vocabulary size and bytes of one logit.
+        tokens: tokens of the micro-batch on this rank.
+        tp: tensor-parallel ranks, among which the vocabulary is divided.
+        head_trained: whether the head's weight is trained.
+    """
     stack = stack_of(setup)
     elements = tokens * ceil_div(acts.vocab, tp)
     width, labels = acts.logit_width, 8 * tokens
@@ -53,7 +61,7 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
     if setup.loss == "chunked":
         return _chunked(setup, elements, width, labels)
     pieces = (whole, *(4 * elements,) * 3)
-    if stack.head_in_fp32:  # the fp32 copy alone reaches the loss, and is dropped before the backward pass
+    if stack.head_in_fp32:  # The fp32 copy of the logits is dropped before the head's backward pass.
         wide = 4 * elements
         return LossMemory(2 * wide + labels, 3 * wide + labels, wide + whole, 0, 1, 3 * wide + labels, pieces)
     forward = whole + elements * (4 if width == 4 else 8) + labels
@@ -67,9 +75,10 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
 def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> LossMemory:
     """Return the bytes of torchtune's CEWithChunkedOutputLoss.
 
-    The head runs in chunks, and all are kept. Cast to fp32 and cross-entropy run chunk by chunk. The backward
-    pass of all chunk losses precedes that of the head, whose weight gradients are summed two at a time
-    (autograd's InputBuffer). Compiled, a chunk keeps 16-bit logits and no fp32 tensor.
+    The head computes the logits in chunks, and the logits of all chunks are kept. The cast to fp32 and the
+    cross-entropy run chunk by chunk. The backward pass of all chunk losses precedes that of the head, whose
+    weight gradients are summed two at a time (autograd's InputBuffer). Under torch.compile, a chunk keeps
+    16-bit logits and no fp32 tensor.
     """
     whole, chunk = elements * width, ceil_div(elements, setup.loss_chunks)
     if setup.compile:
@@ -82,8 +91,8 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
 def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:
     """Return the bytes of Liger's fused linear cross-entropy.
 
-    It keeps the logits of one chunk of rows (16-bit and fp32) and the gradients of hidden states and head. A
-    chunk has the next power of two of tokens / ceil(vocabulary / hidden) rows. Source:
+    It keeps the logits of one chunk of rows (16-bit and fp32) and the gradients of hidden states and head. The
+    rows of a chunk are tokens / ceil(vocabulary / hidden), rounded up to a power of two. Source:
     liger_kernel/ops/fused_linear_cross_entropy.py.
     """
     rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))

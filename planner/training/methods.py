@@ -1,4 +1,4 @@
-"""Training methods: every tensor of the model and its adapters, each trainable or frozen.
+"""Training methods (full, LoRA, QLoRA, IA3, freeze): which tensors of a model each trains or adds.
 
 LoRA and IA3 shapes are as PEFT 0.21 builds them. Default target modules are PEFT's own for each family
 (`Family.lora`, `Family.ia3`).
@@ -29,16 +29,16 @@ LINEARS = ("Linear", "KeptLinear", "FalconLinear", "Conv1D")
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """A group of equal tensors of the model or its adapters.
+    """A group of tensors with equal shape and role, of the model or of its adapters.
 
     Attributes:
-        name: the tensors' name with `*` for the layer.
-        layers: layer of each tensor, None outside the layers.
-        trainable: whether they are trained.
-        adapter: whether PEFT adds them.
-        frozen_bytes: bytes of one tensor where it is not trained.
-        shard_dim: the dimension that tensor parallelism divides.
-        kv_rows: rows of K and V in a fused matrix.
+        name: the tensors' name with `*` in place of the layer index.
+        layers: layer index of each tensor, None for a tensor outside the layers.
+        trainable: whether the tensors are trained.
+        adapter: whether PEFT adds the tensors.
+        frozen_bytes: bytes of one tensor while it is not trained.
+        shard_dim: the dimension that tensor parallelism divides, None for a replicated tensor.
+        kv_rows: rows of K and V in a fused QKV matrix.
         kv_units: number of KV heads in these rows.
     """
 
@@ -67,7 +67,13 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model's tensors under a training method; `targets` are the modules with adapters."""
+    """A model's tensors under a training method.
+
+    Attributes:
+        held: groups of equal tensors, trained and frozen ones, adapters included.
+        targets: name patterns of the modules that have adapters.
+        buffer_bytes: bytes of the model's buffers.
+    """
 
     held: tuple[TensorGroup, ...]
     targets: frozenset[str]
@@ -75,7 +81,7 @@ class Trained:
 
     @cached_property
     def parameters(self) -> int:
-        """Return the parameters of the base model, tied ones once."""
+        """Return the number of parameters of the base model; tied tensors count once."""
         return sum(h.elements * h.count for h in self.held if not h.adapter)
 
     @cached_property
@@ -95,10 +101,10 @@ def pattern(name: str) -> str:
 
 
 def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
-    """Return the model's tensors under the setup's method.
+    """Return the model's tensors under the setup's training method, each trained or frozen.
 
     Raises:
-        DeploymentError: for target modules the model does not have.
+        DeploymentError: for target modules or trained layers that the model does not have.
         UnsupportedArchitecture: for QLoRA of a model without an nn.Linear.
     """
     own = [t for t in architecture.tensors if t.is_parameter and t.tied_to is None]
@@ -117,7 +123,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
     stack = stack_of(setup)
 
     def frozen(tensor: TensorSpec) -> int:
-        """Return the bytes of a tensor that is not trained."""
+        """Return the bytes that a tensor takes while it is not trained."""
         quantized = setup.method == "qlora" and quantization.converts(tensor)
         if quantized and stack.nf4 == "torchao":
             return nf4_torchao_bytes(tensor.elements)
@@ -151,13 +157,16 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
 
 
 def target_names(architecture: Architecture) -> tuple[str, ...]:
-    """Return the module names PEFT could match: the last component of each linear module, in model order."""
+    """Return the module names that PEFT's target modules could match.
+
+    Each is the last component of a linear module's name; the order is the model's.
+    """
     names = (t.module.rpartition(".")[2] for t in architecture.tensors if t.module_class in LINEARS)
     return tuple(dict.fromkeys(names))
 
 
 def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | None:
-    """Return PEFT's default target modules for a family, None where it has none."""
+    """Return PEFT's default target modules for a model type, None if PEFT has no default."""
     family = family_of(model_type)
     return family.ia3 if setup.method == "ia3" else family.lora
 
@@ -165,7 +174,7 @@ def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | 
 def _adapters(
     architecture: Architecture, own: list[TensorSpec], setup: TrainingSetup
 ) -> tuple[list[TensorGroup], frozenset[str]]:
-    """Return the adapter tensors, and the patterns of the modules that have them."""
+    """Return the adapter tensors, and the name patterns of the modules that have adapters."""
     wanted = setup.target_modules
     if wanted is None:
         wanted = default_targets(setup, architecture.model_type)
@@ -205,7 +214,8 @@ def _adapters(
             out.setdefault((f"{pattern(tensor.module)}.{suffix}", shape), []).append(tensor)
     held = []
     for (name, shape), tensors in out.items():
-        # tensor parallelism divides the factor on the divided side and replicates the other one
+        # Where the base weight is divided, tensor parallelism divides one LoRA factor (A or B) along that
+        # dimension and replicates the other factor.
         side = tensors[0].shard_dim if name.endswith(("lora_B.weight", "lora_A.weight")) else None
         dim = side if side == (0 if name.endswith("lora_B.weight") else 1) else None
         layers = tuple(t.layer for t in tensors)
@@ -214,7 +224,7 @@ def _adapters(
 
 
 def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str, tuple[int, ...]]]:
-    """Return suffix and shape of each adapter tensor of a module.
+    """Return (name suffix, shape) of each adapter tensor of a module.
 
     LoRA has A [rank, in] and B [out, rank]. IA3 has one scale per input of a feed-forward module, and one per
     output of other modules (peft/tuners/ia3/layer.py).
@@ -223,6 +233,6 @@ def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str,
     if setup.method == "ia3":
         feed_forward = tensor.module.endswith(IA3_FEED_FORWARD)
         return [("ia3_l", (1, into) if feed_forward else (out, 1))]
-    if tensor.module_class == "Embedding":  # rows x width: A [rank, rows], B [width, rank]
+    if tensor.module_class == "Embedding":  # Here A is [rank, rows] and B [width, rank].
         out, into = into, out
     return [("lora_A.weight", (setup.rank, into)), ("lora_B.weight", (out, setup.rank))]

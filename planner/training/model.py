@@ -1,4 +1,4 @@
-"""The model as the training planner reads it: the serving planner's architecture and its layers as a recipe."""
+"""The model that the training planner reads: the serving planner's tensors, and a recipe of the layers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TrainingModel:
 
     Attributes:
         id: name of the model.
-        architecture: its tensors, as the serving planner has them.
-        recipe: its layers as operations; None where activations are not planned (encoder-decoder models).
-        estimated: sums of shapes for a decoder without a recipe, empty otherwise.
+        architecture: the model's tensors and dimensions, which the serving planner uses as well.
+        recipe: the model's layers as operations; None if activations are not planned (encoder-decoder models).
+        estimated: sums of tensor shapes of a decoder whose layers have no recipe, empty otherwise.
     """
 
     id: str
@@ -44,16 +44,16 @@ class TrainingModel:
         return tuple(out)
 
     def attention(self, asked: str) -> str:
-        """Return the attention that runs where `asked` is requested: eager if the model class lacks it."""
+        """Return the attention `asked` if the model class supports it, else `eager`."""
         return asked if asked in family_of(self.architecture.model_type).attentions else "eager"
 
     def masked(self, length: int) -> tuple[bool, ...]:
-        """Return for each layer whether its window is shorter than `length` tokens, which needs a mask."""
+        """Return for each layer whether its sliding window is shorter than `length` tokens and needs a mask."""
         return tuple(0 < window < length for window in self.windows)
 
 
 def model_from(id: str, architecture: Architecture) -> TrainingModel:
-    """Return the training model of an architecture, with its recipe or with sums of shapes."""
+    """Return a `TrainingModel` with the architecture's recipe, else with sums of tensor shapes."""
     recipe = architecture.recipe
     if taped(recipe):
         return TrainingModel(id, architecture, recipe)
@@ -67,7 +67,7 @@ def load_training_model(name: str) -> TrainingModel:
 
     Raises:
         UnsupportedArchitecture: for a quantized checkpoint, which cannot be trained in place.
-        TonnageError: for a model that is not found or not understood.
+        TonnageError: for a model that is not found or has an unsupported architecture.
     """
     source = resolve_model(name)
     if source.kind == "gguf":

@@ -1,6 +1,6 @@
 """Optimizer states of one tensor in bytes, as the optimizers allocate them.
 
-Tests compare them with torch 2.13 and bitsandbytes 0.50, difference 0 (tests/planner/test_training_real.py).
+Tests find no difference from torch 2.13 and bitsandbytes 0.50 (tests/planner/test_training_real.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ STEP_BYTES = 4  # torch.optim: one fp32 counter per tensor, on the host unless f
 
 
 class Optimizer(NamedTuple):
-    """An optimizer's states.
+    """The states that an optimizer keeps.
 
     Attributes:
-        states: number of full-size states per parameter.
-        counter: whether it keeps a step counter per tensor.
-        formula: the states as text.
+        name: the optimizer's name, as --optimizer takes it.
+        states: number of states per parameter that have the parameter's size.
+        counter: whether the optimizer keeps a step counter per tensor.
+        formula: description of the states, for a plan line.
     """
 
     name: str
@@ -64,7 +65,8 @@ def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: 
 
     * 8-bit AdamW keeps block-wise states of one byte, whatever `state` is.
     * Adafactor (torch.optim) keeps states of the shapes `shape[:-1] + (1,)` and `shape[:-2] + (1, last)`.
-    * Muon (torch.optim) trains matrices only. By its authors' advice AdamW trains embedding and head.
+    * Muon (torch.optim) trains matrices only. AdamW trains the embedding and the head, as Muon's authors
+      advise.
     * GaLore (galore-torch 1.0) keeps a projection [rank, short side] and states [rank, long side].
 
     Args:
@@ -92,7 +94,7 @@ def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: 
 
 
 def shared_bytes(name: str) -> int:
-    """Return the bytes an optimizer keeps once per device."""
+    """Return the bytes that an optimizer keeps once per device: two quantization maps of 8-bit optimizers."""
     return BNB_MAPS_BYTES if "8bit" in name else 0
 
 

@@ -1,6 +1,6 @@
 """Training memory that is neither state nor activation: buckets, library workspaces, the CUDA context.
 
-Each overhead has its own interval and source; none is added to another.
+Each overhead is a plan line with its own interval and source.
 """
 
 from __future__ import annotations
@@ -16,18 +16,28 @@ from tonnage.planner.units import GiB, MiB
 CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_WORKSPACE_HOPPER = 8 * 4096 * 1024
 
-# Start-up logs of vLLM on H100 and B200 (tests/data/training/measured_receipts.tsv): non-torch memory 0.07 to
-# 0.14 GiB on one GPU, 0.55 with two (NCCL); vramcalc measures 0.75 GB on an A6000 under CUDA 13.
+# CONTEXT is the CUDA context and NCCL its buffers. Start-up logs of vLLM on H100 and B200
+# (tests/data/training/measured_receipts.tsv): non-torch memory 0.07 to 0.14 GiB on one GPU, 0.55 with two
+# (NCCL); vramcalc measures 0.75 GB on an A6000 under CUDA 13.
 CONTEXT, CONTEXT_LOW, CONTEXT_HIGH = GiB // 2, int(0.07 * GiB), 750 * 10**6
 NCCL, NCCL_LOW, NCCL_HIGH = int(0.41 * GiB), int(0.2 * GiB), GiB
 
-# Transformer Engine: DelayedScaling's amax_history_len; quantizers of one linear module: input, weight and
-# output forward, both gradients backward (pytorch/module/base.py, set_meta_tensor).
+# Transformer Engine's DelayedScaling keeps amax_history_len = 1,024 maxima. A linear module has five
+# quantizers: input, weight and output in the forward pass, two gradients in the backward pass
+# (pytorch/module/base.py, set_meta_tensor).
 FP8_HISTORY, FP8_QUANTIZERS = 1024, 5
 
 
 class Overhead(NamedTuple):
-    """Bytes of one overhead, within [low, high], with formula and source."""
+    """One kind of memory that is neither model state nor activation, such as the CUDA context.
+
+    Attributes:
+        bytes: planned bytes, within [low, high].
+        low: lower bound in bytes.
+        high: upper bound in bytes.
+        formula: text that explains `bytes`.
+        source: file, log or measurement that the figure comes from.
+    """
 
     name: str
     bytes: int
@@ -43,8 +53,8 @@ def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: b
     Args:
         setup: the flags of the training.
         states: the rank's model states.
-        modules: linear modules of the rank that multiply in fp8.
-        in_layer: whether the peak is in a layer's backward pass.
+        modules: number of the rank's linear modules that multiply in fp8.
+        in_layer: whether the memory peak falls into a layer's backward pass.
     """
     out = [
         Overhead(

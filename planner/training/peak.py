@@ -1,12 +1,13 @@
-"""The worst moment of a training step: what one micro-batch adds to the model states, in bytes.
+"""The memory peak of a training step: the bytes that one micro-batch adds to the model states.
 
-The moments and what is alive at each, from PyTorch's autograd, checkpoint and cross-entropy code. A benchmark
-compares the sums with published A6000 runs, without any fitted term (benchmarks/training_accuracy.py).
+The moments and their live tensors are read from PyTorch's autograd, checkpoint and cross-entropy code. A
+benchmark compares the peaks with published A6000 runs, without any fitted term
+(benchmarks/training_accuracy.py).
 
 - `loss forward`: everything kept by the layers, all weight casts of the autocast region, 16-bit logits, their
   fp32 copy and log_softmax's result.
-- `loss backward`: the same kept tensors, the casts the graph still reads, 16-bit logits, log_softmax's result
-  and two fp32 gradients of it (14 bytes per logit, 16 in fp32).
+- `loss backward`: tensors kept by the layers, weight casts that the graph still reads, 16-bit logits,
+  log_softmax's result and its two fp32 gradients (14 bytes per logit, 16 in fp32).
 - `layer backward`: kept tensors, logits, one layer's (or segment's) recomputed tensors and gradients.
 - `head gradient`: kept tensors, logits and their gradient, and the gradient of the head's weight before it is
   added.
@@ -16,8 +17,8 @@ compares the sums with published A6000 runs, without any fitted term (benchmarks
 - `first layer backward`: one layer's tensors and all gradients, for stacks that free the gradients in each
   step.
 
-A stack that drops the model's output, or sets gradients to None, has less of both (stacks.py). loss.py has the
-tensors of the loss.
+Some training stacks drop the model's output or set gradients to None, which lowers the peak (stacks.py).
+loss.py lists the tensors of the loss.
 """
 
 from __future__ import annotations
@@ -43,15 +44,20 @@ _LARGE, _ROUND, _UNSPLIT = 10 * MiB, 2 * MiB, 1 * MiB
 
 
 class Peak(NamedTuple):
-    """Bytes besides the model states at the worst moment of a step, by kind.
+    """The largest sum of bytes besides the model states during a training step, by kind.
 
     Attributes:
-        moment: one of MOMENTS.
-        cpu: activations kept on the host.
-        gradients: the part of the model's gradients that exists at that moment.
+        moment: the moment of the peak, one of MOMENTS.
+        activations: bytes of kept activations on the GPU.
+        logits: bytes of logits and loss.
+        casts: bytes of 16-bit copies of weights.
+        temporary: bytes of tensors that live within one operation, layer or optimizer step.
+        rounding: bytes that the CUDA allocator adds by rounding.
+        cpu: bytes of activations kept on the host.
+        gradients: the part of the model's gradients that exists at that moment, in bytes.
         more: bytes by which the peak may be higher.
-        rough: the estimated part of `temporary`.
-        copies: the gradient copies of an optimizer step, as text.
+        rough: the part of `temporary` that is an estimate, in bytes.
+        copies: description of the gradient copies of an optimizer step.
     """
 
     moment: str
@@ -73,14 +79,14 @@ class Peak(NamedTuple):
 
 
 class StageShape(NamedTuple):
-    """One pipeline stage for the peak.
+    """A pipeline stage: its number of layers, its ends, and its micro-batches in flight.
 
     Attributes:
-        layers: layers of the stage.
-        of_layers: layers of the model.
+        layers: number of layers of the stage.
+        of_layers: number of layers of the whole model.
         embedding: whether the stage has the embedding.
         head: whether the stage has the head.
-        in_flight: micro-batches whose activations it keeps at once.
+        in_flight: number of micro-batches whose activations the stage keeps at once.
     """
 
     layers: int
@@ -91,7 +97,7 @@ class StageShape(NamedTuple):
 
 
 def _rounded(piece: int) -> int:
-    """Return the bytes that the allocator adds to one tensor."""
+    """Return the bytes that PyTorch's CUDA allocator adds to a tensor of `piece` bytes by rounding."""
     if piece < _LARGE:
         return 0
     rest = -piece % _ROUND
@@ -99,12 +105,12 @@ def _rounded(piece: int) -> int:
 
 
 class Gradients(NamedTuple):
-    """Gradients of one rank.
+    """The gradients of one rank, in bytes, and how long they live.
 
     Attributes:
         full: bytes of all gradients.
-        head: bytes of the head's or tied embedding's gradient.
-        embedding: bytes of an untied embedding's gradient.
+        head: bytes of the gradient of the head, or of the tied embedding.
+        embedding: bytes of the gradient of an untied embedding, 0 for a tied one.
         held: whether gradients persist from one step to the next.
         dropped: whether each gradient is freed as soon as the optimizer has used it.
     """
@@ -117,7 +123,14 @@ class Gradients(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """The part of a micro-batch that one rank computes."""
+    """The part of a micro-batch that one rank computes.
+
+    Attributes:
+        batch: sequences of the micro-batch.
+        length: tokens per sequence on this rank, after context parallelism.
+        tp: number of tensor-parallel ranks.
+        sequence_parallel: whether the residual stream is divided among these ranks.
+    """
 
     batch: int
     length: int
@@ -125,7 +138,7 @@ class _Cut(NamedTuple):
     sequence_parallel: bool
 
     def kept(self, kept: Kept) -> int:
-        """Return the kept bytes on this rank after tensor and sequence parallelism."""
+        """Return the bytes of the kept tensors on this rank, after tensor and sequence parallelism."""
         whole, split = kept.total.at(self.batch, self.length), kept.split.at(self.batch, self.length)
         if self.sequence_parallel:
             return ceil_div(whole, self.tp)
@@ -133,15 +146,15 @@ class _Cut(NamedTuple):
 
 
 class _LayerSums(NamedTuple):
-    """Sums over the layers of a stage, in bytes.
+    """Sums over the layers of a pipeline stage on one rank, in bytes.
 
     Attributes:
-        kept: kept tensors of all layers.
-        largest: kept tensors of the largest layer.
+        kept: tensors that all layers keep for the backward pass.
+        largest: tensors that the largest layer keeps.
         scores: attention scores.
-        casts: casts of trained weights.
-        frozen: casts of frozen weights.
-        rounding: the allocator's rounding.
+        casts: 16-bit copies of trained weights.
+        frozen: 16-bit copies of frozen weights.
+        rounding: bytes that the CUDA allocator adds by rounding.
     """
 
     kept: int
@@ -154,7 +167,7 @@ class _LayerSums(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> _LayerSums:
-    """Return the sums over the layers of a stage."""
+    """Return the kept bytes, summed over the layers of a pipeline stage on one rank."""
     total = scores = casts = frozen = largest = rounding = 0
     for _, count, kept in acts.layers:
         here = ceil_div(count * stage.layers, stage.of_layers)
@@ -169,15 +182,15 @@ def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> _LayerSums:
 
 
 class _Waiting(NamedTuple):
-    """Bytes that a stage's layers keep until the backward pass.
+    """Bytes that the layers of a pipeline stage keep until the backward pass.
 
     Attributes:
         saved: activations on the GPU.
         cpu: activations on the host.
-        recompute: what is recomputed at once.
-        forward_casts: casts of weights as the forward pass ends.
-        casts: casts of weights after it.
-        rounding: the allocator's rounding.
+        recompute: activations that checkpointing recomputes at once, in one segment.
+        forward_casts: 16-bit copies of weights at the end of the forward pass.
+        casts: 16-bit copies of weights that remain during the backward pass.
+        rounding: bytes that the CUDA allocator adds by rounding.
         first: activations of one layer.
     """
 
@@ -191,7 +204,7 @@ class _Waiting(NamedTuple):
 
 
 def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageShape) -> _Waiting:
-    """Return what a stage's layers keep until the backward pass, by the setup's checkpointing and offload."""
+    """Return the bytes that a stage's layers keep until the backward pass, under checkpointing and offload."""
     kept, largest, scores, casts, frozen, rounding = _layer_sums(acts, cut, stage)
     if setup.checkpointing == "full":
         stream = cut.batch * cut.length * acts.stream
@@ -226,7 +239,7 @@ class _Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the sum of all kinds."""
+        """Return the sum of all bytes at this moment."""
         return sum(self[1:])
 
 
@@ -234,19 +247,19 @@ def peak_of(
     setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: StepMemory,
     head_trained: bool, tied: bool, gradients: Gradients, packed: int = 0,
 ) -> Peak:  # fmt: skip
-    """Return the worst moment of one micro-batch on one rank.
+    """Return the memory peak of a training step on one rank, besides the model states.
 
     Args:
         setup: the flags of the training.
-        acts: the model's activations.
-        stage: the pipeline stage.
+        acts: the model's activations, as functions of batch and length.
+        stage: shape of the pipeline stage.
         length: sequence length in tokens.
-        inner: width of the MLP.
-        step: bytes of the optimizer step.
+        inner: width of the MLP's intermediate layer, in elements.
+        step: temporary bytes of the optimizer step.
         head_trained: whether the head is trained.
         tied: whether head and embedding are one tensor.
-        gradients: the rank's gradients.
-        packed: elements of the largest quantized matrix.
+        gradients: bytes of the rank's gradients, and how long they live.
+        packed: elements of the largest quantized matrix, which is unpacked for each product.
     """
     stack = stack_of(setup)
     local = ceil_div(length, setup.context_parallel)
@@ -265,7 +278,7 @@ def peak_of(
     head_gradient = matrix if head_trained else 0
     tied_here = tied and head_trained and stage.embedding and stage.head
     persistent = gradients.full if gradients.held else 0
-    # the head's part, until the embedding's is added
+    # A tied weight's gradient from the head waits until the embedding's gradient is added.
     unsummed = head_gradient if tied_here and not gradients.held else 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width
@@ -306,7 +319,7 @@ def peak_of(
             moments.append(_Moment("first layer backward", first + ends, loss.alive, casts, work, rest))
     worst = max(moments, key=lambda moment: (moment.bytes, -MOMENTS.index(moment.name)))
     name = worst.name
-    # a third gradient of the head may be alive
+    # With the chunked loss, a third gradient of the head's weight may be alive.
     more = head_gradient if setup.loss == "chunked" and name == "head gradient" else 0
     if name in ("loss forward", "loss backward") and stage.head:
         more = max(0, loss.most - max(loss.forward, loss.backward))

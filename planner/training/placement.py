@@ -20,15 +20,15 @@ INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # additional_buffer_facto
 
 
 class HostBytes(NamedTuple):
-    """States that are not on the GPU.
+    """The model states that are offloaded from the GPU, and the weights gathered on it.
 
     Attributes:
         weights_off: whether weights are offloaded.
         gradients_off: whether gradients are offloaded.
         optimizer_off: whether optimizer states are offloaded.
-        lines: the lines of CPU and NVMe memory, per node.
-        gathered: the GPU line of gathered weights.
-        init: CPU bytes of a node while every rank builds the model.
+        lines: plan lines of CPU and NVMe memory, in bytes per node.
+        gathered: plan line of the weights that ZeRO-3 or FSDP gathers on the GPU.
+        init: bytes of a node's CPU memory while every rank builds the model.
     """
 
     weights_off: bool
@@ -40,7 +40,7 @@ class HostBytes(NamedTuple):
 
 
 def init_bytes(parameters: int, gpus: int) -> int:
-    """Return the CPU bytes of a node whose ranks each build the whole model in fp32 first.
+    """Return the CPU bytes of a node while each of its ranks builds the whole model in fp32.
 
     The formula is parameters x 4 x ranks x 1.5 (DeepSpeed's additional_buffer_factor).
     """
@@ -48,10 +48,10 @@ def init_bytes(parameters: int, gpus: int) -> int:
 
 
 def place(setup: TrainingSetup, states: States, convention: Convention, trained: Trained) -> HostBytes:
-    """Return where the model states are under the setup's offload flags.
+    """Return which model states the offload flags move to CPU or NVMe, and their bytes there.
 
-    Offload moves optimizer states with their master weights and gradients (ZeRO-Offload). With `offload_param`
-    it moves the weights as well (ZeRO-Infinity).
+    Offload moves optimizer states with their master weights and gradients (ZeRO-Offload). With `offload_param`,
+    the weights move as well (ZeRO-Infinity).
     """
     node = setup.gpus
     weights_off = setup.offload_param != "none"
@@ -67,7 +67,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
         where = "nvme" if setup.offload_optimizer == "nvme" else "cpu"
         size = states.optimizer + states.master
         if not setup.is_fsdp and not states.master and convention.weights != 4:
-            size += 4 * size // max(1, 2 * convention.state)  # the CPU optimizer works on an fp32 copy
+            size += 4 * size // max(1, 2 * convention.state)  # The CPU optimizer has fp32 weight copies.
         line("optimizer states", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-optimizer")
         share = states.trainable * states.gradients // max(1, states.full_gradients)
         line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",
@@ -97,7 +97,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
 
 
 def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> Line:
-    """Return the GPU line of full weights that are alive at once.
+    """Return the plan line of the unsharded weights that ZeRO-3 or FSDP holds on the GPU at once.
 
     * DeepSpeed: the current module and the prefetch bucket, at most max_live_parameters.
     * FSDP: the current unit, the next one prefetched, and the root unit with embedding and head. The root stays
@@ -113,7 +113,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
         if stack_of(setup).shards_ends and setup.method == "full":
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
-        elif stack_of(setup).shards_ends:  # custom_sharded_layers is commented out in the stack's configs
+        elif stack_of(setup).shards_ends:  # custom_sharded_layers is commented out in torchtune's configs.
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
         high = size
@@ -128,7 +128,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
 
 
 def _init(setup: TrainingSetup, trained: Trained) -> int:
-    """Return the CPU bytes of a node while its ranks build the model, 0 where each builds its own part."""
+    """Return the CPU bytes of a node while its ranks build the model, 0 if each rank builds only its part."""
     if setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init):
         return init_bytes(trained.parameters, setup.gpus)
     return 0

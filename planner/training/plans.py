@@ -1,6 +1,7 @@
-"""`TrainingPlan`: the bytes of one rank on GPU, CPU and NVMe, whether they fit, and what a step sends.
+"""Result types of training planning: a `TrainingPlan` and its lines.
 
-`tonnage.planner.training.build.Planner` makes them.
+A plan has the bytes of one rank on GPU, CPU and NVMe, the verdict, and the traffic of a step.
+`tonnage.planner.training.build.Planner` makes plans.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ Place = Literal["gpu", "cpu", "nvme"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One component of a plan: `bytes` per rank (CPU and NVMe: per node), within [low, high]."""
+    """One component of a training plan, such as gradients or the CUDA context, and its bytes.
+
+    Attributes:
+        place: memory that holds the component: `gpu`, `cpu` or `nvme`.
+        bytes: planned bytes, per rank on the GPU and per node on CPU and NVMe.
+        low: lower bound of `bytes`.
+        high: upper bound of `bytes`.
+        formula: text that explains `bytes`.
+        source: flag or source file behind the formula.
+    """
 
     name: str
     place: Place
@@ -32,12 +42,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """The memory plan of one training setup, for its fullest rank.
+    """The memory plan of one training setup, for the rank that needs most memory.
 
     Attributes:
-        lines: the components; every sum is over them. Node totals count all ranks of a node.
-        moment: when the peak is reached.
-        stage: pipeline stage of the fullest rank.
+        length: sequence length in tokens.
+        parameters: number of parameters of the base model.
+        trainable: number of trained parameters, adapters included.
+        adapters: number of adapter parameters.
+        lines: the components; CPU and NVMe lines count all ranks of a node.
+        moment: the moment of a step at which GPU memory peaks.
+        stage: pipeline stage of the planned rank.
+        fits: whether the plan fits, None without any given memory.
+        reasons: the reasons why the plan does not fit.
+        cpu_init_bytes: bytes of a node's CPU memory while its ranks build the model.
     """
 
     model: str
@@ -58,14 +75,14 @@ class TrainingPlan:
     cpu_init_bytes: int
 
     def total(self, place: Place = "gpu") -> int:
-        """Return the bytes in one place."""
+        """Return the planned bytes in one place: `gpu` per rank, `cpu` and `nvme` per node."""
         return sum(line.bytes for line in self.lines if line.place == place)
 
     def bounds(self, place: Place = "gpu") -> tuple[int, int]:
-        """Return the least and the most bytes in one place."""
+        """Return the lower and the upper bound of the bytes on `gpu`, `cpu` or `nvme`."""
         lines = [line for line in self.lines if line.place == place]
         return sum(line.low for line in lines), sum(line.high for line in lines)
 
     def line(self, name: str, place: Place = "gpu") -> int:
-        """Return the bytes of a component by name, 0 if the plan has none."""
+        """Return the bytes of the component `name` in one place, 0 if the plan does not have it."""
         return sum(line.bytes for line in self.lines if line.name == name and line.place == place)

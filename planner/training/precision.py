@@ -1,9 +1,9 @@
 """Bytes per parameter of weights, master weights and gradients, under each named convention.
 
 The conventions differ in where the fp32 copy is counted and in the gradients' dtype. Each names the framework
-that uses it. Totals for AdamW: 16 (zero, master-with-weights), 18 (huggingface), 16 and up to 2 more
-(autocast), 16 (fp32), 8 (bf16, fp16). fp8 is a precision of matrix products: weights, gradients and states
-follow one of the mixed conventions.
+that uses it. With AdamW a parameter takes 16 bytes (zero, master-with-weights, fp32), 18 (huggingface), 16 to
+18 (autocast) or 8 (bf16, fp16). fp8 is a precision of matrix products: weights, gradients and states follow one
+of the mixed conventions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Convention:
     """Bytes per trainable parameter under a named convention.
 
     Attributes:
-        weights: bytes that the forward pass reads.
-        master: bytes of an fp32 copy.
+        weights: bytes of the weight that the forward pass reads.
+        master: bytes of the optimizer's fp32 copy of the weight, 0 without a copy.
         gradients: bytes of a gradient.
         state: bytes of one optimizer state.
         compute: bytes of an element in matrix products.
         stream: bytes of an element of the residual stream.
-        autocast: whether torch.autocast casts the weights.
-        master_with_weights: whether the master copy is printed with the weights, else with the optimizer
+        autocast: whether torch.autocast casts the weights for matrix products.
+        master_with_weights: whether a plan counts the fp32 copy with the weights, else with the optimizer
             states.
-        used_by: the frameworks that use it.
+        used_by: text that names the frameworks that use the convention.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Convention:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Return the total of weights, master, gradients and two optimizer states: AdamW's usual headline."""
+        """Return AdamW's bytes per parameter: weight, fp32 copy, gradient and two optimizer states."""
         return self.weights + self.master + self.gradients + 2 * self.state
 
 
@@ -80,7 +80,8 @@ def convention_of(setup: TrainingSetup) -> Convention:
         deepspeed = setup.strategy.startswith("zero")
         chosen = _MIXED[setup.convention or ("zero" if deepspeed else "autocast")]
     if setup.is_fsdp and chosen.autocast:
-        # MixedPrecision(Policy) casts each unit when it is gathered: sharded fp32 weights, 16-bit stream
+        # FSDP's MixedPrecision(Policy) casts each unit when it is gathered: the shards are fp32, the residual
+        # stream 16-bit.
         chosen = replace(
             chosen, stream=2, autocast=False, used_by="FSDP MixedPrecision: fp32 shards, 16-bit gathered units"
         )
@@ -93,7 +94,7 @@ def convention_of(setup: TrainingSetup) -> Convention:
 
 
 def frozen_bytes(setup: TrainingSetup) -> int:
-    """Return the bytes of a weight that is not trained: 16 bits unless requested otherwise or in fp32."""
+    """Return the bytes of one frozen weight: by --base-dtype, else 4 in fp32 training and 2 otherwise."""
     if setup.base_dtype is not None:
         return DTYPE_BYTES[setup.base_dtype]
     return 4 if setup.precision == "fp32" else 2

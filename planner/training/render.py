@@ -19,7 +19,7 @@ _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, p
 
 
 def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
-    """Return the plan as a JSON object; bytes are ints, of the fullest rank. Keys are only ever added."""
+    """Return the training plan as a JSON object; later versions only add keys, and bytes are ints."""
     setup, convention, traffic = plan.setup, plan.convention, plan.communication
     lines = []
     for line in plan.lines:
@@ -66,7 +66,7 @@ def _stack(plan: TrainingPlan, explain: bool) -> dict[str, Any] | None:
 
 
 def _setup(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the flags as a JSON object, with the planner's choices filled in."""
+    """Return all flags of a plan as a JSON object, with the planner's choices for flags that were not given."""
     out = asdict(plan.setup)
     out["sequence_length"] = plan.length
     out["convention"] = plan.convention.name
@@ -111,7 +111,7 @@ def bounds(line: Line) -> str:
 
 
 def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
-    """Return (title, lines) for GPU, CPU and NVMe, as far as the plan has any."""
+    """Return (title, plan lines) for GPU, CPU and NVMe; a place without plan lines is left out."""
     out = []
     for place, title in _PLACES:
         lines = [line for line in plan.lines if line.place == place]
@@ -171,7 +171,7 @@ def _trick_rows(rows: tuple[Trick, ...]) -> list[str]:
     return out
 
 
-_SHOWN = 6  # combinations in a terminal
+_SHOWN = 6  # A terminal shows this many combinations of tricks.
 
 
 def combination_lines(found: Combinations) -> list[str]:
@@ -192,7 +192,7 @@ def combination_lines(found: Combinations) -> list[str]:
 
 
 def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
-    """Return the plan as plain lines, with `explain` each with formula and source."""
+    """Return the plan as plain lines; with `explain`, formula and source follow each line."""
     lines = headline(plan)
     for title, rows in place_rows(plan):
         lines += ["", title]

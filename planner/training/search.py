@@ -18,12 +18,12 @@ class Largest:
     """The largest value of a field that fits.
 
     Attributes:
-        field: the searched field.
+        field: the searched field, `micro_batch` or `sequence_length`.
         value: the largest value that fits.
-        aligned: `value` rounded down to a multiple of `multiple`, None if that is 0. Tensor cores work on tiles
-            of 8, on A100 of 64 (NVIDIA's matrix multiplication guide).
-        multiple: the divisor.
-        plan: the plan with `value`.
+        aligned: `value` rounded down to a multiple of `multiple`, None if the result is 0. Tensor cores work on
+            tiles of 8, on A100 of 64 (NVIDIA's matrix multiplication guide).
+        multiple: the divisor that `aligned` is a multiple of.
+        plan: the training plan with `value`.
     """
 
     field: str
@@ -38,14 +38,14 @@ def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 
 
     Raises:
         DeploymentError: if no device memory was given.
-        DoesNotFit: with the figures, if not even 1 fits.
+        DoesNotFit: if even the value 1 does not fit; the message has the figures.
     """
     if setup.device_memory is None:
         raise DeploymentError("the search needs a device", field="--device-memory", hint="or --gpu NAME")
     ceiling = planner.model.architecture.max_model_len if field == "sequence_length" else _CEILING
 
     def fits(value: int) -> TrainingPlan | None:
-        """Return the plan with this value if it fits, else None."""
+        """Return the plan with `value` in the searched field if it fits, else None."""
         plan = planner.plan(replace(setup, **{field: value}))  # type: ignore[arg-type]
         return plan if plan.fits else None
 

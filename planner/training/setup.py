@@ -1,4 +1,4 @@
-"""`TrainingSetup`: the flags of `tonnage train`, checked against each other; build.py checks them by model."""
+"""Flags of `tonnage train` (`TrainingSetup`), and the checks of the flags against each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _capability(text: str, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """All flags of `tonnage train`; options and their checks are generated from these fields.
+    """A training setup: one field per flag of `tonnage train`, from which options and checks are generated.
 
     Sizes are in bytes, bandwidths in bytes per second and direction. For a flag left at None the planner
     chooses a value and reports it. planner/flags.py generates the options.
@@ -188,7 +188,7 @@ class TrainingSetup:
 
     @property
     def model_ranks(self) -> int:
-        """Return the ranks that share one copy of the model, before any data parallelism."""
+        """Return how many ranks hold one copy of the model: tensor-parallel ranks times pipeline stages."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -198,12 +198,12 @@ class TrainingSetup:
 
     @property
     def shard_ranks(self) -> int:
-        """Return the ranks with equal weights, which may shard them (data x context parallel)."""
+        """Return how many ranks have equal weights and may shard them (data x context parallel)."""
         return self.world // self.model_ranks
 
     @property
     def effective_batch(self) -> int:
-        """Return the sequences of one optimizer step over all ranks."""
+        """Return the number of sequences that all ranks process in one optimizer step."""
         return self.micro_batch * self.gradient_accumulation * self.data_parallel
 
     @property
@@ -234,15 +234,15 @@ class TrainingSetup:
 
     @property
     def mixed(self) -> bool:
-        """Return whether the precision is mixed."""
+        """Return whether the precision is mixed (bf16-mixed, fp16-mixed or fp8)."""
         return self.precision in ("bf16-mixed", "fp16-mixed", "fp8")
 
 
 def check_setup(setup: TrainingSetup) -> None:
-    """Refuse flags that contradict each other for every model.
+    """Reject a setup whose flags contradict each other, whatever the model is.
 
     Raises:
-        DeploymentError: naming the flag.
+        DeploymentError: for a contradiction; the error names the flag.
     """
     check_values(setup)
     if setup.target_modules is not None and setup.method not in ADAPTERS:
@@ -257,7 +257,7 @@ def check_setup(setup: TrainingSetup) -> None:
 
 
 def _check_precision(setup: TrainingSetup) -> None:
-    """Refuse flags that contradict the precision."""
+    """Reject flags that contradict the setup's precision; raise DeploymentError."""
     if setup.convention is not None and not setup.mixed:
         raise DeploymentError(
             f"{setup.precision} keeps no master weights, so there is no convention to choose",
@@ -277,7 +277,7 @@ def _check_precision(setup: TrainingSetup) -> None:
 
 
 def _check_ranks(setup: TrainingSetup) -> None:
-    """Refuse parallel sizes that do not divide the GPUs, and flags that need other parallel sizes."""
+    """Reject parallel sizes that do not divide the GPUs, and flags that need a larger parallel size."""
     per_copy = setup.model_ranks * setup.context_parallel
     if setup.world % per_copy:
         raise DeploymentError(
@@ -326,7 +326,7 @@ def _check_ranks(setup: TrainingSetup) -> None:
 
 
 def _check_offload(setup: TrainingSetup) -> None:
-    """Refuse offload and ZeRO++ flags that the strategy does not support."""
+    """Reject offload and ZeRO++ flags that the sharding strategy does not support; raise DeploymentError."""
     for field in ("offload_param", "offload_optimizer"):
         if getattr(setup, field) == "nvme" and setup.strategy != "zero3":
             raise DeploymentError(
@@ -376,5 +376,5 @@ def _check_offload(setup: TrainingSetup) -> None:
 
 
 def hybrid_group(setup: TrainingSetup) -> int:
-    """Return the ranks of one hybrid shard group: --shard-size, or the data-parallel ranks of one node."""
+    """Return the ranks of one fsdp-hybrid group: --shard-size, else the data-parallel ranks of one node."""
     return setup.shard_size or max(1, min(setup.gpus // setup.tensor_parallel, setup.shard_ranks))

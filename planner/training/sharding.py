@@ -1,7 +1,7 @@
 """The part of each tensor that one rank holds.
 
-Tensor and pipeline parallelism divide the model. ZeRO and FSDP then shard what several ranks would otherwise
-replicate.
+Tensor and pipeline parallelism divide the model. ZeRO and FSDP then shard tensors that several ranks would
+otherwise replicate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shards(NamedTuple):
 
 
 def shards(setup: TrainingSetup) -> Shards:
-    """Return the sharding of the setup's strategy."""
+    """Return among how many ranks the setup's strategy shards weights, gradients and optimizer states."""
     ranks = setup.shard_ranks
     if setup.strategy == "fsdp-hybrid":
         group = hybrid_group(setup)
@@ -40,10 +40,10 @@ def shards(setup: TrainingSetup) -> Shards:
 
 
 def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
-    """Refuse parallel sizes that do not divide the model.
+    """Reject tensor, pipeline and expert parallel sizes that do not divide the model.
 
     Raises:
-        DeploymentError: naming the flag and the model's dimension.
+        DeploymentError: for such a size; the error names the flag and the model's dimension.
     """
     tp, pp = setup.tensor_parallel, setup.pipeline_parallel
     if architecture.heads % tp:
@@ -69,7 +69,7 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
 
 
 def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
-    """Refuse more checkpoint segments than the model has layers; raise DeploymentError."""
+    """Raise DeploymentError for more checkpoint segments than the model has layers."""
     if (setup.checkpoint_segments or 0) > architecture.layers:
         raise DeploymentError(
             f"{setup.checkpoint_segments} is more than the model's {architecture.layers} layers",
@@ -79,7 +79,7 @@ def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
 
 
 def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> range:
-    """Return the layers of one pipeline stage; stages are as equal as possible, the first ones longer."""
+    """Return the layer indices of one pipeline stage; the first stages have one layer more if needed."""
     layers, stages = architecture.layers, setup.pipeline_parallel
     base, more = divmod(layers, stages)
     start = stage * base + min(stage, more)
@@ -87,9 +87,10 @@ def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> ra
 
 
 def in_stage(held: TensorGroup, layers: range, stage: int, stages: int, tied: bool) -> int:
-    """Return how many of these tensors the pipeline stage holds.
+    """Return how many tensors of the group `held` the pipeline stage holds.
 
-    The embedding is on the first stage, final norm and head on the last, a tied embedding on both.
+    The embedding is on the first stage, the final norm and the head are on the last. A tied embedding is on
+    both.
     """
     if stages == 1:
         return held.count
@@ -103,10 +104,10 @@ def in_stage(held: TensorGroup, layers: range, stage: int, stages: int, tied: bo
 
 
 def split(held: TensorGroup, setup: TrainingSetup) -> tuple[int, ...]:
-    """Return the shape that one tensor-parallel rank holds.
+    """Return the shape of a tensor's part on one tensor-parallel rank.
 
-    The dimension `shard_dim` is divided and rounded up. Rows of K and V are repeated where there are fewer KV
-    heads than ranks (Megatron-LM, arXiv 1909.08053 section 3).
+    The dimension `shard_dim` is divided and rounded up. If there are fewer KV heads than ranks, several ranks
+    hold the same rows of K and V (Megatron-LM, arXiv 1909.08053 section 3).
     """
     tp, dim = setup.tensor_parallel, held.shard_dim
     if tp == 1 or dim is None:
@@ -121,7 +122,7 @@ def split(held: TensorGroup, setup: TrainingSetup) -> tuple[int, ...]:
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:
-    """Return the elements of the largest shard of one tensor.
+    """Return the elements of the largest shard of a tensor that `ranks` ranks share.
 
     FSDP2 shards whole rows (torch.chunk along dim 0). The flat buffers of DeepSpeed and FSDP1 are cut into
     equal padded parts.

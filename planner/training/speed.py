@@ -1,6 +1,6 @@
 """Work of one training step in FLOPs and transfers, from which tricks are ranked by cost.
 
-The figures are relative to the same setup without the trick. They do not predict seconds.
+The estimated times only compare a setup with and without a trick. They do not predict seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tonnage.planner.units import ceil_div
 
 REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # A100 data sheet: 312 TFLOP/s bf16; 40 % of it is usual in training
 PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction
-# One fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per DGX-2 node of 16 GPUs.
+# NVMe bytes per second of one fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per
+# DGX-2 node of 16 GPUs.
 NVME = 6 * 10**9
 QLORA_SLOWDOWN = 1.3  # QLoRA / LoRA: about 30 % slower, since each use dequantizes the matrix
 
@@ -26,10 +27,10 @@ class Work:
 
     Attributes:
         flops: floating-point operations.
-        pcie: bytes over PCIe.
+        pcie: bytes over one GPU's PCIe link.
         nvme: bytes from and to NVMe.
         network: seconds of communication, None without a given network.
-        extra: factor on the compute time that is quoted from a source (QLoRA).
+        extra: factor on the compute time, 1.3 for QLoRA and 1 otherwise.
     """
 
     flops: int
@@ -40,16 +41,16 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds at the reference speed; transfers are not hidden behind compute."""
+        """Return the seconds of the step at the reference speed; transfers do not overlap with compute."""
         compute = self.flops * self.extra / REFERENCE_FLOPS
         return compute + self.pcie / PCIE + self.nvme / NVME + (self.network or 0.0)
 
 
 def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) -> tuple[int, int, int]:
-    """Return the FLOPs of one forward pass: matrices of the layers, head, attention scores.
+    """Return the FLOPs of one forward pass as (matrices of the layers, head, attention scores).
 
-    A weight takes 2 FLOPs per token. Causal scores and their product with V take 2 x 2 x heads x head size x
-    length / 2 FLOPs per token.
+    A weight takes 2 FLOPs per token. Causal attention scores and their product with V take 2 x heads x head
+    size x length FLOPs per token.
     """
     architecture = planner.model.architecture
     layers = sum(h.elements * h.count for h in trained.held if h.layers[0] is not None and len(h.shape) > 1)
@@ -81,8 +82,8 @@ def work_of(planner: Planner, plan: TrainingPlan) -> Work:
 def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
     """Return the bytes over one GPU's PCIe link in a step.
 
-    Gradients go down and weights come up once per step. Offloaded weights come up twice, and offloaded
-    activations go both ways, for every micro-batch.
+    Gradients go to the CPU and updated weights come back once per step. In every micro-batch, offloaded weights
+    are read twice, and offloaded activations are written and read.
     """
     steps = setup.gradient_accumulation
     size = 0
@@ -95,5 +96,5 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
     """Return the bytes from and to NVMe in a step."""
-    size = 2 * plan.line("optimizer states", "nvme")  # read and written once a step
+    size = 2 * plan.line("optimizer states", "nvme")  # These are read and written once per step.
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

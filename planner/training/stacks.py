@@ -15,7 +15,14 @@ from tonnage.planner.training.values import Kernels
 
 
 class StackDefault(NamedTuple):
-    """A flag that the stack sets where the user did not; `methods` restricts it, empty means all methods."""
+    """A flag value that a training stack sets if the user does not give the flag.
+
+    Attributes:
+        flag: field of `TrainingSetup`.
+        value: the value that the stack sets.
+        source: file of the stack that has the default.
+        methods: training methods to which the default applies; empty means all methods.
+    """
 
     flag: str
     value: Any
@@ -28,24 +35,24 @@ class Stack:
     """A training stack's decisions about memory.
 
     Attributes:
-        name: name of the stack.
-        version: its version.
-        sources: (decision, file) pairs.
-        kernels: the kernels that its modules run.
+        name: name of the stack, empty for a plain loop.
+        version: version of the stack whose sources were read.
+        sources: (subject, decision with its source file) pairs.
+        kernels: differences of the stack's modules from transformers' modules.
         adapter: bytes of an adapter's weight, gradient and state value; 0 for the model's own.
         keeps_logits: whether the loop holds the model's output until the backward pass ends.
         frees_gradients: whether zero_grad sets gradients to None, so that a forward pass without gradient
             accumulation finds none.
         head_in_fp32: whether the logits are cast to fp32 before the loss, without keeping the 16-bit ones.
-        shards_ends: whether embedding and head are FSDP units of their own in full training. With adapters they
-            may be.
+        shards_ends: whether embedding and head are FSDP units of their own in full training. With adapters this
+            is optional.
         offloads_ends: whether offloaded activations include tensors outside the layers.
-        upcasts: whether the unquantized parts of a quantized model become fp32.
-        nf4: the package whose NF4 packing it uses.
-        dequantized: bytes per weight while its matrix is unpacked; compiled, the matrix in 16 bits.
-        states_in_fp32: whether its 8-bit optimizers may compute in fp32 copies of a whole tensor.
-        model_types: model types for which it has modules of its own; empty means it uses transformers'.
-        defaults: flags that it sets.
+        upcasts: whether the unquantized weights of a quantized model become fp32.
+        nf4: the package whose NF4 packing the stack uses.
+        dequantized: temporary bytes per weight while a quantized matrix is unpacked; torch.compile needs 2.
+        states_in_fp32: whether the stack's 8-bit optimizers may compute in fp32 copies of a whole tensor.
+        model_types: model types for which the stack has modules of its own; empty means transformers' modules.
+        defaults: flag values that the stack sets.
     """
 
     name: str
@@ -67,7 +74,7 @@ class Stack:
 
     @property
     def shown(self) -> str:
-        """Return name and version as text."""
+        """Return the stack's name and version as text."""
         return f"{self.name} {self.version}".strip()
 
 
@@ -78,7 +85,7 @@ PLAIN = Stack(
     "", "", (("gradients", "kept between steps, as with zero_grad(set_to_none=False)"),),
     keeps_logits=True, frees_gradients=False, dequantized=0,
 )  # fmt: skip
-"""The stack without --stack: a loop over transformers' modules and PEFT that keeps gradients and logits."""
+"""The training loop planned without --stack: transformers' modules and PEFT, keeping gradients and logits."""
 
 STACKS = {
     "transformers": Stack(
@@ -190,15 +197,15 @@ def adapter_bytes(setup: TrainingSetup) -> int:
 def gradients_held(setup: TrainingSetup) -> bool:
     """Return whether gradients exist during a forward pass.
 
-    They exist after an earlier micro-batch, in DeepSpeed's flat buffers and FSDP's shards, and where the loop
-    does not free them.
+    Gradients exist after an earlier micro-batch, in DeepSpeed's flat buffers and FSDP's shards, and if the
+    training loop does not free them.
     """
     kept = setup.gradient_accumulation > 1 or setup.zero_stage > 0
     return kept or not (stack_of(setup).frees_gradients or setup.optimizer_in_backward)
 
 
 def kernels_of(setup: TrainingSetup) -> Kernels:
-    """Return the kernels of the setup's stack under its packing, method and compiler."""
+    """Return how the stack's modules differ from transformers', given packing, method and --compile."""
     stack = stack_of(setup)
     kernels = stack.kernels._replace(
         tables="taken" if stack.kernels.tables == "buffer" and setup.packing else stack.kernels.tables,
@@ -208,14 +215,14 @@ def kernels_of(setup: TrainingSetup) -> Kernels:
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given flags and the defaults of their `stack`."""
+    """Return the given flags, completed by the default flags of the training stack that they name."""
     stack = STACKS.get(given.get("stack") or "")
     if stack is None:
         return given
     method = given.get("method", "full")
     taken = {d.flag: d.value for d in stack.defaults if not d.methods or method in d.methods}
     alone = given.get("gpus", 1) * given.get("nodes", 1) == 1 and given.get("strategy", "ddp") == "ddp"
-    if not alone:  # recipes/configs/llama3_1/8B_full.yaml: AdamW after the backward pass
+    if not alone:  # torchtune's recipes/configs/llama3_1/8B_full.yaml runs plain AdamW after the backward pass.
         taken.pop("optimizer", None)
     if not alone or given.get("gradient_accumulation", 1) > 1:
         taken.pop("optimizer_in_backward", None)
@@ -225,7 +232,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def stack_notes(setup: TrainingSetup) -> list[str]:
-    """Return notes on the stack's defaults that the setup has, and on gradients that are freed."""
+    """Return notes on the stack's defaults that are in effect, and on gradients freed after each step."""
     out = []
     stack = stack_of(setup)
     if stack.name:
@@ -248,10 +255,10 @@ def _shown(value: object) -> str:
 
 
 def check_stack(setup: TrainingSetup, model_type: str) -> None:
-    """Refuse flags that the stack does not have.
+    """Reject flags that the setup's training stack does not support.
 
     Raises:
-        DeploymentError: naming the flag.
+        DeploymentError: for such a flag; the error names it.
     """
     stack = stack_of(setup)
     if stack.model_types and model_type not in stack.model_types:
@@ -291,7 +298,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
 
 
 def _check_in_backward(setup: TrainingSetup) -> None:
-    """Refuse --optimizer-in-backward with adapters, gradient accumulation or several ranks."""
+    """Reject --optimizer-in-backward with adapters, gradient accumulation or several ranks."""
     field = "--optimizer-in-backward"
     if setup.method != "full":
         raise DeploymentError(f"needs --method full, it is {setup.method}", field=field)
@@ -308,7 +315,7 @@ def _check_in_backward(setup: TrainingSetup) -> None:
 
 
 def nf4_torchao_bytes(elements: int) -> int:
-    """Return the bytes of one matrix as torchao's NF4Tensor in bf16.
+    """Return the bytes of a matrix of `elements` weights, stored as torchao's NF4Tensor for bf16.
 
     It has half a byte per value, an int8 scaler per 64 values, a 16-bit factor per 256 scalers, their mean and
     the table of 16 values.

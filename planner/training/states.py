@@ -1,6 +1,6 @@
 """Model states of one rank: weights, master weights, gradients, optimizer states.
 
-Also counted are the buffers of sharding strategies and the weights they gather.
+The sizes from which buckets, gathered weights and temporary copies follow are counted as well.
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes that one rank keeps, wherever they are placed, and the elements behind them.
+    """Bytes of the model states of one rank, wherever they are placed, and the sizes that other terms need.
 
     Attributes:
-        frozen: weights that are not trained.
-        counters: step counters on the host.
-        casts: 16-bit copies that autocast may keep.
-        persistent: small parameters that ZeRO-3 keeps in full.
-        parameters: parameters of the rank's part of the model, before sharding.
-        trainable: the trained ones of these.
-        layer: elements of the largest decoder layer.
+        weights: bytes of trained weights.
+        frozen: bytes of weights that are not trained.
+        master: bytes of the fp32 copies of trained weights.
+        gradients: bytes of gradients.
+        optimizer: bytes of optimizer states.
+        counters: bytes of step counters, in host memory.
+        casts: bytes of 16-bit copies of weights that autocast may keep.
+        persistent: bytes of small parameters that ZeRO-3 keeps in full on every rank.
+        parameters: number of parameters of the rank's part of the model, before sharding.
+        trainable: number of trained parameters among these.
+        layer: elements of one decoder layer.
         largest: elements of the largest tensor.
         full_gradients: bytes of the gradients before sharding.
         full_frozen: bytes of the frozen weights before sharding.
         projected: elements of the largest matrix that GaLore projects.
         packed: elements of the largest quantized matrix.
-        layer_trained: trained elements of the largest decoder layer.
+        layer_trained: trained elements of one decoder layer.
         outer_trained: trained elements outside the layers.
-        layer_gathered: bytes of one decoder layer, gathered.
-        outer_gathered: bytes of all tensors outside the layers, gathered.
-        end_gathered: bytes of the largest tensor outside the layers, gathered.
+        layer_gathered: bytes of one decoder layer after its weights are gathered.
+        outer_gathered: bytes of all tensors outside the layers after they are gathered.
+        end_gathered: bytes of the largest tensor outside the layers after it is gathered.
     """
 
     weights: int
@@ -79,7 +83,14 @@ class States:
 
 
 class _Piece(NamedTuple):
-    """One group of equal tensors on one rank: shape before sharding, number of tensors, number of shards."""
+    """A group of equal tensors on one rank.
+
+    Attributes:
+        held: the group in the whole model.
+        shape: shape of one tensor on this rank, before sharding.
+        tensors: number of tensors of the group on this rank.
+        ranks: number of ranks among which each tensor's states are sharded.
+    """
 
     held: TensorGroup
     shape: tuple[int, ...]
@@ -88,7 +99,7 @@ class _Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the elements of one tensor."""
+        """Return the number of elements of one tensor of the group, before sharding."""
         n = 1
         for side in self.shape:
             n *= side
@@ -118,16 +129,16 @@ def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, 
 
 
 def _sharded(piece: _Piece, ranks: int, setup: TrainingSetup) -> int:
-    """Return the elements of one tensor of the group after sharding among `ranks`."""
+    """Return the elements of one tensor's largest shard, after sharding among `ranks` ranks."""
     return shard_elements(piece.shape, ranks, setup.is_fsdp and setup.fsdp_version == 2)
 
 
 def states_on_rank(
     trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int = 0
 ) -> States:
-    """Return the bytes of the states on the fullest rank of a pipeline stage.
+    """Return the model states of one rank of a pipeline stage: the rank with the largest shards.
 
-    DeepSpeed's stages 1 and 2 shard one flat buffer of all gradients and states. Stage 3 and FSDP shard each
+    DeepSpeed's stages 1 and 2 shard one flat buffer of all gradients and states. ZeRO-3 and FSDP shard each
     tensor, padded to equal shards (FSDP2: whole rows). Tests compare the bytes with torch's FSDP
     (tests/planner/test_training_fsdp.py).
     """
@@ -178,7 +189,8 @@ def states_on_rank(
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
         casts += _cast(held, total, convention)
     if setup.is_fsdp and setup.fsdp_version == 1 and setup.method == "full" and weights:
-        # one flat parameter per unit, padded once; the units are the layers, and the root with all else
+        # FSDP1 has one flat parameter per unit, padded once. The units are the layers, and a root unit with all
+        # other tensors.
         whole = sum(p.elements * p.tensors for p in pieces)
         ranks = pieces[0].ranks
         weights = convention.weights * _units(pieces, ranks.weights)
@@ -190,7 +202,7 @@ def states_on_rank(
         )
         optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
     if setup.strategy in ("zero1", "zero2") and trainable:
-        # one flat buffer, padded once
+        # ZeRO-1 and ZeRO-2 shard one flat buffer, which is padded once.
         ranks = pieces[0].ranks
         optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
     if setup.method == "muon":
@@ -206,7 +218,7 @@ def states_on_rank(
 
 
 def _units(pieces: list[_Piece], ranks: int) -> int:
-    """Return the elements of the largest shard of FSDP1's flat parameters: one per layer, one for the root."""
+    """Return the elements of one rank's shards of FSDP1's flat parameters (one per layer, one for the root)."""
     sums: dict[int | None, int] = {}
     for piece in pieces:
         layers = sorted(set(piece.held.layers), key=lambda layer: -1 if layer is None else layer)
@@ -219,7 +231,7 @@ def _units(pieces: list[_Piece], ranks: int) -> int:
 def _trained_bytes(
     held: TensorGroup, convention: Convention, setup: TrainingSetup
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of weight, master, gradient and one state value; adapters have one dtype throughout."""
+    """Return the bytes of one trained parameter's weight, fp32 copy, gradient and single optimizer state."""
     if held.adapter:
         size = adapter_bytes(setup)
         return size, 0, size, size
@@ -227,7 +239,7 @@ def _trained_bytes(
 
 
 def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
-    """Return the bytes of 16-bit copies of fp32 matrices under autocast, which casts no norm or embedding."""
+    """Return the bytes of 16-bit copies of a group's fp32 matrices; autocast casts no norm or embedding."""
     if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
         return 0
     if not held.trainable and held.frozen_bytes != 4 * held.elements:
@@ -239,9 +251,10 @@ def _flat(
     pieces: list[_Piece], convention: Convention, setup: TrainingSetup, ranks: Shards,
     optimizer: int, master: int, gradients: int,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return the optimizer, master and gradient bytes of ZeRO-1 and ZeRO-2: one part of a flat buffer.
+    """Return (optimizer state, fp32 copy, gradient) bytes of one rank under ZeRO-1 and ZeRO-2.
 
-    The part is rounded up once.
+    Each is one rank's part of a flat buffer, rounded up once. With expert parallelism the given values are
+    returned.
     """
     if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
         return optimizer, master, gradients

@@ -27,17 +27,17 @@ _FP32 = 4
 
 
 class StepMemory(NamedTuple):
-    """Bytes at the worst moment of an optimizer step; `copies` describes the gradient copies among them."""
+    """Peak bytes of temporary tensors in an optimizer step; `copies` is text about the gradient copies."""
 
     bytes: int
     copies: str = ""
 
 
 def kernel_of(setup: TrainingSetup) -> str:
-    """Return the requested optimizer kernel, by default the framework's.
+    """Return the requested optimizer kernel (`fused` or `foreach`), by default the framework's.
 
-    It is `fused` with an fp32 master copy and for AdamW of a training stack (stacks.py), else torch's default
-    `foreach`.
+    The default is `fused` under DeepSpeed, with an fp32 copy of the weights, and for a training stack's AdamW.
+    Otherwise it is torch's default `foreach`.
     """
     if setup.optimizer_kernel is not None:
         return setup.optimizer_kernel
@@ -55,7 +55,7 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
         part = states.largest
     if setup.strategy == "zero3":
         part = min(part, SUB_GROUP_ELEMENTS)
-    adapters = setup.method in ("lora", "qlora", "ia3")  # weight, gradient and state have one dtype
+    adapters = setup.method in ("lora", "qlora", "ia3")  # An adapter has one dtype for all states.
     size, width = (adapter_bytes(setup),) * 2 if adapters else (convention.state, convention.gradients)
     kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size, states.projected)
     cast = _FP32 * part if convention.master and width < _FP32 else 0
@@ -67,7 +67,7 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
 
 
 def _deepspeed(setup: TrainingSetup) -> bool:
-    """Return whether DeepSpeed runs the step."""
+    """Return whether DeepSpeed runs the optimizer step (strategies zero1 to zero3)."""
     return setup.strategy.startswith("zero")
 
 

@@ -17,7 +17,16 @@ MAX_SETTINGS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting of a sweep: the swept values, bytes per rank (GPU) and node (CPU, NVMe), or the refusal."""
+    """One setting of a training sweep.
+
+    Attributes:
+        values: the swept values of this setting.
+        gpu_bytes: planned GPU bytes per rank, None for a rejected setting.
+        cpu_bytes: planned bytes of CPU memory per node, None for a rejected setting.
+        nvme_bytes: planned NVMe bytes per node, None for a rejected setting.
+        fits: whether the setting fits, None if it is rejected or no memory was given.
+        refused: the reason why the setting is rejected, else None.
+    """
 
     values: tuple[Any, ...]
     gpu_bytes: int | None
@@ -28,10 +37,10 @@ class Row:
 
 
 def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Return field and values of an axis such as `micro-batch=1,2,4`; a plus joins names within one value.
+    """Parse a --sweep value such as `micro-batch=1,2,4` into the field name and its values.
 
     Raises:
-        DeploymentError: for an unknown flag or value.
+        DeploymentError: for an unknown flag or an invalid value.
     """
     name, _, values = text.partition("=")
     flag = flags_of(TrainingSetup).get(name.strip().lstrip("-").replace("-", "_"))
@@ -47,7 +56,7 @@ def sweep(
     planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]],
     made: Callable[[dict[str, Any]], TrainingSetup] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield one row for every combination of values; a combination that is refused has the reason in its row.
+    """Yield one row for every combination of values; the row of a rejected combination has the reason.
 
     `made` turns swept values into a setup, for flags on which other defaults depend (--stack). By default the
     values replace fields of `setup`.

@@ -44,23 +44,25 @@ class Tape:
     """A recording of the tensors that one layer saves for its backward pass.
 
     Attributes:
-        compute: bytes of an element in matrix products under autocast; otherwise the inputs' own width counts.
+        compute: bytes of an element in matrix products under autocast. Without autocast the input's width
+            applies.
         autocast: whether torch.autocast is on.
         weight: bytes of a trained base weight.
         frozen: bytes of a frozen base weight.
         attention: `flash`, `sdpa` or `eager`.
-        cuda: whether it runs on a GPU, where dropout keeps a byte mask; on a CPU a full-width one.
+        cuda: whether the layer runs on a GPU, where dropout's mask has one byte per element. On a CPU the mask
+            has the tensor's width.
         masked: whether the layer has an explicit mask (sliding window).
         single: whether the batch is one sequence, so that batch and heads merge without a copy.
         explicit_mask: whether every layer has a mask, as in transformers 4.57 and with packed batches.
-        targets: module names with adapters.
+        targets: name patterns of the modules that have adapters.
         method: training method.
         rank: LoRA rank.
-        fp8: whether Transformer Engine keeps inputs in fp8.
-        kernels: kernels of the training stack.
+        fp8: whether Transformer Engine keeps the inputs of linear layers in fp8.
+        kernels: differences of the training stack's modules from transformers' modules.
         trainable: whether the layer's own weights are trained.
-        saved: saved tensors by identity of their storage.
-        weight_casts: (module, bytes, frozen) of each cast weight.
+        saved: saved tensors by the `id` of the tensor that owns the storage.
+        weight_casts: (module, bytes, whether the weight is frozen) of each cast weight.
     """
 
     compute: int
@@ -82,26 +84,26 @@ class Tape:
     weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def save(self, value: Value) -> None:
-        """Record a tensor by its storage, once."""
+        """Record a tensor as kept for the backward pass; a storage counts once."""
         storage = value.storage
         self.saved.setdefault(id(storage), storage)
 
     def _keep(self, value: Value) -> None:
-        """Save the operand of a pointwise operation, unless a compiler recomputes it."""
+        """Record the operand of a pointwise operation as kept, unless torch.compile recomputes it."""
         if not (self.kernels.compiled and value.pointwise):
             self.save(value)
 
     def _fused(self, value: Value) -> Value:
-        """Mark `value` as the result of a pointwise operation."""
+        """Mark `value` as the result of a pointwise operation and return it."""
         value.pointwise = bool(self.kernels.compiled)
         return value
 
     def new(self, token: int, width: int, grad: bool, *, split: bool = False) -> Value:
-        """Return a new tensor of `token` elements per token."""
+        """Return a new symbolic tensor of `token` elements per token and `width` bytes per element."""
         return Value(Extent(token=token), width, grad, split)
 
     def like(self, value: Value, width: int | None = None, grad: bool | None = None) -> Value:
-        """Return a new tensor of the same size, by default with the same width and gradient."""
+        """Return a new tensor of the size of `value`, by default with its element width and gradient."""
         return Value(
             value.size,
             value.width if width is None else width,
@@ -114,12 +116,12 @@ class Tape:
         return Value(Extent(token=token), of.width, of.grad, of.split, base=of)
 
     def cast(self, value: Value, width: int) -> Value:
-        """Return `value` in another dtype: a new tensor unless it already has that width; saves nothing."""
+        """Return `value` with elements of `width` bytes; a cast keeps no tensor."""
         if value.width == width:
             return value
         if not self.kernels.compiled:
             return self.like(value, width)
-        if width not in value.casts:  # a compiler casts once
+        if width not in value.casts:  # A compiler casts a tensor to a width only once.
             value.casts[width] = self._fused(self.like(value, width))
         return value.casts[width]
 
@@ -129,22 +131,23 @@ class Tape:
         return self.trainable and self.method in ("full", "freeze")
 
     def add(self, a: Value, residual: Value) -> Value:
-        """Return the sum of two tensors in the wider dtype; a sum saves nothing."""
+        """Return the sum of two tensors in the wider dtype; a sum keeps no tensor."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
-            out.instead = a  # the residual is kept in any case, and the sum is recomputed from it
+            out.instead = a  # The compiler recomputes the sum from `a` and the residual, kept in any case.
         return out
 
     def scale(self, x: Value) -> Value:
-        """Return `x` times a learned vector."""
+        """Return `x` times a learned vector; a trained vector keeps `x` for the backward pass."""
         if self.trains:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trains)
 
     def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
-        """Return x W^T; saves x if W or its adapter is trained, and casts of W if x needs a gradient.
+        """Return x W^T, the output of the linear layer `name`.
 
-        With `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
+        The backward pass keeps x if W or its adapter is trained, and a cast of W if x needs a gradient. With
+        `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
         """
         adapted = name in self.targets
         base_trained = self.trains
@@ -162,8 +165,8 @@ class Tape:
             self._save_input(inputs)
         grad = x.grad or base_trained
         stored = self.weight if base_trained else self.frozen
-        # fp8 copies take 1 + 1 bytes per weight (as stored, and transposed for the backward pass), 16-bit ones
-        # take 2
+        # An fp8 weight has two copies of 1 byte (as stored, and transposed for the backward pass). A 16-bit
+        # copy takes 2 bytes.
         unpacked = self.kernels.quantized and name != "lm_head"
         if (self.fp8 or (self.autocast and stored == 4 and not unpacked)) and (x.grad or base_trained):
             self.weight_casts.append((name, self.compute * into * out, not base_trained))
@@ -178,22 +181,22 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """Return x W^T outside of autocast, with W in x's dtype and without adapters."""
+        """Return x W^T with W in x's dtype, which autocast does not cast and no adapter changes."""
         if self.trains:
             self.save(x)
         return self.new(out, x.width, x.grad or self.trains)
 
     def _save_input(self, x: Value) -> None:
-        """Save the input of a linear layer, in fp8 if Transformer Engine runs it."""
+        """Record the input of a linear layer as kept, in fp8 if Transformer Engine runs the layer."""
         if self.fp8:  # Transformer Engine keeps the quantized input
             x = self.like(x, 1)
         if not (self.kernels.compiled == "least" and x.pointwise):
             self.save(x)
 
     def _lora(self, x: Value, result: Value, width: int) -> Value:
-        """Return PEFT's result + B(A(x)).
+        """Return `result` + B(A(x)), the output of a linear layer with a LoRA adapter.
 
-        PEFT casts x to the adapter's fp32 and, under autocast, back: one copy per module
+        PEFT casts x to the adapter's fp32 and, under autocast, back to 16 bits: one copy per module
         (peft/tuners/lora/layer.py, 0.21).
         """
         if self.kernels.as_input:
@@ -229,14 +232,14 @@ class Tape:
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
-        """Return the result of a norm that a compiler has fused."""
+        """Return the output of a norm that a compiler has fused, which keeps the input and the moments."""
         if x.grad or self.trains:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
         return self._fused(self.like(x, x.width, x.grad or self.trains))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
-        """Return the normalized tensor times the norm's weight."""
+        """Return the normalized tensor `normal` times the weight of the norm whose input is `x`."""
         trained = self.trains
         weight = self.weight if trained else self.frozen
         if kind == "rms":
@@ -251,16 +254,16 @@ class Tape:
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
-        """Return `x` after LayerNorm, for which torch's fused kernel keeps the input, mean and 1/std.
+        """Return `x` after LayerNorm; torch's fused kernel keeps the input, the mean and 1/std.
 
-        CUDA's autocast computes it in fp32, the CPU's does not.
+        Autocast computes LayerNorm in fp32 on a GPU, but not on a CPU.
         """
         trained = self.trains and kind != "layer-none"
         if self.kernels.compiled:
             return self._compiled_norm(x, self.new(2 * groups, 4, True, split=groups > 1 and x.split))
         if kind == "layer-written":
             wide = self.cast(x, 4)
-            if x.grad:  # x - mean, once for the variance and once for the product with rsqrt
+            if x.grad:  # Autograd keeps x - mean twice: for the variance and for the product with rsqrt.
                 self.save(self.like(wide))
                 self.save(self.like(wide))
                 self.save(self.new(groups, 4, True, split=x.split))
@@ -275,7 +278,7 @@ class Tape:
             self.save(x)
             moments = 4 if self.cuda else max(x.width, weight)
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
-            if kind == "layer-one":  # casts to autocast's type where CUDA's is on
+            if kind == "layer-one":  # Under autocast on a GPU, 1 + weight and the bias are cast to 16 bits.
                 cast = self.autocast and self.cuda
                 self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))  # 1 + weight
                 if cast and weight != self.compute:
@@ -283,9 +286,10 @@ class Tape:
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
-        """Return the activation function `kind` (transformers' ACT2FN) of `x`; silu and gelu keep their input.
+        """Return the activation function `kind` (a name of transformers' ACT2FN) of `x`.
 
-        Other functions keep more, by their formulas.
+        silu and gelu keep their input for the backward pass. Other functions keep the tensors of their
+        formulas.
         """
         out = self.like(x)
         if not x.grad:
@@ -296,7 +300,7 @@ class Tape:
         if kind in ("relu", "tanh", "sigmoid"):
             self.save(out)
             return out
-        # CUDA's autocast runs pow and expm1 in fp32, the CPU's in the input's dtype (torch 2.13,
+        # Autocast runs pow and expm1 in fp32 on a GPU and in the input's dtype on a CPU (torch 2.13,
         # autocast_mode.h; not measured on a GPU)
         wide = 4 if self.autocast and self.cuda else x.width
         if kind == "relu2":
@@ -323,7 +327,7 @@ class Tape:
         return out
 
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
-        """Return the product of two tensors; `shape` is the larger factor where one is broadcast."""
+        """Return the elementwise product of `a` and `b`; `shape` is the larger factor if one is broadcast."""
         if a.grad:
             self._keep(b)
         if b.grad:
@@ -335,13 +339,13 @@ class Tape:
     ) -> Value:
         """Return the output of gated experts by torch's grouped_mm, which runs in the weights' dtype.
 
-        Autocast does not cast it.
+        Autocast does not cast the operands of grouped_mm.
         """
         if biased and self.trains:
             self.save(self.new(chosen, 8, False))  # indices of the biases
         width = self.weight if self.trains else self.frozen
         grad = x.grad or self.trains
-        for _ in range(3):  # the sorting permutation, its inverse, the gathered token indices
+        for _ in range(3):  # These are the sorting permutation, its inverse and the token indices.
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
@@ -367,7 +371,7 @@ class Tape:
         return self.like(up)
 
     def dropout(self, x: Value, probability: float) -> Value:
-        """Return `x` after dropout, which keeps a mask."""
+        """Return `x` after dropout, which keeps a mask for the backward pass."""
         if probability and x.grad:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
@@ -451,7 +455,7 @@ class Tape:
         return self.like(out) if heads_first else out
 
     def _operand(self, x: Value) -> Value:
-        """Return an operand of bmm, a copy unless batch and heads merge."""
+        """Return the operand that bmm reads: `x`, or a copy if batch and heads cannot merge."""
         return x if self.single else self.like(x)
 
     def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
@@ -466,7 +470,7 @@ class Tape:
         dropout: float, softmax: int, width: int, out: int | None = None, upcast: bool = False,
         sinks: bool = False,
     ) -> Value:  # fmt: skip
-        """Return the output of attention composed of single operations, which keep scores."""
+        """Return the output of eager attention, whose single operations keep the score matrices."""
         if repeat:
             k, v = self._repeated(k, v, sizes)
         given = v.width if upcast or sinks else q.width
@@ -476,7 +480,7 @@ class Tape:
         grad = q.grad or k.grad
 
         def scores(size: int, needs: bool) -> Value:
-            """Return a tensor of one score per head and pair of tokens."""
+            """Return a tensor of one attention score per head and pair of tokens, `size` bytes each."""
             return Value(Extent(score=heads), size, needs, True)
 
         if k.grad:
@@ -488,7 +492,7 @@ class Tape:
                 self.save(scores(width, True))  # tanh keeps its result
             weights = scores(softmax, True)
             kept = weights
-            if sinks:  # one more score, and the index of the largest score
+            if sinks:  # A sink adds one score per query; autograd keeps the index of the largest.
                 kept = Value(Extent(score=heads, token=heads), softmax, True, True)
                 self.save(self.new(heads, 8, False, split=True))
                 weights.base = kept
@@ -507,7 +511,7 @@ class Tape:
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Extent:
-        """Return the saved bytes: all, or only what tensor parallelism splits (True) or does not (False)."""
+        """Return the kept bytes: all, or only tensors that tensor parallelism splits (True) or not (False)."""
         out = Extent()
         for saved in self.saved.values():
             if split is None or saved.split == split:

@@ -1,4 +1,4 @@
-"""Memory-saving tricks: each is planned for this model and setup, and ranked by what it costs."""
+"""Memory-saving tricks, each planned for the given model and setup and ranked by the time it costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tonnage.planner.units import gib
 
 @dataclass(frozen=True, slots=True)
 class Trick:
-    """One trick applied to a setup.
+    """One memory-saving trick, and the plan's figures with the trick.
 
     Attributes:
         name: name of the trick.
@@ -26,10 +26,10 @@ class Trick:
         gpu_bytes: GPU bytes with the trick.
         saved: GPU bytes saved, negative if it needs more.
         cpu_bytes: CPU bytes with the trick.
-        relative_time: step time at the reference speed over the time without the trick.
+        relative_time: step time with the trick divided by step time without it, at the reference speed.
         fits: whether the setup fits with the trick, None without a known device.
         note: an effect that the figures do not show.
-        changes: field and value of each changed flag.
+        changes: (field, new value) of each changed flag.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Trick:
 
 
 def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[tuple[str, dict[str, Any], str]]:
-    """Return (name, changes, note) of each trick that applies to the setup."""
+    """Return (name, flag changes, note) of each memory-saving trick that applies to the setup."""
     out: list[tuple[str, dict[str, Any], str]] = []
     many = setup.shard_ranks > 1
     if setup.micro_batch > 1:
@@ -112,7 +112,7 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
 
 
 def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
-    """Return every applicable trick: first tricks that fit, then by relative time and by memory.
+    """Return every applicable trick: tricks that fit first, then by relative time and by memory.
 
     Where no single trick fits, a first row combines the cheapest ones. A trick that contradicts the setup is
     left out.
@@ -138,7 +138,7 @@ def tried_with(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, name: str,
     changes: dict[str, Any], note: str,
 ) -> Trick | None:  # fmt: skip
-    """Return the trick of `setup` with `changes`, None if they contradict each other.
+    """Return the trick that applies `changes` to `setup`, None if the changed setup is rejected.
 
     `base` is the plan without the changes, `reference` its step time in seconds.
     """
@@ -169,9 +169,9 @@ def _flags(changes: dict[str, Any]) -> str:
 
 
 def _data_loader(plan: TrainingPlan) -> Trick:
-    """Return a row for the data loader's pinned batches: 4 workers with 2 batches each (prefetch_factor).
+    """Return a trick-table row with the CPU memory of the data loader's pinned batches.
 
-    A batch has ids, labels and mask of 8 bytes per token, on the CPU only.
+    4 workers hold 2 batches each (prefetch_factor). A batch has ids, labels and mask of 8 bytes per token.
     """
     size = 4 * 2 * 3 * 8 * plan.setup.micro_batch * plan.length * plan.setup.gpus
     return Trick(
@@ -184,9 +184,10 @@ def _data_loader(plan: TrainingPlan) -> Trick:
 def _together(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, rows: list[Trick]
 ) -> Trick | None:
-    """Return a combination of tricks that fits, None if there is none.
+    """Return a combination of tricks that fits, None if no such combination is found.
 
-    Tricks are added in order of cost. One that sets a flag set before, or saves nothing more, is skipped.
+    Tricks are added in order of cost. A trick that sets an already changed flag, or saves nothing more, is
+    skipped.
     """
     changes: dict[str, Any] = {}
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Values of a tape: sizes symbolic in batch and sequence, tensors, and the kernels of a training stack."""
+"""Tensors of a symbolic forward pass, with sizes as polynomials in batch and sequence length."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 
 class Kernels(NamedTuple):
-    """How the modules of a training stack differ from transformers' in what they keep.
+    """Differences between a training stack's modules and transformers' in the tensors they keep.
 
     Attributes:
-        as_input: adapters read the module's input without PEFT's fp32 copy.
-        fp32_norm: RMSNorm is torch's F.rms_norm of the input in fp32, composed of single operations.
-        repeats_kv: K and V are copied for every query head.
-        tables: rotary tables are `shared` by all layers, a `buffer` of the model, or for packed sequences
-            `taken` from it by position for each use.
-        compiled: `inductor` for torch.compile. Its partitioner (functorch/partitioners.py, 2.13) recomputes
-            pointwise operations in the backward pass, but keeps inputs of matrix products. `least` recomputes
-            these as well.
-        layers_only: the head is not compiled.
-        quantized: the layers' matrices are unpacked for each use instead of cast.
+        as_input: whether adapters read the module's input without PEFT's fp32 copy.
+        fp32_norm: whether RMSNorm is torch's F.rms_norm of the input in fp32, composed of single operations.
+        repeats_kv: whether K and V are copied for every query head.
+        tables: the rotary tables: `shared` by all layers, a `buffer` of the model, or `taken` from that buffer
+            by position for each use (packed sequences).
+        compiled: empty, `inductor` or `least`. With `inductor`, torch.compile's partitioner
+            (functorch/partitioners.py, 2.13) recomputes pointwise operations in the backward pass, but keeps
+            inputs of matrix products. With `least` these inputs are recomputed as well.
+        layers_only: whether only the layers are compiled, not the head.
+        quantized: whether the layers' matrices are unpacked for each use instead of cast.
     """
 
     as_input: bool = False
@@ -51,7 +51,7 @@ class Extent:
         )  # fmt: skip
 
     def times(self, factor: int) -> Extent:
-        """Return the size times a factor."""
+        """Return the polynomial with every coefficient multiplied by `factor`."""
         return Extent(
             self.token * factor, self.score * factor, self.position * factor, self.mask * factor,
             self.fixed * factor,
@@ -71,14 +71,14 @@ class Value:
     """A tensor on a tape.
 
     Attributes:
-        size: elements.
+        size: number of elements, as a polynomial in batch and sequence length.
         width: bytes of one element.
-        grad: whether it needs a gradient.
-        split: whether tensor parallelism splits it.
-        base: the tensor whose storage it shares.
-        pointwise: whether a compiler can recompute it from kept tensors.
-        instead: a smaller tensor that a compiler keeps to recompute it.
-        casts: casts of it by width, for a compiler that casts once.
+        grad: whether the tensor needs a gradient.
+        split: whether tensor parallelism splits the tensor.
+        base: the tensor whose storage this view shares, None for a tensor with its own storage.
+        pointwise: whether a compiler can recompute the tensor from kept tensors.
+        instead: a smaller tensor that a compiler keeps in place of this one, to recompute it.
+        casts: copies of the tensor in other dtypes, by bytes per element; a compiler casts only once.
     """
 
     size: Extent
@@ -92,5 +92,5 @@ class Value:
 
     @property
     def storage(self) -> Value:
-        """Return the tensor that owns the storage."""
+        """Return the tensor that owns the storage: this tensor, or the tensor behind a chain of views."""
         return self if self.base is None else self.base.storage

@@ -1,4 +1,4 @@
-"""The verdict of a training plan: whether it fits into the given memory, and notes beside its figures."""
+"""Check of a training plan against the given memory, and notes on what its figures leave out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tonnage.planner.units import gib
 
 
 def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
-    """Return whether the lines fit into the given memory, and reasons; None without any given memory.
+    """Return whether the plan lines fit (None without any given memory), and the reasons if they do not.
 
     `init` is the CPU bytes of a node while its ranks build the model.
     """
