@@ -6,15 +6,13 @@ The peak is the largest of three moments:
 - the sampler on the logits of max_num_seqs rows, with the hidden states of the whole step;
 - the widest layer of a step of max_num_batched_tokens tokens.
 
-Two allocations are added because they persist. The first is the workspace of the matrix multiplications, up to
-0.32;
-from 0.33 on it exists before the first snapshot (init_device in gpu_worker.py). The second is the buffer that
-fused
-experts share, from 0.13 on.
+Two persistent allocations are added. The first is the workspace of the matrix multiplications, up to 0.32. From
+0.33 on it exists before vLLM's first memory snapshot (init_device in gpu_worker.py). The second is the buffer
+that fused experts share, from 0.13 on.
 
 The rules are from vLLM 0.10 to 0.33 (_dummy_run and _dummy_sampler_run in v1/worker/gpu_model_runner.py,
-v1/sample,
-v1/worker/workspace.py, model_executor/layers/fused_moe). They were compared with tests/data/startups.
+v1/sample, v1/worker/workspace.py, model_executor/layers/fused_moe). They were compared with
+tests/data/startups.
 """
 
 from __future__ import annotations
@@ -34,39 +32,40 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
-# cuBLAS's workspace, kept by PyTorch: 32 MiB from Hopper on, on older GPUs two of 4 MiB and eight of 16 KiB
-# (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
+# PyTorch keeps a workspace for cuBLAS: 32 MiB from Hopper on, on older GPUs two buffers of 4 MiB and eight of
+# 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
 _CUBLAS, _CUBLAS_BEFORE_HOPPER = 32 * MiB, 8 * MiB + 128 * 1024
 # Inductor's autotuning flushes the L2 cache with a buffer of its size: 50 MiB on an H100
 # (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With it, the first pipeline stages of Llama-3.1-8B in
 # 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without it (Qwen2.5-3B: 0.17 GiB).
 _L2 = 50 * MiB
 _TIMED_SINCE = (0, 15, 0)
-# Rows of the top-k/top-p kernel's buffer: one per multiprocessor, 132 on an H100
+# The top-k/top-p kernel's buffer has one row per multiprocessor, 132 on an H100
 # (v1/sample/ops/topk_topp_triton.py).
 _MULTIPROCESSORS = 132
-# Upper bound of the context tokens whose keys and values an MLA prefill expands at once
+# An MLA prefill expands keys and values of at most this many context tokens at once
 # (MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size).
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
-# The first model runner also profiles its rejection sampler, with one drafted token per sequence. A row holds 3
-# tensors in the model's dtype: the logits of the drafted token and of the next token, and a copy of the latter.
-# It holds 6 tensors in float32: the next token's returned logits, the drafted token's raw and constrained
-# logits, their probabilities, the exponential noise and its reciprocal (_dummy_sampler_run;
-# v1/sample/rejection_sampler.py, 0.17 to 0.32).
+# With a draft model, vLLM's first model runner also profiles its rejection sampler, with one drafted token per
+# sequence. The two numbers count its tensors of [sequences, vocabulary]. 3 are in the model's dtype: the logits
+# of
+# the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next token's returned
+# logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise and its
+# reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
 _VERIFIER = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilePeak:
-    """The bytes of each moment of the profile run, 0 for a moment that this stage does not have.
+    """The bytes of each moment of vLLM's profile run; 0 for a moment that the pipeline stage does not have.
 
     Attributes:
-        forward: The widest layer of a step.
-        sampler: The sampler.
-        workspace: Workspace of matrix multiplications, allocated throughout.
+        forward: Peak of the widest layer of a step.
+        sampler: Peak of the sampler.
+        workspace: Workspace of matrix multiplications, allocated throughout the run.
         experts: Buffer of the fused experts, allocated after images were encoded.
-        encoder: The vision tower; None if its profile is not known.
+        encoder: Memory of the vision tower; None if the tower's profile is not known.
     """
 
     forward: int
@@ -99,7 +98,10 @@ class ProfilePeak:
 
 
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> ProfilePeak:
-    """Return the profile run's peak for one rank; ``architecture`` is its share of one pipeline stage."""
+    """Return the peak of vLLM's profile run on one rank.
+
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the fitted coefficients.
+    """
     flags, known = chosen.flags, rules(chosen.version)
     size = DTYPE_BYTES[flags.dtype]
     stream = chosen.max_num_batched_tokens * architecture.hidden_size * size
@@ -114,11 +116,11 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     if encoded is not None:
         received += encoded.kept
     elif towers and (first or not second):
-        received += stream  # image embeddings stay allocated, for at least the tokens of one step
+        received += stream  # image embeddings of one step stay allocated
     forward = _forward(architecture, chosen)
     if chosen.draft is not None and last:
-        # The draft runs on the same tokens. The model's hidden states, and the states it reads, are still
-        # allocated.
+        # The draft model runs on the same tokens, while the target model's hidden states that it reads are
+        # still allocated.
         read = chosen.draft.reads * stream
         forward = max(forward + read, _forward(chosen.draft.part, chosen) + stream + read)
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
@@ -132,27 +134,24 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
 
 
 def _ends(architecture: Architecture) -> tuple[bool, bool]:
-    """Return whether the stage embeds the tokens, and whether it samples."""
+    """Return (whether the pipeline stage embeds the tokens, whether it samples)."""
     outside = [tensor.role for tensor in architecture.tensors if tensor.layer is None]
     return "embedding" in outside, "head" in outside or "norm" in outside
 
 
 def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, fitted: Coefficients) -> int:
-    """Return the bytes of the sampler.
+    """Return the bytes of the sampler in the profile run.
 
     The sampler holds logits in the model's dtype, the sampled rows of hidden states and a random copy of them.
-    It also
-    holds three float32 tensors of the logits' shape: a copy of the logits, the probabilities and the
-    exponential noise
-    (for a float32 model too: 2.21 GiB printed). FlashInfer's masked logits take as much. A draft adds the
-    tensors
-    of ``_VERIFIER``.
+    It also holds three float32 tensors of the logits' shape: a copy of the logits, the probabilities and the
+    exponential noise. Logs of a float32 model (2.21 GiB) confirm these copies. FlashInfer's masked logits take
+    as much. A draft model adds the tensors of ``_VERIFIER``.
     """
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
     sampled = 2 * rows * architecture.hidden_size * size
     if on_second_runner(architecture, known):
-        # Its dummy requests have no sampling parameters, so nothing is copied
+        # The second model runner's dummy requests have no sampling parameters, so its sampler copies nothing
         # (v1/worker/gpu/sample/sampler.py).
         return rows * vocabulary * size + sampled
     drafts = chosen.draft is not None
@@ -162,23 +161,22 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, 
     buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if triton else 0
     if drafts:
         return rows * vocabulary * (_VERIFIER[0] * size + _VERIFIER[1] * 4) + sampled + buffer
-    if known.sampler == "probabilities":  # float32 logits, probabilities
+    if known.sampler == "probabilities":  # logits and probabilities in float32
         return rows * vocabulary * (size + 2 * 4) + sampled
     return rows * vocabulary * (size + 3 * 4) + sampled + buffer
 
 
 def sorting(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> int:
-    """Return the bytes of the sampler that sorts the logits."""
+    """Return the bytes that vLLM's sampler (up to 0.16) needs to sort the logits."""
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     return int(rows * architecture.vocab_size * fitted.sampler_sort)
 
 
 def _forward(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of the widest moment of a layer.
+    """Return the bytes that are alive at the widest point of a layer's forward pass.
 
-    Per token, it holds the MLP's gate, up and product, queries, keys and values (projected and rotated), the
-    attention's
-    output, the residual and the projected output.
+    Per token, these are the MLP's gate, up and product; queries, keys and values (projected and rotated); the
+    attention's output, the residual and the projected output.
     """
     flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
     size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
@@ -189,7 +187,7 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
     moments = [tokens * (around + mlp) * size]
     latents = [layer for layer in architecture.cache_layers if layer.kind == "mla"]
     if latents and architecture.rotary is not None:
-        # The profile run allocates the buffers of a prefill with a long context (forward_impl,
+        # For MLA, the profile run also allocates the buffers of a prefill with a long context (forward_impl in
         # mla_attention.py).
         seqs = chosen.max_num_seqs * chosen.block_size
         context = max(min(max(8 * chosen.max_model_len, 4 * seqs), _LATENT_CONTEXT), seqs)
@@ -203,9 +201,9 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
 def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of the persistent buffer that the fused experts of all layers share.
 
-    Per token and selected expert, it holds max(inner, hidden) and max(2 x inner, hidden) values
-    (workspace_shapes of the
-    Triton, Marlin, CUTLASS and DeepGEMM experts). MXFP4's Triton kernel on Hopper allocates its own memory.
+    Per token and selected expert, it holds max(inner, hidden) and max(2 x inner, hidden) values, where inner is
+    an expert's width (workspace_shapes of the Triton, Marlin, CUTLASS and DeepGEMM experts). MXFP4's Triton
+    kernel on Hopper allocates its own memory.
     """
     flags = chosen.flags
     if not architecture.experts_per_token or _allocates_inside(chosen):
@@ -229,7 +227,7 @@ def _allocates_inside(chosen: Resolved) -> bool:
 
 
 def _widest(architecture: Architecture, role: str) -> int:
-    """Return the most elements that matrices with ``role`` have in one layer."""
+    """Return the largest number of elements that the matrices with ``role`` have together in one layer."""
     layers: dict[int, int] = {}
     for tensor in architecture.tensors:
         if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):

@@ -1,20 +1,16 @@
-"""Memory that PyTorch's CUDA allocator counts for weights beyond their own bytes: blocks that stay unsplit.
+"""Bytes that PyTorch's CUDA allocator counts for weights beyond the tensors' own bytes.
 
 vLLM prints the allocator's total ("Model loading took", from ``torch.cuda.max_memory_allocated``) and subtracts
-it
-from its budget. The allocator rounds a request up to 512 bytes and serves it from a block. A larger block is
-split
-only if more than 1 MiB would remain; otherwise all of it counts. A down_proj of 47.5 MiB (Qwen3-4B) takes 48
-MiB.
+it from its budget. The allocator rounds a request up to 512 bytes and serves it from a free block. It splits a
+larger block only if more than 1 MiB would remain. Otherwise the whole block counts: a down_proj of 47.5 MiB
+(Qwen3-4B) takes 48 MiB.
 
 Rules and sizes are from c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.5 to 2.13; HIP uses the same file).
-Requests
-above 1 MiB and below 10 MiB take a segment of 20 MiB. Larger ones take a segment of their size rounded up to 2
-MiB.
-Logs that print four decimals differ by 0.2 MiB (benchmarks/README.md).
+Requests above 1 MiB and below 10 MiB take a segment of 20 MiB. Larger requests take a segment of their size
+rounded up to 2 MiB. Logs that print four decimals differ by 0.2 MiB (benchmarks/README.md).
 
-Sizes are of vLLM's merged modules: one tensor for queries, keys and values, and one for gate and up projections
-(packed_modules_mapping of each model class).
+Tensor sizes are those of vLLM's merged modules: one tensor for queries, keys and values, and one for gate and
+up projections (packed_modules_mapping of each model class).
 """
 
 from __future__ import annotations
@@ -27,11 +23,11 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import MiB
 
-_ROUND = 512  # kMinBlockSize
-_SMALL = MiB  # kSmallSize: requests up to this size have their own pool, whose blocks are always split
-_LARGE_SEGMENT = 20 * MiB  # kLargeBuffer
-_MIN_LARGE = 10 * MiB  # kMinLargeAlloc
-_SEGMENT_ROUND = 2 * MiB  # kRoundLarge
+_ROUND = 512  # kMinBlockSize: requests are rounded up to this
+_SMALL = MiB  # kSmallSize: requests up to this size use a pool whose blocks are always split
+_LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: segment for requests below kMinLargeAlloc
+_MIN_LARGE = 10 * MiB  # kMinLargeAlloc: smallest request with a segment of its own
+_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: segments of their own are rounded up to this
 
 _MERGED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -43,8 +39,8 @@ _MERGED = {
 
 
 def unsplit_bytes(sizes: Iterable[int]) -> int:
-    """Return the excess bytes of the blocks that serve requests of ``sizes`` bytes, made in this order."""
-    free: list[int] = []  # free blocks, sorted: the smallest sufficient one serves a request
+    """Return the bytes by which the allocated blocks exceed requests of ``sizes`` bytes, made in this order."""
+    free: list[int] = []  # sizes of free blocks, sorted; the smallest sufficient block serves a request
     extra = 0
     for size in sizes:
         if size <= _SMALL:
@@ -65,7 +61,7 @@ def unsplit_bytes(sizes: Iterable[int]) -> int:
 
 
 def merged_sizes(tensors: Iterable[TensorSpec], quantization: Quantization, flags: Deployment) -> list[int]:
-    """Return the bytes of each storage that vLLM allocates for one rank's weights, in module order."""
+    """Return the bytes of each tensor that vLLM allocates for one rank's weights, in module order."""
     sizes: dict[str, int] = {}
     for tensor in tensors:
         if tensor.tied_to is not None:

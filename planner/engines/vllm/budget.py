@@ -10,11 +10,15 @@ from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
-_UNLOGGED = (0, 20, 0)  # from this version on, no available log prints every term
-# Interval below and above a tower's peak, as shares of it: attention kernels and fused activations are assumed.
+_UNLOGGED = (0, 20, 0)  # from this version on, no available start-up log prints every memory term
+# The interval of a vision tower's peak extends by these shares of it below and above, because the attention
+# kernel and fused activations are assumed.
 _ENCODER = 0.15, 0.3
-# Assumed factor of the interval below, on a compute capability without a measured start. With the GPU type of a
-# source left out, the worst of eight sources is 1.5 % off, within the 1.8 % of the others (pool_from_flags).
+# On a compute capability without a measured start, the interval below the sum is wider by this assumed factor.
+# When
+# the fit leaves out a source's GPU type, the worst of eight sources is 1.5 % off. The other predictions are
+# within
+# 1.8 % (pool_from_flags).
 _UNKNOWN = 1.5
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
@@ -30,16 +34,19 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
-    # From 0.33 on, cuBLAS's handles are not included. No available log separates their bytes from the rest.
+    # From 0.33 on, the memory of cuBLAS's handles no longer counts. No available log separates its bytes from
+    # the fitted rest, so half of the rest is uncertain.
     unsure = held.rest if rules(chosen.version).cublas_first else held.rest // 2
     outside = Estimate(
         held.total, held.total - unsure, held.total + held.rest + above // 4, held.formula, sources
     )
     peak = activation.peak(architecture, chosen, fitted)
-    if peak.encoder is not None:  # a tower's memory is derived, without a log to compare with
+    # A vision tower's memory is derived from sources alone, because no log prints it.
+    if peak.encoder is not None:
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
-    if rules(chosen.version).sampler == "probabilities" and peak.sampler:  # without FlashInfer it sorts
+    # Without FlashInfer, the sampler of these versions sorts the logits.
+    if rules(chosen.version).sampler == "probabilities" and peak.sampler:
         above = max(above, activation.sorting(architecture, chosen, fitted) - peak.sampler)
     inside = Estimate(
         peak.total, peak.total - min(below, peak.total // 10), peak.total + above, peak.formula,
@@ -66,7 +73,10 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
 
 
 def _later(captured: Estimate, workspace: int) -> Estimate | None:
-    """Return the memory taken after the pool was sized, outside the configured share, or None."""
+    """Return the memory that is taken after the pool was sized, outside the configured share, or None.
+
+    ``captured`` is the estimate of CUDA graphs, ``workspace`` the bytes of FlashInfer's attention workspace.
+    """
     parts = [captured.formula] if captured.value else []
     parts += [f"FlashInfer's workspace {workspace:,}"] if workspace else []
     if not parts:
@@ -79,11 +89,10 @@ def _later(captured: Estimate, workspace: int) -> Estimate | None:
 
 
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
-    """Return the interval below and above the sum of the terms, as shares of the device.
+    """Return the interval below and above the sum of the memory terms, as shares of the device's memory.
 
-    The interval is narrow if start-up logs cover every part of the plan. Unknown consumers can only add memory.
-    The
-    multiples of the fitted spread are assumed.
+    The interval is narrow if start-up logs cover every part of the plan. The upper side is wider where unknown
+    consumers can add memory. The multiples of the fitted spread are assumed.
     """
     if (has_towers(architecture) and architecture.vision is None) or _is_apart(chosen):
         return fitted.spread, 2 * fitted.spread
@@ -99,26 +108,26 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 
 
 def _is_apart(chosen: Resolved) -> bool:
-    """Return whether the GPU is another vendor's or shares the host's memory; each has one reported source."""
+    """Return whether the GPU is not NVIDIA's or shares the host's memory; each case has one source."""
     gpu = chosen.flags.gpu
     return shares_memory(gpu) or (gpu is not None and capability_of(gpu) is None)
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
-    """Return whether the fit covers this compute capability; a GPU without a name is assumed to be covered."""
+    """Return whether measured starts cover the GPU's compute capability; an unnamed GPU counts as covered."""
     major, minor = capability_of(chosen.flags.gpu) or (0, 0)
     return chosen.flags.gpu is None or f"{major}.{minor}" in fitted.capabilities.split()
 
 
 def is_seen(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether logs that print every term cover each part of the plan (tests/data/startups)."""
+    """Return whether logs that print every memory term cover each part of the plan (tests/data/startups)."""
     return _is_counted(architecture, chosen) and not architecture.experts
 
 
 def _is_counted(architecture: Architecture, chosen: Resolved) -> bool:
     """Return whether the logged starts cover the model, the GPUs and the version.
 
-    They are decoders without towers and states on one to four Hopper GPUs.
+    The logged starts are of decoders without towers and recurrent states, on one to four Hopper GPUs.
     """
     return (
         capability_of(chosen.flags.gpu) == (9, 0)

@@ -1,11 +1,10 @@
 """vLLM's KV pool of DeepSeek-V4: pages of five sizes, packed side by side in one block.
 
-The source is vLLM 0.32.0. Each layer's registration is in models/deepseek_v4/attention.py and compressor.py and
-v1/attention/backends/mla/sparse_swa.py. The block-outermost layout is in v1/core/kv_cache_utils.py
-(_get_packed_kv_cache_groups, _get_kv_cache_bytes_per_block). The cache has vLLM's fp8_ds_mla format on a CPU,
-and by
-default on NVIDIA GPUs. tests/planner/test_vllm_groups.py compares groups, blocks and tokens with these
-functions.
+The source is vLLM 0.32.0. Each layer's caches are registered in models/deepseek_v4/attention.py and
+compressor.py and v1/attention/backends/mla/sparse_swa.py. The packed block layout is in
+v1/core/kv_cache_utils.py (_get_packed_kv_cache_groups, _get_kv_cache_bytes_per_block). The cache has vLLM's
+fp8_ds_mla format on a CPU, and by default on NVIDIA GPUs. tests/planner/test_vllm_groups.py compares groups,
+blocks and tokens with these functions.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 
-BLOCK = 256  # tokens per block of compressed entries, the only size the kernels support (sparse_mla.py)
-_WINDOW_BLOCK = 64  # DeepseekV4SWACache
-_STATE_BLOCKS = {4: 4, 128: 8}  # CompressorStateCache, by compress ratio
-_ENTRY = 584  # fp8_ds_mla: 448 fp8, 64 bf16 rotary values, 8 bytes of scales
-_HEAD, _INDEX = 512, 128  # head size and indexer key size of the kernels and of the 584 bytes
+BLOCK = 256  # tokens per block of compressed entries; kernels have no other size (sparse_mla.py)
+_WINDOW_BLOCK = 64  # tokens per block of a sliding-window cache (DeepseekV4SWACache)
+# Compress ratio -> tokens per block of a compressor's state (CompressorStateCache).
+_STATE_BLOCKS = {4: 4, 128: 8}
+_ENTRY = 584  # bytes in fp8_ds_mla: 448 fp8 values, 64 bf16 rotary values, 8 bytes of scales
+_HEAD, _INDEX = 512, 128  # head size and indexer key size that the kernels and the entry of 584 bytes have
 _ALIGNMENT = 576  # a page is rounded up to a multiple of these bytes
 # vLLM maps auto (16 bits here) and fp8 to fp8_ds_mla.
 _DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
 def compressed_groups(architecture: Architecture, version: Version, kv_dtype: str) -> Groups:
-    """Return the KV cache groups of a model whose layers compress tokens.
+    """Return the KV cache groups of a model whose layers compress tokens (DeepSeek-V4).
 
     Raises:
-        UnsupportedArchitecture: vLLM, or this version of it, cannot lay out the cache.
+        UnsupportedArchitecture: vLLM, or the requested version of it, cannot lay out the cache.
         DeploymentError: the cache format is not supported.
     """
     if not rules(version).compressed_cache:
@@ -59,7 +59,10 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
 
 
 def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
-    """Return the pages that one layer registers, in vLLM's order."""
+    """Return the cache pages that one layer registers, in vLLM's order.
+
+    ``window`` is the layer's sliding-window cache, ``latent`` its compressed cache or None.
+    """
     i, size = window.layer, window.head_size
     if size != _HEAD or (latent is not None and latent.index_size not in (0, _INDEX)):
         raise UnsupportedArchitecture(
@@ -75,7 +78,8 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
         return own
     ratio = latent.compression
     entries, span = BLOCK // ratio, _STATE_BLOCKS[ratio]
-    overlap = 2 if ratio == 4 else 1  # entries of 4 tokens overlap: each is computed from 8 tokens
+    # Entries of 4 tokens overlap, because each is computed from 8 tokens.
+    overlap = 2 if ratio == 4 else 1
     first = []
     if latent.index_size:
         # The indexer's keys are fp8, with one fp32 scale per 128 elements.
@@ -89,7 +93,17 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
 
 
 def _state(layer: int, ratio: int, span: int, overlap: int, size: int) -> LayerPages:
-    """Return the page of the fp32 keys and scores of the next entry's tokens, which has its own window."""
+    """Return the cache page of a compressor's state: fp32 keys and scores of tokens not yet compressed.
+
+    The state has a sliding window of its own.
+
+    Args:
+        layer: Index of the layer.
+        ratio: Tokens per compressed entry.
+        span: Tokens per block of the state.
+        overlap: 2 if neighbouring entries overlap, else 1.
+        size: Elements of a key.
+    """
     page = _aligned(span * 2 * overlap * size * 4)
     return LayerPages(layer, "sliding", span, page, (1, size, "state"), overlap * ratio)
 

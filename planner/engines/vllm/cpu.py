@@ -21,10 +21,11 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.units import MiB
 
-# The API process has two tokenizers, this project's and vLLM's. 7 MiB are multiprocessing's resource tracker.
+# Memory of the API process, which has two tokenizers, this project's and vLLM's. 7 MiB of it are Python's
+# multiprocessing resource tracker.
 VLLM_API_BYTES = 437 * MiB
 VLLM_API_TOKEN_BYTES = 1550
-# Without grammars: 408, 465 and 757 MiB.
+# Memory of the EngineCore process without grammars. The three models of the table have 408, 465 and 757 MiB.
 VLLM_CORE_BYTES = 408 * MiB
 VLLM_CORE_TOKEN_BYTES = 1400
 VLLM_WORKER_BYTES = 480 * MiB
@@ -33,12 +34,12 @@ VLLM_INTERVAL = (0.85, 1.6)
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Return the bytes of the API process without large requests in flight."""
+    """Return the bytes of the API process while no large requests are in flight."""
     return VLLM_API_BYTES + vocab_size * VLLM_API_TOKEN_BYTES
 
 
 def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
-    """Estimate the memory of all processes before weights and pool, with buffers for clients and grammars.
+    """Estimate the memory of all processes without weights and pool, including client buffers and grammars.
 
     ``dtype`` is the dtype of the weights.
     """
@@ -58,11 +59,10 @@ def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
 
 
 def _packed_bytes(architecture: Architecture, dtype: str) -> int:
-    """Return the bytes of the embedding's and the head's packed copies for oneDNN, for 16-bit weights only.
+    """Return the bytes of oneDNN's packed copies of embedding and output head, which 16-bit weights need.
 
-    They are packed like linear layers, tied or not, and the original weights are kept
-    (vocab_parallel_embedding.py, and
-    dispatch_cpu_unquantized_gemm with ``remove_weight`` false, vLLM 0.32).
+    vLLM packs them like linear layers, whether tied or not, and keeps the original weights
+    (vocab_parallel_embedding.py, and dispatch_cpu_unquantized_gemm with ``remove_weight`` false, vLLM 0.32).
     """
     if DTYPE_BYTES[dtype] != 2:
         return 0

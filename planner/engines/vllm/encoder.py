@@ -1,16 +1,14 @@
 """Memory that vLLM's profile run allocates for images on a GPU, and the part that remains afterwards.
 
 The rules are derived from vLLM 0.19 to 0.33 (profile_run in v1/worker/gpu_model_runner.py,
-profile_encoder_cache in
-v1/worker/gpu/mm/encoder_runner.py, forward of the towers in model_executor/models). Two things are assumed:
-FlashAttention in the tower, as on any NVIDIA GPU from Ampere on, and no compilation (compile_mm_encoder is
-off).
+profile_encoder_cache in v1/worker/gpu/mm/encoder_runner.py, forward of the vision towers in
+model_executor/models). Two things are assumed: FlashAttention in the tower, as on any NVIDIA GPU from Ampere
+on, and no compilation (compile_mm_encoder is off).
 
 Symbols: h is the hidden size, a the attention's width and i the MLP's width on one rank. At its widest, a layer
-holds
-per patch the residual and the block's input (h each). It also holds the attention's projections, rotated copies
-and
-output, or the MLP's inner values. A module's arguments stay alive while it runs (nn.Module.__call__).
+holds per patch the residual and the block's input (h each). It also holds the attention's projections, rotated
+copies and output, or the MLP's inner values. A module's arguments stay alive while it runs
+(nn.Module.__call__).
 """
 
 from __future__ import annotations
@@ -28,15 +26,17 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The widths that are alive at once in one layer of a vision tower, per patch.
+    """The values per patch that are alive at once in one layer of a vision tower, as multiples of its widths.
+
+    h is the hidden size, a the attention's width and i the MLP's width on one rank.
 
     Attributes:
         attention: Multiples of (h, a) in the attention.
         mlp: Multiples of (h, i) in the MLP.
-        eager: Multiple of i with --enforce-eager, where each activation is one kernel (CustomOp,
+        eager: Multiple of i with --enforce-eager, where each activation function is one kernel (CustomOp,
             config/compilation.py).
         kept: Multiple of h that is alive through all layers.
-        rotary: Values per value of a head for the rotation, alive through all layers; float32 counts twice.
+        rotary: Multiple of the head size that the rotary tables take through all layers; float32 counts twice.
     """
 
     attention: tuple[int, int]
@@ -46,17 +46,22 @@ class _Layer:
     rotary: int = 1
 
 
-# Compared with the allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json):
-# - qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py: fused projection (3a), queries and keys side by side (2a) and
-#   rotated (2a), output (a) and its projection (h). qwen3 keeps the positions.
-# - siglip.py, clip.py: projection (3a), output (a). They and the next two keep the embeddings of the patches.
-# - pixtral.py: rotated queries and keys twice (4a).
-# - moonvit.py, mllama4.py: queries and keys as complex float32 before and after rotation (8a), and their final
-#   form (2a).
-# - minimax_m3/common/vision_tower.py: queries and keys beside the projection (2a), float32 tables of three
-#   axes.
-# - transformers' gemma4: float32 inside its norms.
-# - timm's mobilenetv5: the stem's output, and the first convolution's output after its norm and activation.
+# Live tensors of each tower, where a is the attention's width and h the hidden size. They were compared with
+# the
+# allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json).
+# - qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py hold the fused projection (3a), queries and keys side by side
+# (2a)
+#   and rotated (2a), the output (a) and its projection (h). qwen3 keeps the positions.
+# - siglip.py and clip.py hold the projection (3a) and the output (a). siglip, clip, pixtral, moonvit and llama4
+#   keep the embeddings of the patches.
+# - pixtral.py holds rotated queries and keys twice (4a).
+# - moonvit.py and mllama4.py hold queries and keys as complex float32 before and after rotation (8a), and their
+#   final form (2a).
+# - minimax_m3/common/vision_tower.py holds queries and keys beside the projection (2a), and float32 tables of
+#   three axes.
+# - transformers' gemma4 computes its norms in float32.
+# - timm's mobilenetv5 holds the stem's output, and the first convolution's output after its norm and
+# activation.
 _LAYERS: dict[Tower, _Layer] = {
     "qwen2": _Layer((3, 8), (3, 3), 2),
     "qwen2_5": _Layer((3, 8), (4, 4), 3),
@@ -70,28 +75,28 @@ _LAYERS: dict[Tower, _Layer] = {
     "gemma4": _Layer((3, 7), (4, 3), 3, rotary=2),
     "mobilenet": _Layer((4, 0), (0, 0), 0, rotary=0),
 }
-# MoonViT's rotation table: complex64 for every position of a 512 x 512 grid (Rope2DPosEmb, moonvit.py).
+# MoonViT's rotation table has complex64 values for every position of a 512 x 512 grid (Rope2DPosEmb,
+# moonvit.py).
 _GRID, _COMPLEX64 = 512 * 512, 8
 # Towers whose processors may pass pixels as bytes, which the GPU converts to the model's dtype
 # (supports_mm_device_do_normalize in models).
 _ON_DEVICE = ("qwen2", "qwen2_5", "qwen3")
 # Towers from other libraries, which ranks do not divide (AutoModel in models/gemma4_mm.py, gemma3n_mm.py).
 _WHOLE = ("gemma4", "mobilenet")
-# Gemma 4 encodes images in chunks. The chunk's one-hot positions of 64 bits, counted twice, fill this share of
-# the device (_encoder_chunk in models/gemma4_mm.py).
+# Gemma 4 encodes images in chunks. vLLM sizes a chunk so that its 64-bit one-hot positions, counted twice, fill
+# this share of the device's memory (_encoder_chunk in models/gemma4_mm.py).
 _PIECE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The bytes that images take in the profile run.
+    """The GPU memory that images take in vLLM's profile run.
 
     Attributes:
-        peak: Bytes while the tower runs.
-        kept: Bytes of its embeddings that remain while the language model runs. The first model runner also
-            keeps the
-            tower's input.
-        deep: Buffers for per-layer inputs of each token.
+        peak: Bytes while the vision tower runs.
+        kept: Bytes that remain while the language model runs: the image embeddings, and in the first model
+            runner also the tower's input.
+        deep: Bytes of buffers for per-layer inputs of each token.
         formula: The peak's formula with its numbers.
     """
 
@@ -131,7 +136,7 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     given = found.count * found.patches * vision.values * width
     tokens = min(found.tokens, found.patches // vision.merge**2) if found.patches else found.tokens
     made = found.count * tokens * vision.width * size
-    # Deep features are computed on the way, the last layer's features after the layers.
+    # Features of inner layers (vision.deep) are alive while the layers run; those of the last layer follow.
     running = _running(vision, known, chosen, patches, _one(vision, found), held)
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     kept = made + table + (0 if second else given)
@@ -139,21 +144,24 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
 
 
 def _per_layer(architecture: Architecture) -> int:
-    """Return the width of Gemma's per-layer token embeddings, for which the wrapper has a buffer."""
+    """Return the width of Gemma's per-layer token embeddings, which vLLM's multimodal class buffers."""
     name = "per_layer_model_projection.weight"
     return next((tensor.shape[0] for tensor in architecture.tensors if tensor.name.endswith(name)), 0)
 
 
 def widest(vision: Vision, ranks: int, eager: bool) -> int:
-    """Return the elements of a patch that are alive at once, without the processor's input."""
+    """Return the elements per patch that are alive at once in the vision tower, without its input.
+
+    ``ranks`` is the number of ranks that divide the tower, ``eager`` whether --enforce-eager is set.
+    """
     layer, h = _LAYERS[vision.tower], vision.hidden
     if vision.tower in _WHOLE:
         ranks = 1
-    reduced = h if ranks > 1 else 0  # all-reduce writes a tensor of its own
+    reduced = h if ranks > 1 else 0  # the all-reduce writes a separate output tensor
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
-    last = (layer.mlp[0] + 1) * h + inner + reduced  # the MLP's output beside its input
+    last = (layer.mlp[0] + 1) * h + inner + reduced  # the MLP's input and output
     middle, out = vision.projector
     projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
     widest = layer.rotary * vision.head_size + max(attention, mlp, last)
@@ -161,14 +169,14 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
 
 
 def table_bytes(vision: Vision) -> int:
-    """Return the bytes of the tables that a tower computes once and keeps."""
+    """Return the bytes of the rotation tables that a vision tower computes once and keeps."""
     return _GRID * vision.head_size // 2 * _COMPLEX64 if vision.tower == "moonvit" else 0
 
 
 def _mask(vision: Vision, known: VersionRules, patches: int, size: int) -> int:
     """Return the bytes of Pixtral's attention mask over all images of a batch.
 
-    The source is generate_block_attention_mask. xFormers, which vLLM does not install, needs no mask.
+    The source is generate_block_attention_mask. With xFormers, which vLLM does not install, no mask is needed.
     """
     return patches * patches * size if vision.tower == "pixtral" and known.pixtral_mask else 0
 
@@ -182,14 +190,23 @@ def _one(vision: Vision, found: Profiled) -> int:
 def _running(
     vision: Vision, known: VersionRules, chosen: Resolved, patches: int, one: int, held: int
 ) -> int:  # fmt: skip
-    """Return the bytes of the tower's layers for all patches at once.
+    """Return the bytes that the vision tower's layers take while it runs.
 
-    Gemma 4 runs in chunks whose outputs remain, or in older versions on ``one`` image at a time.
+    Most towers encode all patches at once. Gemma 4 encodes them in chunks and keeps each chunk's output. In
+    older versions its chunk is one image of ``one`` patches.
+
+    Args:
+        vision: The vision tower.
+        known: Rules of the vLLM version.
+        chosen: Flags and sizes of the plan.
+        patches: Patches of all images together.
+        one: Patches of one image.
+        held: Elements per patch that are alive at once.
     """
     size = DTYPE_BYTES[chosen.flags.dtype]
     if not vision.places:
         return patches * held * size
-    counted = 4 * vision.places * 8  # one-hot positions of a patch: two axes, counted twice
+    counted = 4 * vision.places * 8  # a patch's 64-bit one-hot positions on two axes, counted twice
     most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
     piece = min(patches, most) if known.gemma4_batches else one
     positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0

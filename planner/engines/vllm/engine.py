@@ -44,20 +44,24 @@ from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import GiB, gib
 
-# Device memory from which (sequences, tokens) are the default of the API server (get_batch_defaults in
-# engine/arg_utils.py). A100s keep the small defaults.
+# From this device memory on, the API server's default is 1,024 sequences and 8,192 tokens per step
+# (get_batch_defaults in engine/arg_utils.py). A100s keep the small defaults.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
-_GB10 = (12, 1)  # compute capability
+_GB10 = (12, 1)  # compute capability of a GB10
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
-# Minimum compute capability for bfloat16. Older GPUs refuse it and default to float16 (supported_dtypes in
-# platforms/cuda.py, _resolve_auto_dtype in config/model.py).
+# Minimum compute capability for bfloat16. On older GPUs vLLM refuses bfloat16 and defaults to float16
+# (supported_dtypes in platforms/cuda.py, _resolve_auto_dtype in config/model.py).
 _BFLOAT16 = (8, 0)
 
 
-# Classes that are IsAttentionFree (model_executor/models/mamba.py and mamba2.py).
+# Model classes without attention layers, which vLLM marks as IsAttentionFree (model_executor/models/mamba.py
+# and
+# mamba2.py).
 _ATTENTION_FREE = ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM")
 
-# Context length above which V0 chunks prompts by default (use_long_context in engine/arg_utils.py of 0.7).
+# vLLM's V0 engine chunks prompts by default above this context length (use_long_context in engine/arg_utils.py
+# of
+# 0.7).
 _LONG_IN_V0 = 32768
 
 
@@ -66,7 +70,7 @@ def _before_v1_on_rocm(flags: Deployment, version: Version) -> bool:
 
 
 class VLLM(Engine):
-    """vLLM, with its rules for the planned version."""
+    """The vLLM engine, with the rules of the version that a plan is for."""
 
     name = "vllm"
     title = "vLLM"
@@ -89,7 +93,7 @@ class VLLM(Engine):
         "tokens|num_blocks": "",
         "device_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
     }
-    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks, config/lora.py
+    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's MaxLoRARanks, config/lora.py
     smaller: ClassVar = {"cpu": ("w4a16",), "cuda": ("fp8", "w4a16")}
     quantizes_to = ("nf4", "fp8")
     pads_vocabulary = True
@@ -121,9 +125,8 @@ class VLLM(Engine):
     ) -> bool:
         """Return whether a prompt may be computed in several steps (chunked prefill).
 
-        V0 chunked prompts only for long contexts, without windows, LoRA, drafts or pooling
-        (create_engine_config in
-        engine/arg_utils.py of 0.7).
+        vLLM's V0 engine chunked prompts only for long contexts, and never with sliding windows, LoRA, drafts or
+        pooling (create_engine_config in engine/arg_utils.py of 0.7).
         """
         if rules(version).chunks_prompts:
             return not _before_v1_on_rocm(flags, version)
@@ -136,9 +139,8 @@ class VLLM(Engine):
     ) -> tuple[Deployment, int]:
         """Return the flags and tokens per step, adjusted for encoders and for MLA on a CPU without AMX.
 
-        For MLA on such a CPU, chunked prefill and prefix caching are off, and a step takes max(max_model_len,
-        2048) tokens
-        regardless of the flags (platforms/cpu.py).
+        For MLA on a CPU without AMX, chunked prefill and prefix caching are off. A step then takes
+        max(max_model_len, 2048) tokens regardless of the flags (platforms/cpu.py).
 
         Raises:
             DeploymentError: a flag is not valid for the model.
@@ -167,7 +169,7 @@ class VLLM(Engine):
         return known or not hybrid
 
     def draft_limits(self, version: Version) -> bool:
-        """Return whether the version limits sequences to the draft model's maximum length."""
+        """Return whether the vLLM version limits sequences to the draft model's maximum length."""
         return rules(version).draft_limits
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
@@ -178,7 +180,9 @@ class VLLM(Engine):
         """
         size = super().block_size(asked, flags, architecture)
         mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
-        # Supported kernel block sizes are in v1/attention/backends/cpu_attn.py. The CPU's MLA kernel has 16.
+        # The CPU attention kernel supports multiples of 32 tokens (v1/attention/backends/cpu_attn.py). The
+        # CPU's MLA
+        # kernel has blocks of 16.
         step = 32 if flags.device == "cpu" and not mla else 16
         if size % step:
             raise DeploymentError(
@@ -214,10 +218,10 @@ class VLLM(Engine):
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
-        """Return the format of keys and values in the cache, by flag, checkpoint and version.
+        """Return the format of keys and values in the KV cache, by flag, checkpoint and version.
 
         Raises:
-            EngineRefusal: the version refuses a 16-bit cache in another dtype than the model's.
+            EngineRefusal: the version refuses a 16-bit cache whose dtype differs from the model's.
             DeploymentError: no attention backend supports the format.
         """
         asked = flags.kv_cache_dtype
@@ -230,11 +234,14 @@ class VLLM(Engine):
         return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors of vLLM's merged modules."""
+        """Return the tensors of vLLM's merged modules, such as one tensor for queries, keys and values."""
         return tensors_of(architecture, flags)
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
-        """Return whether ranks divide images instead of the tower (--mm-encoder-tp-mode data)."""
+        """Return whether each rank holds the whole vision tower because ranks divide the images instead.
+
+        The option is --mm-encoder-tp-mode data.
+        """
         return multimodal.shares_pictures(architecture, flags)
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
@@ -242,17 +249,17 @@ class VLLM(Engine):
         return kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return a catalogue GPU with the same kernel padding as ``gpu``, or None if none is known."""
+        """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
         return repacking_class(gpu)
 
     def allocator_rounding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the bytes that PyTorch's allocator adds to the weights of one rank."""
+        """Return the bytes that PyTorch's allocator adds to one rank's weights by rounding allocations up."""
         return allocator_rounding(self.tensors(architecture, flags), quantization, flags)
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
-        """Estimate the processes' memory on a CPU before weights and pool are loaded."""
+        """Estimate the memory of vLLM's processes on a CPU, without weights and KV pool."""
         return cpu.framework_bytes(architecture, chosen.flags.dtype)
 
     def gpu_terms(
@@ -270,7 +277,7 @@ class VLLM(Engine):
         return serve_line.own_flags(flags, self.quantizes_to)
 
     def serve_options(self, flags: Deployment) -> list[str]:
-        """Return the options that deploy/vllm/compose.yaml has no variable for."""
+        """Return the options of ``vllm serve`` for which deploy/vllm/compose.yaml has no variable."""
         line = ["--dtype", flags.dtype, "--kv-cache-dtype", flags.kv_cache_dtype]
         return [*line, *changed(flags, ("pipeline_parallel_size",)), *self.own_flags(flags)]
 
@@ -283,19 +290,22 @@ class VLLM(Engine):
         return log.rank_of(line)
 
     def finish_log(self, out: LogFigures) -> None:
-        """Derive figures that the log of a rank does not print."""
+        """Derive the figures that a rank's log does not print from the figures that it prints."""
         log.settle(out)
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the engine serves."""
+        """Return whether a log line reports that the engine is ready to serve."""
         return log.started(line)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return the releases after ``since`` up to ``until`` that changed a planned figure, described."""
+        """Return (version, descriptions) of each release that changed a planned figure.
+
+        The releases are those after ``since`` up to and including ``until``.
+        """
         return changes(since, until)
 
     def error_message(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
-        """Return the error message of this version for ``cause`` of an EngineRefusal, or None."""
+        """Return this vLLM version's error message for the EngineRefusal ``cause``, or None if unknown."""
         return startup_failures.error_message(cause, version, facts)
 
     def predict_failure(
@@ -317,11 +327,15 @@ class VLLM(Engine):
         return found
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
-        """Return the bytes left of the budget, before rounding down to the smallest rank's whole blocks."""
+        """Return the bytes that vLLM logs as the pool of ``rank``.
+
+        They are the rank's budget left for the pool, before rounding down to the whole blocks of the smallest
+        rank.
+        """
         return chosen.limit - (rank.used_bytes - rank.kv_pool_bytes)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Raise UnsupportedArchitecture for an encoder that vLLM 0.32 has no embedding class for."""
+        """Raise UnsupportedArchitecture for an encoder model without an embedding class in vLLM 0.32."""
         if architecture.class_name != family_of(architecture.model_type).vllm.embeddings:
             classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
@@ -331,7 +345,7 @@ class VLLM(Engine):
             )
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the block pool of one rank for a model that generates tokens."""
+        """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""
         flags = chosen.flags
         if flags.device == "cpu":
             self._check_cpu(architecture, chosen.version)
@@ -349,7 +363,8 @@ class VLLM(Engine):
             speculative_tokens=flags.num_speculative_tokens,
             every_state=self._keeps_every_state(flags, chosen.version),
             amx="amx_tile" in here,
-            # Accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py).
+            # On CPUs with AVX512-BF16, delta-net and Mamba kernels keep their state in float32
+            # (platforms/cpu.py).
             float32_states="avx512_bf16" in here,
             ssm_dtype=self._ssm_dtype(flags, architecture),
         )
@@ -371,7 +386,7 @@ class VLLM(Engine):
             )  # fmt: skip
 
     def _keeps_every_state(self, flags: Deployment, version: Version) -> bool:
-        """Return whether prefix caching keeps a Mamba state per block.
+        """Return whether prefix caching keeps a Mamba state for each block of a prompt.
 
         Raises:
             DeploymentError: the version does not support --mamba-cache-mode all.
@@ -395,25 +410,26 @@ class VLLM(Engine):
         if asked == "auto":
             return None
         names = {state.name for layer in architecture.cache_layers for state in layer.states}
-        if "conv_q" in names and asked == "float16":  # KDA (layers/mamba/mamba_utils.py)
+        if "conv_q" in names and asked == "float16":  # KDA layers, layers/mamba/mamba_utils.py
             raise DeploymentError(
                 "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
                 field="--mamba-ssm-cache-dtype", hint="bfloat16",
             )  # fmt: skip
-        # Accelerated Mamba kernels on a CPU support only float32, other than delta nets (platforms/cpu.py).
+        # On CPUs with AVX512-BF16, Mamba kernels support only float32 states, unlike delta nets
+        # (platforms/cpu.py).
         if "ssm" in names and "avx512_bf16" in cpu_features_of(flags.device):
             return "float32"
         return asked
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the blocks of the pool: --num-gpu-blocks-override, or as many as fit."""
+        """Return the number of blocks in the pool: --num-gpu-blocks-override, or as many as fit into memory."""
         asked = chosen.flags.num_gpu_blocks_override
         if asked is not None and pool.demands:
             return asked
         return super().num_blocks(chosen, pool, size, fixed, weights)
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the capacity of the pool as this version prints it."""
+        """Return the pool's capacity as the planned vLLM version logs it at start-up."""
         if not pool.demands:
             return super().capacity(pool, chosen, num_blocks)
         return capacity(pool, num_blocks, chosen.max_model_len, chosen.version)
@@ -425,7 +441,7 @@ class VLLM(Engine):
         return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return the flags with the actual block size; MLA and hybrids with states change it."""
+        """Return the flags with the block size that vLLM really uses, which MLA and hybrid models change."""
         return replace(flags, block_size=pool.layout.block_size)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:

@@ -1,11 +1,10 @@
 """The workspace of FlashInfer's attention in vLLM on a GPU.
 
-The metadata builder allocates it on first use (_get_workspace_buffer in v1/attention/backends/flashinfer.py).
-The
-profile run executes no attention. In the first model runner, the workspace therefore appears with the first
-full
-graph of the trial capture and counts as CUDA graphs (vllm#50780). The second model runner allocates it together
-with the pool (init_attn_backend in v1/worker/gpu/attn_utils.py), where it is not counted.
+vLLM's attention metadata builder allocates the workspace on first use (_get_workspace_buffer in
+v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's first model runner, the
+workspace therefore appears with the first full graph of the trial capture and counts as CUDA graphs
+(vllm#50780). The second model runner allocates it together with the pool (init_attn_backend in
+v1/worker/gpu/attn_utils.py), where it is not counted.
 """
 
 from __future__ import annotations
@@ -16,25 +15,29 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
-_LEAST = 394 * MiB  # VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE (envs.py, 0.25.1 to 0.33)
-_PER_VALUE = 16  # FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
-_HEAD_SIZES = (64, 128, 256, 512)  # get_supported_head_sizes
+_LEAST = 394 * MiB  # minimum bytes: VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE (envs.py, 0.25.1 to 0.33)
+_PER_VALUE = 16  # bytes per value: FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
+_HEAD_SIZES = (64, 128, 256, 512)  # FlashInfer's get_supported_head_sizes
 _FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # cache formats that FlashAttention supports only on Hopper
 
 
 def charged(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the workspace's bytes on one rank that count as CUDA graphs."""
+    """Return the bytes of FlashInfer's workspace on one rank that vLLM counts as CUDA graphs."""
     if chosen.flags.enforce_eager or not _runs(architecture, chosen):
         return 0
-    if _on_tensorrt(chosen):  # TensorRT-LLM's kernels have a separate workspace of fixed size, in both runners
+    # TensorRT-LLM's kernels have a separate workspace of fixed size in both of vLLM's model runners.
+    if _on_tensorrt(chosen):
         return _LEAST
-    # Drafts are verified with piecewise graphs, and attention runs outside them.
+    # Draft tokens are verified with piecewise CUDA graphs, which do not contain the attention.
     counted = not chosen.flags.num_speculative_tokens and not _second(architecture, chosen)
     return _workspace(architecture, chosen) if counted else 0
 
 
 def uncounted(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the workspace's bytes on one rank that are allocated with the pool, outside vLLM's budget."""
+    """Return the bytes of FlashInfer's workspace on one rank that are outside vLLM's memory budget.
+
+    The second model runner allocates them together with the pool.
+    """
     known = _runs(architecture, chosen) and _second(architecture, chosen)
     return _workspace(architecture, chosen) if known else 0
 
@@ -51,9 +54,8 @@ def _runs(architecture: Architecture, chosen: Resolved) -> bool:
     """Return whether vLLM selects FlashInfer's attention.
 
     FlashAttention has priority except on SM10x (_get_backend_priorities in platforms/cuda.py,
-    supports_kv_cache_dtype of
-    FlashAttentionBackend, 0.25.1 to 0.29). For models with windows the selection is not known, and the result
-    is False.
+    supports_kv_cache_dtype of FlashAttentionBackend, 0.25.1 to 0.29). For models with sliding windows the
+    selection is not known, and the result is False.
     """
     capability = capability_of(chosen.flags.gpu)
     attention = [layer for layer in architecture.cache_layers if layer.kind != "state"]

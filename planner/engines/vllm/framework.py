@@ -1,18 +1,15 @@
-"""vLLM's memory outside PyTorch on a GPU that appears between its first snapshot and its pool.
+"""vLLM's GPU memory outside PyTorch that appears between its first memory snapshot and its pool.
 
-Memory from before the snapshot also belongs to the engine, but does not come off the pool: CUDA's context and
-NCCL's
-communicators, 0.51 GiB on an H100 and 1.5 GiB with several ranks. vLLM counts from the snapshot to the end of
-the
-profile run (init_device in worker/gpu_worker.py, memory_profiling in utils/mem_utils.py; 0.9.1 to 0.33). V1
-before
-0.9.1 subtracted all memory in use (``_CONTEXT``). There are two parts:
+Memory allocated before the snapshot also belongs to the engine, but does not reduce the pool. It holds CUDA's
+context and NCCL's communicators: 0.51 GiB on an H100, and 1.5 GiB with several ranks. vLLM counts from the
+snapshot to the end of the profile run (init_device in worker/gpu_worker.py, memory_profiling in
+utils/mem_utils.py; 0.9.1 to 0.33). V1 before 0.9.1 subtracted all memory in use (``_CONTEXT``). There are two
+parts:
 
 - The workspace of the fused all-reduce is derived: three allocations, each rounded up to the granularity of
   multicast memory.
 - The rest is fitted: kernels loaded on first use, local memory, NCCL buffers allocated on first use, and from
-  0.18 to
-  0.27 the memory that the trial capture of CUDA graphs leaves.
+  0.18 to 0.27 the memory that the trial capture of CUDA graphs leaves.
 """
 
 from __future__ import annotations
@@ -31,9 +28,10 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB, MiB, ceil_div
 
-# CU_MULTICAST_GRANULARITY_RECOMMENDED: FlashInfer rounds each allocation up to it (SymmDeviceMemory in
-# flashinfer/comm/mnnvl.py, 0.6.6). It is 512 MiB with NVSwitch. Eight starts of 0.19.0 with TP 2 and 4 have
-# three such allocations.
+# FlashInfer rounds each multicast allocation up to CU_MULTICAST_GRANULARITY_RECOMMENDED, 512 MiB with NVSwitch
+# (SymmDeviceMemory in flashinfer/comm/mnnvl.py, 0.6.6). Eight logged starts of 0.19.0 with TP 2 and 4 have
+# three
+# such allocations.
 _MULTICAST = 512 * MiB
 # Largest all-reduce that is fused, in MiB by compute capability and ranks (FI_ALLREDUCE_FUSION_MAX_SIZE_MB in
 # compilation/passes/fusion/allreduce_rms_fusion.py, 0.17 to 0.32).
@@ -42,22 +40,25 @@ _FUSED_MIB = {
     (10, 0): {2: 64.0, 4: 32.0, 8: 1.0},
     (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
 }
-# Memory before the first snapshot: 0.51 GiB printed on an H100, 1.0 GiB more with several ranks. Other GPUs
-# have the difference seen in starts of 0.8.5 on a T4 and a 4090 (tests/data/field_reports.jsonl).
+# Memory before vLLM's first snapshot is logged as 0.51 GiB on an H100, and 1.0 GiB more with several ranks. For
+# other GPUs it is the difference seen in starts of 0.8.5 on a T4 and a 4090 (tests/data/field_reports.jsonl).
 _CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
-SMALL = 32 * GiB  # smaller GPUs need less: 0.02 to 0.08 GiB printed, 0.07 to 0.11 on larger ones
+# GPUs with less memory than this need less non-torch memory: logs print 0.02 to 0.08 GiB, on larger GPUs 0.07
+# to 0.11 GiB.
+SMALL = 32 * GiB
 
 
 @dataclass(frozen=True, slots=True)
 class NonTorchMemory:
-    """Bytes outside PyTorch's allocator, and buffers from before the profile run.
+    """Bytes outside PyTorch's allocator, and buffers that PyTorch allocates before the profile run.
 
     Attributes:
         fused: Workspaces of the fused all-reduce.
-        counts: Token counts of each sequence, for penalties.
-        context: Memory from before vLLM's first snapshot.
-        embeddings: Embeddings of a step, for images and a draft.
-        rest: Fitted remainder.
+        counts: Token counts of each sequence, for sampling penalties.
+        context: Memory from before vLLM's first snapshot (CUDA's context, NCCL), where the version subtracts
+            it.
+        embeddings: Buffers for a step's image embeddings and for hidden states that a draft model reads.
+        rest: Remainder that is fitted to logs.
     """
 
     fused: int
@@ -87,7 +88,7 @@ class NonTorchMemory:
 
 
 def non_torch_memory(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> NonTorchMemory:
-    """Return the bytes of one rank."""
+    """Return the memory of one rank outside PyTorch's allocator, part by part."""
     return NonTorchMemory(
         fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
         _embeddings(architecture, chosen), _rest(chosen, fitted),
@@ -106,8 +107,8 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of the second model runner's token counts, for sampling penalties.
 
     They take 4 bytes and a bit per sequence and vocabulary entry. PyTorch allocates them before the profile run
-    (v1/worker/gpu/sample/penalties.py). They come off the pool only in versions that count the device's
-    consumed memory.
+    (v1/worker/gpu/sample/penalties.py). They reduce the pool only in versions that subtract all memory consumed
+    on the device.
     """
     known = rules(chosen.version)
     if not known.counts_consumed or not on_second_runner(architecture, known):
@@ -119,8 +120,7 @@ def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of the second model runner's embedding buffers, allocated before the profile run.
 
     On the first stage, they hold a step's embeddings for images (EncoderRunner in
-    v1/worker/gpu/mm/encoder_runner.py). On
-    the last stage, they hold the hidden states passed to a draft
+    v1/worker/gpu/mm/encoder_runner.py). On the last stage, they hold the hidden states passed to a draft model
     (v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py).
     """
     known = rules(chosen.version)
@@ -162,15 +162,14 @@ def fused_all_reduce(architecture: Architecture, chosen: Resolved) -> int:
     """Return the workspace's bytes for all-reduce fused with the norm, on Hopper and Blackwell GPUs.
 
     vLLM enables it in enable_allreduce_rms_fusion (config/vllm.py). FlashInfer's TensorRT-LLM workspace has
-    three
-    allocations: the ranks' inputs, flags, and the inputs three times
-    (trtllm_create_ipc_workspace_for_all_reduce_fusion).
-    Its MNNVL workspace has one.
+    three allocations: the ranks' inputs, flags, and the inputs three times
+    (trtllm_create_ipc_workspace_for_all_reduce_fusion). Its MNNVL workspace has one allocation.
     """
     flags, known = chosen.flags, rules(chosen.version)
     ranks, size = flags.tensor_parallel_size, DTYPE_BYTES[flags.dtype]
     largest = _FUSED_MIB.get(capability_of(flags.gpu) or (0, 0), {}).get(ranks)
-    if "pcie" in (flags.gpu or ""):  # no multicast memory without NVSwitch: vLLM warns and does not fuse
+    # PCIe GPUs have no NVSwitch and so no multicast memory. vLLM then warns and does not fuse the all-reduce.
+    if "pcie" in (flags.gpu or ""):
         return 0
     if not known.fused_all_reduce or largest is None or flags.enforce_eager:
         return 0

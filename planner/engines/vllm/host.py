@@ -1,7 +1,7 @@
 """Host memory of vLLM's processes on GPUs, by cause. Named source files are from vLLM 0.32.
 
-0.30, 0.31 and 0.33 were read too. The processes are an API server, the engine core, and one worker per rank
-(v1/executor/multiproc_executor.py). With one rank, the engine core is also the worker ("uni",
+The sources of 0.30, 0.31 and 0.33 were read too. The processes are an API server, the engine core, and one
+worker per rank (v1/executor/multiproc_executor.py). With one rank, the engine core is also the worker ("uni",
 config/parallel.py).
 """
 
@@ -16,15 +16,15 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.units import GiB, MiB, ceil_div, gib
 
-_READ = (0, 30, 0)  # first version whose source was read
-# Anonymous memory of a GPU worker: imports, CUDA, NCCL, compiled kernels. Assumed from reports of
-# vllm-project/vllm: 2.99 GiB while loading (#57469, anon-rss), 3 GB of RSS with the libraries' files (#48436),
-# 4 GB of a whole pod (#3035).
+_READ = (0, 30, 0)  # first vLLM version whose source was read for these rules
+# Anonymous memory of a GPU worker holds imports, CUDA, NCCL and compiled kernels. The values are assumed from
+# reports in vllm-project/vllm: 2.99 GiB while loading (#57469, anon-rss), 3 GB of RSS with the libraries' files
+# (#48436), 4 GB of a whole pod (#3035).
 _WORKER, _WORKER_LOW, _WORKER_HIGH = 5 * GiB // 2, GiB, 5 * GiB
-# Memory that importing torch with CUDA may add to the other processes; assumed.
+# Importing torch with CUDA may add this memory to the API server and the engine core; the value is assumed.
 _CUDA_IMPORTS = GiB // 2
-_PICTURES = GiB  # images that the API process decodes and resizes at a time; assumed
-# VLLM_XGRAMMAR_CACHE_MB in envs.py
+_PICTURES = GiB  # assumed bytes of images that the API process decodes at a time
+# vLLM's cache of compiled grammars (VLLM_XGRAMMAR_CACHE_MB in envs.py)
 _GRAMMARS = 512 * MiB
 # Bytes per block in the engine core's block pool: objects, and for a hashed block the prefix index (RssAnon of
 # v1/core/block_pool.py, benchmarks/host_memory.py).
@@ -39,19 +39,20 @@ _TOKEN = 2 * (28 + 8) + 8
 # use.
 _CHUNKS, _TO_WORKERS, _FROM_WORKER = 10, 16 * MiB, 24 * MiB
 _GROUP_CHUNKS, _GROUP_CHUNK = 6, 4 * MiB
-# NCCL buffers of ranks without direct GPU-to-GPU access, with the size seen in a trace
-# (tonyd2wild/DeepSeek-V4.1-Flash-vLLM-DGX-Spark#8). Assumed upper bound: one send and one receive buffer in
-# each of 32 channels.
+# Without direct GPU-to-GPU access, ranks have NCCL buffers in host memory, with the size seen in a trace
+# (tonyd2wild/DeepSeek-V4.1-Flash-vLLM-DGX-Spark#8). The upper bound is assumed: one send and one receive buffer
+# in each of 32 channels.
 _NCCL_BUFFER, _NCCL_BUFFERS = 9641984, 64
 
-# Default of --swap-space, which V0 allocated per GPU (config.py of 0.7 and worker/cache_engine.py).
+# vLLM's V0 engine allocated this default of --swap-space per GPU (config.py of 0.7 and worker/cache_engine.py).
 _SWAP = 4 * GiB
 _V1 = (0, 8, 0)
-_PAGE = 4096  # the CPU tier's chunks are whole pages (v1/kv_offload/cpu/shared_offload_region.py)
+# Chunks of KV cache offloaded to host memory are whole pages (v1/kv_offload/cpu/shared_offload_region.py).
+_PAGE = 4096
 
 
 def host_memory(hosted: HostInputs) -> HostMemory:
-    """Return the bytes of all processes of one replica, part by part, and the page cache of its files."""
+    """Return the host memory of all vLLM processes of one replica, part by part, and its page cache."""
     parts = (
         *_processes(hosted), *_pinned(hosted), *reading(hosted), *_queues(hosted), *_pictures(hosted),
         *_grammars(hosted), *_offloaded(hosted), *_tier(hosted),
@@ -63,7 +64,8 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
     ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
     low, high = cpu.VLLM_INTERVAL
     api = cpu.api_bytes(vocabulary)
-    imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0  # with one rank, counted with the worker
+    # With one rank, the engine core is also the worker, whose imports are counted there.
+    imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0
     core = imports + vocabulary * cpu.VLLM_CORE_TOKEN_BYTES
     blocks, tokens = hosted.num_blocks, hosted.tokens * _TOKEN
     more = _PICTURES if has_towers(hosted.architecture) else 0
@@ -96,10 +98,9 @@ def _pinned(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of token ids and positions in each worker, for all running sequences.
 
     The second model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
-    M-RoPE it also
-    pins every position (mm/rope.py). The first model runner does not pin token ids, so their pages are
-    allocated on use
-    (v1/worker/gpu_input_batch.py). It pins block tables and the embeddings of a step.
+    M-RoPE it also pins every position (mm/rope.py). The first model runner does not pin token ids, so their
+    pages are allocated on use (v1/worker/gpu_input_batch.py). It pins block tables and the embeddings of a
+    step.
     """
     chosen, architecture, ranks = hosted.chosen, hosted.architecture, len(hosted.ranks)
     cells = chosen.max_num_seqs * chosen.max_model_len
@@ -153,13 +154,11 @@ def _queues(hosted: HostInputs) -> list[HostPart]:
 
 
 def _pictures(hosted: HostInputs) -> list[HostPart]:
-    """Return the host memory of the cache of processed images.
+    """Return the host memory of vLLM's cache of processed images.
 
-    The engine core keeps the items, or the API processes if there are several servers or replicas. The other
-    side keeps
-    only hashes (multimodal/cache/factories.py). vLLM's documentation counts both, so older versions are assumed
-    to keep
-    both.
+    The engine core keeps the items. With several API servers or replicas, the API processes keep them instead.
+    The other side keeps only hashes (multimodal/cache/factories.py). vLLM's documentation counts both, so older
+    versions are assumed to keep both.
     """
     size = hosted.chosen.flags.mm_processor_cache_bytes
     if not size or not has_towers(hosted.architecture):
@@ -219,11 +218,11 @@ def _offloaded(hosted: HostInputs) -> list[HostPart]:
 
 
 def tier_bytes(hosted: HostInputs) -> tuple[int, int, int]:
-    """Return (bytes of a chunk, chunks, copies) of --kv-offloading-size.
+    """Return (bytes of a chunk, chunks, copies) of the KV cache that --kv-offloading-size keeps in host memory.
 
-    A chunk holds one block of every rank side by side, padded to whole pages. Latents are stored once if every
-    rank has the
-    same (v1/kv_offload/cpu/spec.py, replicated_layout in kv_connector/v1/offloading/config.py).
+    A chunk holds one block of every rank side by side, padded to whole pages. MLA latents are stored once if
+    every rank has the same (v1/kv_offload/cpu/spec.py, replicated_layout in
+    kv_connector/v1/offloading/config.py).
     """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     latent = all(group.kind == "mla" for group in hosted.layout.groups)
@@ -235,11 +234,11 @@ def tier_bytes(hosted: HostInputs) -> tuple[int, int, int]:
 
 
 def tier_tokens(hosted: HostInputs, chunks: int) -> int:
-    """Return the tokens that ``chunks`` of the tier hold for requests of max_model_len, as vLLM 0.33 does.
+    """Return the tokens that ``chunks`` chunks of offloaded KV cache hold, as vLLM 0.33 counts them.
 
-    Each chunk belongs to one group. Sliding layers keep their window, and states one chunk
-    (_kv_cache_size_tokens in
-    v1/kv_offload/cpu/common.py, kv_connector/v1/offloading/config.py).
+    The requests have max_model_len tokens. Each chunk belongs to one KV cache group. Sliding layers keep their
+    window, and recurrent states one chunk (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py,
+    kv_connector/v1/offloading/config.py).
     """
     length, layout = hosted.chosen.max_model_len, hosted.layout
     ranks = hosted.chosen.flags.decode_context_parallel_size
@@ -257,7 +256,9 @@ def _tier(hosted: HostInputs) -> list[HostPart]:
     if not asked or not layout.groups:
         return []
     amd = (hosted.chosen.flags.gpu or "").startswith("mi")
-    if hosted.chosen.version < _READ or amd:  # pinned tensors (v1/kv_offload/cpu/spec.py _uses_shared_region)
+    # In these cases the offloaded cache is in pinned tensors instead of shared memory (_uses_shared_region in
+    # v1/kv_offload/cpu/spec.py).
+    if hosted.chosen.version < _READ or amd:
         return [
             HostPart("KV tier", asked * 3 // 2, asked, 2 * asked, f"{asked:,}, pinned tensors rounded up",
                      "--kv-offloading-size; 1.92 times in vllm-project/vllm#53042")
@@ -269,6 +270,7 @@ def _tier(hosted: HostInputs) -> list[HostPart]:
         said += f", each for one of {len(layout.groups)} groups"
     said += f": {tier_tokens(hosted, chunks):,} tokens of requests of {hosted.chosen.max_model_len:,}"
     source = "--kv-offloading-size; v1/kv_offload/cpu/spec.py"
-    # Stages with different layers have different blocks; the requested size is the upper bound.
+    # Pipeline stages with different layers have blocks of different sizes, so the upper bound is the requested
+    # size.
     high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
     return [HostPart("KV tier", held, held, high, said, source, "serving", shared=True)]

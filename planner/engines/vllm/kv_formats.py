@@ -26,22 +26,24 @@ from tonnage.planner.units import ceil_div
 
 _FLAG = "--kv-cache-dtype"
 
-# Bytes of one token's row of a sparse latent with its scales (get_kv_cache_spec in
-# layers/attention/mla_attention.py): 512 fp8 values, 16 bytes of scales, 64 bf16 rotary values. Blackwell also
-# has rows with 4-bit values.
+# Format -> bytes of one token's sparse latent with its scales (get_kv_cache_spec in
+# layers/attention/mla_attention.py). An fp8_ds_mla row has 512 fp8 values, 16 bytes of scales and 64 bf16
+# rotary
+# values. nvfp4_ds_mla, for Blackwell, has 4-bit values.
 ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
-# (bits of a key, bits of a value); 8 means fp8 without a scale (TQ_PRESETS).
+# TurboQuant format -> (bits of a key element, bits of a value element); 8 means fp8 without a scale
+# (TQ_PRESETS).
 _TURBOQUANT = {
     "turboquant_k8v4": (8, 4),
     "turboquant_4bit_nc": (4, 4),
     "turboquant_k3v4_nc": (3, 4),
     "turboquant_3bit_nc": (3, 3),
 }
-# (bits of a value, whether a whole key has one scale).
+# Octave format -> (bits of a value element, whether a whole key has one scale).
 _OCTAVE = {"octave_k3v4": (4, False), "octave_k3v3": (3, False), "octave_k3v3_compact": (3, True)}
-_OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # HADAMARD_BLOCK; the only head size of its kernels
-# First version of each format (config/cache.py of 0.31 to 0.33).
+_OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # Octave's HADAMARD_BLOCK, and the only head size of its kernels
+# Cache format -> first vLLM version that has it (config/cache.py of 0.31 to 0.33).
 _SINCE = {"ultraquant_4bit": (0, 32, 0), **dict.fromkeys(_OCTAVE, (0, 33, 0))}
 _ULTRAQUANT_GROUP = 32  # GROUP_SIZE: values that share a scale of one byte
 _NVFP4_GROUP = 16
@@ -53,8 +55,8 @@ def _per_token_head(bits: int) -> Callable[[int, int], int]:
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
-        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # fp16 norm
-        values = ceil_div(key * value_bits, 8) + 4  # fp16 scale and zero; V is assumed to be as wide as K
+        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # plus an fp16 norm per key
+        values = ceil_div(key * value_bits, 8) + 4  # plus fp16 scale and zero; V is assumed as wide as K
         return keys + values + (keys + values) % 2
 
     return slot
@@ -68,7 +70,8 @@ def _nvfp4(key: int, value: int) -> int:
     return 2 * (key // 2 + key // _NVFP4_GROUP)
 
 
-# Bytes of one token in one KV head, from the sizes of K and V. Octave also depends on the rotary dimensions.
+# Packed format -> function from the head sizes of K and V to the bytes of one token in one KV head. Octave is
+# missing because its bytes also depend on the rotary dimensions.
 PACKED: dict[str, Callable[[int, int], int]] = {
     "int4_per_token_head": _per_token_head(4),
     "int8_per_token_head": _per_token_head(8),
@@ -84,16 +87,16 @@ NAMES = (*PLAIN, *ROW_BYTES, *PACKED, *_OCTAVE)
 
 
 def element_bytes(kv_dtype: str) -> int:
-    """Return the bytes of one value as the plan shows them; packed formats have 1, their storage is uint8."""
+    """Return the bytes of one cached value as the plan shows them; 1 for packed formats, stored as uint8."""
     return PLAIN.get(kv_dtype, 1)
 
 
 def choose(
     flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
 ) -> str:
-    """Return the effective cache format of keys and values.
+    """Return the format in which keys and values are cached, after resolving ``auto``.
 
-    ``stored`` is the cache format that the checkpoint requests.
+    ``stored`` is the cache format that the checkpoint requests, or None.
 
     Raises:
         DeploymentError: the format is unknown, or not supported for this deployment.
@@ -116,7 +119,7 @@ def choose(
 
 
 def sparse_latent(architecture: Architecture) -> bool:
-    """Return whether an indexer selects latents, one row per token (DeepSeek-V3.2, GLM-5)."""
+    """Return whether an indexer selects MLA latents, stored as one row per token (DeepSeek-V3.2, GLM-5)."""
     return any(
         layer.kind == "mla" and layer.index_size and layer.compression == 1
         for layer in architecture.cache_layers
@@ -124,11 +127,10 @@ def sparse_latent(architecture: Architecture) -> bool:
 
 
 def _of_sparse(found: str, flags: Deployment, architecture: Architecture, version: Version) -> str:
-    """Return the cache format of sparse latents, by GPU and version.
+    """Return the cache format of MLA latents that an indexer selects, by GPU and version.
 
     FlashMLA converts any 8-bit format to fp8_ds_mla. FlashInfer on SM10x keeps plain fp8, and SM12x supports
-    only
-    fp8_ds_mla (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py, _get_backend_priorities in
+    only fp8_ds_mla (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py, _get_backend_priorities in
     platforms/cuda.py).
     """
     known = rules(version)
@@ -159,7 +161,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
     if version < since:
         refuse(f"vLLM has it from {since[0]}.{since[1]} on")
     if kv_dtype == "fp8_ds_mla" and any(layer.compression > 1 for layer in layers):
-        return  # DeepSeek-V4's own cache, on a CPU too
+        return  # DeepSeek-V4 has its own cache, on a CPU too
     if flags.device == "cpu":
         refuse("vLLM's CPU attention has no such cache")
     if kv_dtype in ROW_BYTES:
@@ -180,17 +182,19 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
 
 
 def packs_whole_layers(kv_dtype: str) -> bool:
-    """Return whether K and V of a head share a slot in this format.
+    """Return whether K and V of a head share a slot in the cache format ``kv_dtype``.
 
-    The first and last layers of a model without states then keep the model's own dtype
-    (get_boundary_skip_layers in
-    engine/arg_utils.py).
+    The first and last layers of a model without recurrent states then keep the model's own dtype
+    (get_boundary_skip_layers in engine/arg_utils.py).
     """
     return kv_dtype in _TURBOQUANT or kv_dtype == "ultraquant_4bit"
 
 
 def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
-    """Return the layers that keep the model's own dtype: two at each end, at most half; none with states."""
+    """Return the layers whose cache keeps the model's own dtype in a packed format.
+
+    They are two layers at each end, at most half of all layers, and none in a model with recurrent states.
+    """
     layers = architecture.layers
     if not packs_whole_layers(kv_dtype) or any(layer.kind == "state" for layer in architecture.cache_layers):
         return frozenset()
@@ -210,9 +214,8 @@ def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
 def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
     """Return the bytes of one token in one KV head of an Octave format.
 
-    Rotated dimensions of a key have 4 bits, the others 3. There is one fp16 scale per 64 dimensions of a key
-    (one per key
-    in compact form) and one for the value. The sum is rounded up to 8 bytes (4 in compact form).
+    Rotated dimensions of a key have 4 bits, all others 3. There is one fp16 scale per 64 dimensions of a key
+    (in compact form, one per key) and one for the value. The sum is rounded up to 8 bytes (4 in compact form).
     """
     wide = 0 if compact else rotary
     scales = 1 + (1 if compact else head // _OCTAVE_BLOCK)

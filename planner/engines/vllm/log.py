@@ -1,17 +1,14 @@
 """Patterns of vLLM's start-up log, 0.5 to 0.33. "GB" in older versions means GiB.
 
 The sources are worker/worker.py (0.6 to 0.9, V0), and of 0.9.2 to 0.33 v1/worker/gpu_worker.py,
-gpu_model_runner.py,
-gpu/model_runner.py, cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_planning.py), utils/mem_utils.py
-and
-config/vllm.py. Some figures are corrected:
+gpu_model_runner.py, gpu/model_runner.py, cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_planning.py),
+utils/mem_utils.py and config/vllm.py. Some figures are corrected:
 
 - ``activation_bytes`` is the peak of the profile run besides the weights, up to 0.26. In lines with "consumed
-  memory",
-  "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
+  memory", "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
 - ``peak_torch_memory`` of 0.6.3 to 0.6.5 includes the weights, which are subtracted here.
-- A rank that does not print its pool prints its inputs: requested memory and "non KV cache memory". The pool is
-  their difference.
+- A rank that does not print its pool prints requested memory and "non KV cache memory". The pool is their
+  difference.
 """
 
 from __future__ import annotations
@@ -37,11 +34,12 @@ _LINES = (
     ("cuda_graph_bytes", GiB, rf"CUDA graph pool memory: {NUMBER}GiB \(actual\)"),
     ("graph_estimate_bytes", GiB, rf"Estimated CUDA graph memory: {NUMBER}GiB total"),
     ("graph_estimate_bytes", GiB, rf"\(actual\), {NUMBER}GiB \(estimated\)"),
-    ("consumed_bytes", GiB, rf"{NUMBER}GiB for consumed memory"),  # weights and memory outside torch
+    ("consumed_bytes", GiB, rf"{NUMBER}GiB for consumed memory"),  # counts weights and non-torch memory
     ("consumed_bytes", GiB, rf"total consumed \(from mem_get_info\): {NUMBER}GiB"),
     ("non_kv_bytes", GiB, rf"Total non KV cache memory: {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"Available KV cache memory: {NUMBER}GiB"),
-    ("kv_pool_bytes", GiB, rf"KV cache memory reduced to {NUMBER}GiB"),  # reduced by the image encoder's memory
+    # The reduced pool is what remains after vLLM subtracted the image encoder's memory.
+    ("kv_pool_bytes", GiB, rf"KV cache memory reduced to {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"reserved for KV Cache is {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"available_kv_cache_memory {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"kv_cache_size={NUMBER}GiB"),
@@ -84,7 +82,7 @@ _LENGTH = r"Using max model len (\d+)"
 _VERSION = r"(?:vLLM (?:API)? (?:server)? version|LLM engine \(v|█ version|▄ version) [:v]* (\d+\.\d+[\w.+-]*)"
 _GIVEN = (("non-default args: {", ":"), ("args: Namespace(", "="))
 _CONFIG = "with config: "
-# Names in the config line that differ from the flag's name.
+# Name in vLLM's config line -> name of the flag, where they differ.
 _NAMES = {"max_seq_len": "max_model_len", "model_tag": "model", "speculative_model": "speculative_model"}
 _TYPES = r"torch\.(\w+)"
 
@@ -141,7 +139,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # each replica's engine prints 1
+                continue  # each replica's engine logs 1, not the flag
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":
@@ -157,7 +155,7 @@ def _keep_flags(given: dict[str, str], out: LogFigures) -> None:
 
 
 def _plain(value: str) -> str:
-    if value.startswith("{"):  # a dict in Python's notation
+    if value.startswith("{"):  # the value is a dict in Python's notation
         return value.replace("'", '"')
     match = re.fullmatch(_TYPES, value)
     return match[1] if match else value
@@ -173,7 +171,7 @@ def rank_of(line: str) -> tuple[str, str]:
             continue
         found = match.groupdict()
         process = ":".join(filter(None, (found.get("ip"), found.get("pid"))))
-        if name := found.get("name"):  # the EP rank follows from the TP rank
+        if name := found.get("name"):  # ignores the EP rank, which follows from the TP rank
             return "_".join(part for part in name.split("_") if not part.startswith("EP")) or name, process
         if number := found.get("number"):
             return f"TP{number}", process
@@ -184,7 +182,7 @@ def rank_of(line: str) -> tuple[str, str]:
 
 
 def settle(out: LogFigures) -> None:
-    """Derive figures of a rank from its other figures."""
+    """Derive figures that a rank's log does not print from its other figures."""
     found, rounding = out.figures, out.rounding
 
     def follows(name: str, whole: str, *parts: str) -> None:
@@ -204,5 +202,5 @@ def settle(out: LogFigures) -> None:
 
 
 def started(line: str) -> bool:
-    """Return whether the line reports that the engine serves."""
+    """Return whether the line reports that the engine is ready to serve."""
     return any(mark in line for mark in _STARTED)

@@ -1,11 +1,9 @@
-"""vLLM's budget for images and videos: the number of largest items that its profile run encodes, by flags.
+"""vLLM's budget for images and videos: how many items of the largest size its profile run encodes.
 
 The source is vLLM 0.32.0: MultiModalBudget (multimodal/encoder_budget.py), compute_mm_encoder_budget
 (v1/core/encoder_cache_manager.py), and each model's processing info (get_max_image_tokens,
-get_max_video_tokens,
-get_image_size_with_most_features in model_executor/models). The rules are the same since 0.10; 0.9 subtracted
-an
-image's tokens from a video's.
+get_max_video_tokens, get_image_size_with_most_features in model_executor/models). The rules are the same since
+0.10; 0.9 subtracted an image's tokens from a video's.
 """
 
 from __future__ import annotations
@@ -34,9 +32,10 @@ _FLAGS = (
     "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
     "disable_chunked_mm_input", "mm_encoder_tp_mode",
 )  # fmt: skip
-_COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")  # independent of image sizes
+# Flags whose effect is known even if the model's image sizes are not.
+_COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")
 _MODALITIES = ("image", "video", "audio")
-_UNLIMITED = 999  # get_limit_per_prompt, config/multimodal.py
+_UNLIMITED = 999  # default limit of items per prompt (get_limit_per_prompt, config/multimodal.py)
 _ASPECT = 200  # largest aspect ratio of Qwen's images (closest_factor_pair in models/qwen2_vl.py)
 _DATA_PARALLEL = (
     "qwen2",
@@ -45,21 +44,21 @@ _DATA_PARALLEL = (
     "moonvit",
     "llama4",
     "minimax",
-)  # supports_encoder_tp_data in models
+)  # model classes with supports_encoder_tp_data
 # Processor arguments that cannot make images larger.
 _HARMLESS = ("min_pixels", "fps", "do_resize", "use_fast")
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """The largest items that the profile run encodes.
+    """The items of the largest size that vLLM's profile run encodes.
 
     Attributes:
-        modality: Image, video or audio.
+        modality: Modality of the items: image, video or audio.
         count: Number of items.
         tokens: Embeddings of one item.
         patches: Patches of one item.
-        budget: Embeddings that the encoder cache holds.
+        budget: Number of embeddings that the encoder cache holds.
     """
 
     modality: str
@@ -121,7 +120,7 @@ def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
 
 
 def _object(text: str, option: str) -> dict[str, Any]:
-    """Return the JSON object of a flag, or of the older notation ``image=2,video=0``."""
+    """Return the JSON object in a flag's ``text``, which may use the older notation ``image=2,video=0``."""
     if text and not text.lstrip().startswith("{"):
         parts = [part.partition("=") for part in text.split(",")]
         if all(value.strip().isdigit() for _, _, value in parts):
@@ -136,13 +135,13 @@ def _object(text: str, option: str) -> dict[str, Any]:
 
 
 def lost_towers(architecture: Architecture, flags: Deployment, version: Version) -> frozenset[str]:
-    """Return the roles of towers that are not loaded, because the limit of each of their modalities is zero.
+    """Return the roles of towers that vLLM does not load, because all their modalities have a limit of zero.
 
     The rule is _mark_tower_model in models/interfaces.py.
     """
     if not rules(version).drops_towers or not (flags.language_model_only or flags.limit_mm_per_prompt != "{}"):
         return frozenset()
-    # For a tower without known image sizes, it is not known whether it reads videos: both limits must be zero.
+    # Whether a tower without known image sizes reads videos is not known, so both limits must be zero.
     sees = ("image", "video") if architecture.vision is None else architecture.vision.modalities
     reads = {"vision": tuple(name for name in sees if name != "audio"), "audio": ("audio",)}
     given = limits(flags)
@@ -151,7 +150,7 @@ def lost_towers(architecture: Architecture, flags: Deployment, version: Version)
 
 
 def drops_towers(architecture: Architecture, flags: Deployment, version: Version) -> bool:
-    """Return whether no tower is loaded."""
+    """Return whether vLLM loads no vision or audio tower, because their modalities have a limit of zero."""
     lost = lost_towers(architecture, flags, version)
     return bool(lost) and lost >= {tensor.role for tensor in architecture.tensors} & {"vision", "audio"}
 
@@ -206,7 +205,7 @@ def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
 
 
 def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
-    """Return the image sizes that --mm-processor-kwargs requests.
+    """Return ``vision`` with the image sizes that --mm-processor-kwargs requests.
 
     Raises:
         DeploymentError: an argument is not understood.
@@ -228,11 +227,11 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
 
 
 def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
-    """Return the (embeddings, patches) of the largest item, by modality."""
+    """Return modality -> (embeddings, patches) of the largest item."""
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":
-        if vision.frames:  # a learned end-of-line embedding follows the frames
+        if vision.frames:  # a learned end-of-line embedding follows the frames' embeddings
             frames = max(1, min(vision.frames, (max_model_len - 1) // vision.frame))
             others["video"] = (frames * vision.frame + 1, frames * vision.left)
         return {"image": (vision.image, vision.patches)} | others
@@ -245,7 +244,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
         seen = video
-        if vision.left:  # the patches of a square frame
+        if vision.left:  # patches per frame, which is square
             seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
         found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}
         return found | others
@@ -254,7 +253,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
 
 
 def _most_square(most: int) -> int:
-    """Return the largest number up to ``most`` that is height x width with a valid aspect ratio."""
+    """Return the largest number of embeddings up to ``most`` that is height x width with a valid aspect ratio."""
     for count in range(most, 0, -1):
         height = next(d for d in range(isqrt(count), 0, -1) if count % d == 0)
         if count // height <= _ASPECT * height:

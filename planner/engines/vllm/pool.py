@@ -1,9 +1,8 @@
-"""vLLM's KV pool: pages per layer, block size, blocks per sequence, and its two start-up lines, by version.
+"""vLLM's KV pool by version: pages per layer, block size, blocks per sequence, and the logged capacity.
 
 The source is vLLM 0.32.0 (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, platforms/cpu.py,
 platforms/interface.py, model_executor/layers/mamba/mamba_utils.py). Older versions follow their published
-start-up logs
-(tests/data/field_reports.jsonl) and the pull requests named below.
+start-up logs (tests/data/field_reports.jsonl) and the pull requests named below.
 """
 
 from __future__ import annotations
@@ -24,13 +23,15 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.units import ceil_div
 
-# Smallest kernel block: CPU attention (v1/attention/backends/cpu_attn.py) and FlashAttention on GPUs.
+# Device -> tokens of the attention kernel's smallest block: CPU attention (v1/attention/backends/cpu_attn.py),
+# and
+# FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
-CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
-# Defaults in platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py.
+CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platforms/cpu.py; 128 with AMX)
+# Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
-_MAMBA1_CHUNK = 2048  # chunk assumed for a kernel without one (get_mamba_chunk_size in config/model.py)
-HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
+_MAMBA1_CHUNK = 2048  # assumed chunk size in tokens of Mamba-1 (get_mamba_chunk_size in config/model.py)
+HYBRID_MLA_BLOCK = 128  # blocks of hybrids with MLA are multiples of it (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
     "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "
@@ -58,10 +59,10 @@ class VLLMDeployment:
     speculative_tokens: int = 0
     amx: bool = False
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
-    ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's own
-    native_layers: frozenset[int] = frozenset()  # layers that keep the model's dtype in a packed format
+    ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's dtype
+    native_layers: frozenset[int] = frozenset()  # layers not in the packed format
     rotary: int = 0  # rotated dimensions of a key
-    float32_states: bool = False  # states are float32, by flag or by default
+    float32_states: bool = False  # recurrent states are float32, by flag or by default
 
 
 def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
@@ -150,7 +151,7 @@ def _expanded(architecture: Architecture) -> Architecture:
 
 
 def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int, tuple[str, ...]]:
-    """Return the tokens per block before hybrids are aligned, and notes."""
+    """Return the tokens per block and notes, before blocks of hybrid models are aligned with states."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
     if mla and flags.device == "cpu" and not flags.amx:
         notes: tuple[str, ...] = (_WHOLE_PROMPTS,)
@@ -160,7 +161,7 @@ def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int,
     if flags.block_size is not None:
         return flags.block_size, ()
     if mla and flags.device == "cuda":
-        # FlashMLA's block size (platforms/cuda.py; v1/attention/backends/mla/flashmla.py).
+        # FlashMLA has blocks of 64 tokens (platforms/cuda.py; v1/attention/backends/mla/flashmla.py).
         return 64, ()
     return DEFAULT_BLOCK[flags.device], ()
 
@@ -168,7 +169,7 @@ def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int,
 def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) -> int:
     """Return the bytes per token of the first attention layer, or 0 without one.
 
-    The block size is aligned with it and the recurrent states.
+    For hybrid models, vLLM aligns the block size with these bytes and the recurrent states.
     """
     for layer in architecture.cache_layers:
         if layer.kind in ("full", "sliding", "mla"):
@@ -179,7 +180,11 @@ def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) ->
 def _aligned_block(
     architecture: Architecture, flags: VLLMDeployment, block: int, state: int, token: int
 ) -> int:
-    """Return the smallest block whose attention page holds the largest state (_align_hybrid_block_size)."""
+    """Return the smallest block size whose attention page holds the largest recurrent state.
+
+    The rule is _align_hybrid_block_size. ``block`` is the block size before alignment, ``state`` the bytes of
+    the state, ``token`` the bytes per token of an attention layer.
+    """
     step = _kernel_block(flags)
     if flags.device == "cpu" or flags.block_size is not None:
         step = max(step, block)
@@ -193,12 +198,15 @@ def _aligned_block(
 
 
 def _kernel_block(flags: VLLMDeployment) -> int:
-    """Return the smallest block of the attention kernel; CPUs had 16 tokens before 0.29 (cpu_attn.py)."""
+    """Return the tokens of the attention kernel's smallest block; CPUs had 16 before 0.29 (cpu_attn.py)."""
     return 16 if flags.version < (0, 29, 0) else KERNEL_BLOCK[flags.device]
 
 
 def _keeps_every_state(layers: tuple[CacheLayer, ...], flags: VLLMDeployment) -> bool:
-    """Return whether a sequence keeps a state per block (mamba_cache_mode "all"): Mamba with prefix caching."""
+    """Return whether a sequence keeps a recurrent state per block.
+
+    That is so for Mamba with prefix caching (mamba_cache_mode "all").
+    """
     mamba = any(state.name == "ssm" for layer in layers for state in layer.states)
     return mamba and flags.every_state and _caches_states(flags)
 
@@ -209,11 +217,11 @@ def _caches_states(flags: VLLMDeployment) -> bool:
 
 
 def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
-    """Return the smallest block whose packed page holds a kernel block of the layers in the model's own dtype.
+    """Return the smallest block size whose packed page holds a kernel block of the unpacked layers.
 
-    The rule is _align_heterogeneous_kv_block_size. The first layer's backend counts both page sizes. This layer
-    keeps the
-    model's own dtype, so its backend counts one byte per value of the packed cache.
+    Unpacked layers cache keys and values in the model's own dtype. The rule is
+    _align_heterogeneous_kv_block_size. The first layer's backend counts both page sizes. This layer is
+    unpacked, so its backend counts one byte per value of the packed cache.
     """
     layer = next(layer for layer in architecture.cache_layers if layer.kind == "full")
     values = heads_per_rank(layer.kv_heads, flags.tensor_parallel) * 2 * layer.head_size
@@ -234,7 +242,7 @@ def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
 
 
 def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPages]:
-    """Return the cache specs that one layer registers; none if it reads another layer's cache."""
+    """Return the cache pages that one layer registers; none if it reads another layer's cache."""
     if layer.shares is not None:
         return []
     if layer.kind == "state":
@@ -275,11 +283,11 @@ def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
 
 
 def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
-    """Return the state blocks of one sequence; None is one per block of tokens.
+    """Return the blocks for recurrent states of one sequence; None means one per block of tokens.
 
-    Without prefix caching there is one. With it ("align" mode) there are two, the running state and the last
-    whole block's,
-    and for Mamba-2 a checkpoint of the prefill. Each speculative token adds one.
+    Without prefix caching there is one state. With it ("align" mode) there are two: the running state and the
+    state at the end of the last whole block. Mamba-2 adds a checkpoint of the prefill, and each speculative
+    token adds one state.
     """
     if not _caches_states(flags):
         return 1 + flags.speculative_tokens
@@ -296,7 +304,7 @@ def _padded(page: LayerPages, size: int) -> LayerPages:
 
 
 def _promoted(page: LayerPages) -> LayerPages:
-    """Return a sliding layer's page as a full one; versions before hybrid groups kept every token.
+    """Return a sliding layer's page as a full layer's, for versions whose sliding layers kept every token.
 
     The rule is unify_hybrid_kv_cache_specs.
     """
@@ -306,7 +314,7 @@ def _promoted(page: LayerPages) -> LayerPages:
 
 
 def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
-    """Return the KV layout: one slot per layer for pages of one size, else one slot for the whole group."""
+    """Return the KV layout: one slot per layer if all pages have one size, else one slot per group."""
     sizes = {page.page_bytes for group in groups for page in group}
     slots, size = max(len(group) for group in groups), max(sizes)
     if len(sizes) > 1:
@@ -345,7 +353,7 @@ def _demands(groups: Groups, flags: VLLMDeployment, version: VersionRules) -> tu
         if page.fixed is not None:
             out.append(Demand(page.block_size, fixed=page.fixed))
         elif page.kind == "sliding":
-            # One more block, because the window may begin inside a block (SlidingWindowSpec).
+            # A sequence needs one more block because its window may begin inside a block (SlidingWindowSpec).
             out.append(Demand(page.block_size, most=(page.window or 1) - 1 + in_flight, extra=1))
         elif page.kind == "chunked":
             out.append(Demand(page.block_size, most=(page.window or 1) + in_flight))

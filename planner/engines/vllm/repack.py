@@ -1,10 +1,9 @@
-"""Bytes that kernel padding adds to weights after vLLM loaded them.
+"""Bytes that kernels add to the weights by padding and copying after vLLM loaded them.
 
 MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/mxfp4.py) have two kernels:
 
 - Triton, on Hopper GPUs, rounds a rank's intermediate size up to 64. It pads the packed values to a multiple of
-  256
-  along the reduced dimension (hidden for gate and up, intermediate for down).
+  256 along the reduced dimension (hidden for gate and up, intermediate for down).
 - Marlin, on GPUs before Hopper, pads hidden to 256 and the intermediate size to 128, for values and scales.
 
 The formulas were compared with start-up reports of gpt-oss-20b and 120b on one GPU
@@ -25,7 +24,7 @@ from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "marlin"]
 
-_VALUE_BITS, _SCALE_BITS = 4, 0.25  # MXFP4: 32 values share one 8-bit scale
+_VALUE_BITS, _SCALE_BITS = 4, 0.25  # bits per value in MXFP4, where 32 values share one 8-bit scale
 
 
 def mxfp4_kernel(gpu: str | None) -> Kernel:
@@ -38,7 +37,7 @@ def _before_hopper(gpu: str | None) -> bool:
 
 
 def repacking_class(gpu: str) -> str | None:
-    """Return a catalogue GPU with the same kernel padding, or None if none is known."""
+    """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
     return "t4-16g" if _before_hopper(gpu) else None
 
 
@@ -55,9 +54,8 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 def latent_copies(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
     """Return the bytes of 16-bit copies of MLA's quantized up-projections.
 
-    MLA multiplies by them in 16 bits (process_weights_after_loading in mla_attention.py, 0.19 to 0.32).
-    Unquantized
-    projections need no copy, only a view.
+    vLLM multiplies by these projections in 16 bits (process_weights_after_loading in mla_attention.py, 0.19 to
+    0.32). Unquantized projections need no copy, only a view.
     """
     if quantization.scheme == "none" or not any(layer.kind == "mla" for layer in architecture.cache_layers):
         return 0

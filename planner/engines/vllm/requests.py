@@ -1,7 +1,8 @@
-"""The blocks that a request takes from vLLM's pool, by its block manager (``tonnage.planner.model.requests``).
+"""The blocks that a request takes from vLLM's pool, by the rules of vLLM's KV cache manager.
 
 The source is vLLM 0.32.0: v1/core/kv_cache_coordinator.py and v1/core/kv_cache_utils.py
-(resolve_kv_cache_block_sizes, partial_hash_hits_enabled).
+(resolve_kv_cache_block_sizes, partial_hash_hits_enabled). The rules are stated as a RequestLaw of
+``tonnage.planner.model.requests``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         raise _refused("a draft, whose tokens take blocks before they are accepted", "--speculative-model")
     if not version.chunks_prompts:
         raise _refused("the block manager of V0 (before 0.8)", "--engine-version")
-    # An encoder's output cannot be a prefix, so caching is off (CrossAttentionManager).
+    # An encoder's output cannot be a shared prefix, so vLLM turns prefix caching off (CrossAttentionManager).
     caching = bool(flags.enable_prefix_caching) and all(group.kind != "cross" for group in pool.layout.groups)
     groups = tuple(
         _group(group, demand, caching) for group, demand in zip(pool.layout.groups, pool.demands, strict=True)
@@ -43,7 +44,7 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         bytes_per_block=pool.layout.bytes_per_block,
         step_tokens=chosen.max_num_batched_tokens,
         in_flight=version.in_flight_batches if flags.device != "cpu" else 1,
-        # Hits end at a common block border of all groups.
+        # A reused prefix ends at a block border that all groups have in common.
         hit_tokens=lcm(*sizes) if caching else None,
         source="vLLM's block manager (v1/core of 0.32)",
         note=_note(chosen, aligned),
@@ -51,10 +52,10 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
 
 
 def _note(chosen: Resolved, aligned: bool) -> str:
-    """Return a note if the block manager of the planned version differs from 0.32's, or was not read.
+    """Return a note if the planned version's KV cache manager differs from 0.32's, or was not read.
 
-    0.30, 0.31 and 0.33 were read. Before 0.32, prompts of hybrids are cut at other places
-    (get_mamba_prefill_checkpoint_position).
+    The sources of 0.30, 0.31 and 0.33 were read. Before 0.32, prompts of hybrid models are chunked at other
+    positions (get_mamba_prefill_checkpoint_position).
     """
     version = chosen.version
     if version >= (0, 32, 0) or (version >= (0, 30, 0) and not aligned):
@@ -73,7 +74,9 @@ def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
     if group.kind == "state":
         if demand.fixed is None:
             raise _refused("a state for each block of tokens", "--mamba-cache-mode")
-        # One state without prefix caching; with it the running one, the last block border's and a checkpoint.
+        # Without prefix caching a request has one recurrent state. With it, the request has the running state,
+        # the
+        # state at the last block border and a checkpoint.
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:
         return GroupLaw("fixed", size, blocks=demand.fixed)

@@ -21,9 +21,9 @@ from tonnage.planner.units import GiB
 
 
 def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the commands of this project's server and of vLLM's own server.
+    """Return the commands that serve ``plan`` with this project's server and with vLLM's own server.
 
-    ``made_while_loading`` is the quantization formats that need a flag.
+    ``made_while_loading`` is the quantization formats that vLLM makes while loading, which need a flag.
     """
     line = ["vllm", "serve", *model_and_revision(plan.model.id), *common_flags(plan)]
     line += [*changed(plan.deployment, RANKS), *own_flags(plan.deployment, made_while_loading)]
@@ -33,12 +33,13 @@ def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, .
 
 
 def loaded_as(scheme: str) -> str:
-    """Return vLLM's name of a format that it quantizes to while loading."""
+    """Return vLLM's name of a quantization format that it can make while loading 16-bit weights."""
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
 _HOST = ("load_format", "safetensors_load_strategy", "enable_sleep_mode")
-_HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_bytes")  # options in GiB
+# Options whose value is given in GiB.
+_HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_bytes")
 
 
 def _host_flags(flags: Deployment) -> list[str]:
@@ -62,7 +63,7 @@ _OWN = (
 def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[str]:
     """Return the options of ``vllm serve`` that differ from their defaults, except devices, sizes and dtypes.
 
-    ``made_while_loading`` is the quantization formats that need a flag.
+    ``made_while_loading`` is the quantization formats that vLLM makes while loading, which need a flag.
     """
     line = [*prefix_flags(flags), *changed(flags, (*SHARED, *_OWN))]
     if flags.quantization in made_while_loading:

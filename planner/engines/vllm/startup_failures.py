@@ -70,7 +70,8 @@ def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
 
 def _length(version: Version, facts: Mapping[str, Any]) -> str:
     own = facts["own"]
-    if version >= (0, 12, 0) and facts["rope"]:  # vLLM multiplies by a factor that is 1.0 for most models
+    # vLLM multiplies the length by a RoPE factor, 1.0 for most models, which makes it a float.
+    if version >= (0, 12, 0) and facts["rope"]:
         own = float(own)
     text = (
         f"ValueError: User-specified max_model_len ({facts['asked']}) is greater than the derived max_model_len "
@@ -141,7 +142,10 @@ _MESSAGES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
 def predict_failure(
     architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
 ) -> Failure | None:
-    """Return the first failure that stops the start, or None; ``rank`` is the rank with the smallest pool."""
+    """Return the first failure that stops vLLM's start, or None.
+
+    ``rank`` is the rank with the smallest pool.
+    """
     for failure in _failures(architecture, chosen, rank, pool, held):
         return failure
     return None
@@ -191,7 +195,7 @@ def _failures(
 
 
 def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
-    """Return notes on risks of a start that fits, with the margin.
+    """Return notes on risks of a start that fits, with the memory margin.
 
     ``beside`` is the bytes of CUDA graphs outside the share of --gpu-memory-utilization.
     """
@@ -201,7 +205,7 @@ def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: 
 def _transformers_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
     """Return a note if the model is newer than the transformers version that this vLLM requires.
 
-    The model starts with its own code, or with a newer transformers.
+    Such a model starts only with its own code, or with a newer transformers.
     """
     minor, name = ".".join(map(str, version[:2])), architecture.model_type
     if minor not in _architectures()["unknown_before_5"].get(name, ()):
@@ -259,9 +263,10 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
 
 
 def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:
-    """Yield a failure for sparse latents on a CPU, except DeepSeek-V4, which has a CPU class of its own.
+    """Yield a failure for MLA latents that an indexer selects, on a CPU.
 
-    The check is get_attn_backend_cls in platforms/cpu.py.
+    DeepSeek-V4 is excepted, because it has a CPU class of its own. The check is get_attn_backend_cls in
+    platforms/cpu.py.
     """
     if sparse_latent(architecture):
         text = ".".join(map(str, version))
@@ -307,7 +312,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
                 f"ValueError: Tensor parallel size ({world}) cannot be larger than the number of available GPUs "
                 f"({here})."
             )
-        ray = "ValueError: Unable to load Ray"  # with Ray installed, the start waits for a cluster instead
+        ray = "ValueError: Unable to load Ray"  # if Ray is installed, vLLM waits for a cluster instead
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
@@ -320,7 +325,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
 
 
 def _in_use(chosen: Resolved) -> Iterator[Failure]:
-    """Yield a failure if other programs use memory of the share that vLLM requires to be free.
+    """Yield a failure if other programs use GPU memory that vLLM requires to be free at the start.
 
     With --kv-cache-memory-bytes, vLLM does not check this before allocation.
     """
@@ -343,11 +348,10 @@ def _in_use(chosen: Resolved) -> Iterator[Failure]:
 
 
 def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
-    """Return vLLM's message for a pool of --kv-cache-memory-bytes that is too large.
+    """Return vLLM's message for a pool of --kv-cache-memory-bytes that does not fit into memory.
 
-    vLLM does not profile such a pool. It allocates the pool and then warms up the sampler. On a CPU the memory
-    must be
-    free first.
+    vLLM does not profile such a pool. It allocates the pool and then warms up the sampler. On a CPU, the memory
+    must be free before vLLM allocates it.
     """
     if chosen.flags.device == "cpu":
         free = max(0, rank.free_bytes + rank.kv_pool_bytes)

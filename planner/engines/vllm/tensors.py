@@ -1,4 +1,4 @@
-"""The tensors that vLLM holds: its merged modules, and four scales in each attention layer."""
+"""The tensors that vLLM holds: the weights of its merged modules, and four scales per attention layer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 
-# Length factor of MRotaryEmbedding's table, because positions of images and videos may exceed the token count
-# (model_executor/layers/rotary_embedding/mrope.py).
+# MRotaryEmbedding's table has this multiple of the maximum length as rows, because positions of images and
+# videos
+# may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
 
@@ -30,17 +31,17 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     if lost:
         left = tuple(tensor for tensor in architecture.tensors if not is_lost(tensor, lost))
         architecture = replace(architecture, tensors=left)
-    # Scales of queries, keys, values and probabilities exist for every cache dtype (set_default_quant_scales in
-    # model_executor/layers/attention/attention.py).
+    # Each attention layer has scales of queries, keys, values and probabilities, for every cache dtype
+    # (set_default_quant_scales in model_executor/layers/attention/attention.py).
     scales = [
         _scales(f"model.layers.{layer.layer}.{layer.kind}.quant_scales", layer.layer)
         for layer in architecture.cache_layers
         if layer.kind != "state"
     ]
     held = merged_tensors(architecture, _position_factor(architecture, flags))
-    # MiMo's own class has the MTP layers; vLLM loads them only as a draft (model_executor/models/mimo.py).
+    # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if flags.runner == "pooling":  # pooling models have no head (model_executor/models/adapters.py)
+    if flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
     wide = family_of(architecture.model_type).vllm.wide_router
     if wide:
@@ -50,7 +51,7 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
             else tensor
             for tensor in held
         )
-    # The bias is a parameter in vLLM, not a buffer (model_executor/models/deepseek_v2.py).
+    # The router's correction bias is a parameter in vLLM, not a buffer (model_executor/models/deepseek_v2.py).
     biases = [
         replace(tensor, dtype="float32")
         for tensor in architecture.tensors
@@ -71,8 +72,9 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
     """Return the tensors of vLLM's encoder classes (models/bert.py, roberta.py, modernbert.py).
 
     - Every embedding table is padded to 64 rows.
-    - There is no pooler and no head. Position ids are kept; token types are decoded from the ids.
-    - There is one cos/sin table per rope, and four scales in each attention layer.
+    - There is no pooler and no output head. Position ids are stored. Token types are not, because vLLM decodes
+      them from the token ids.
+    - There is one cos/sin table per rotary embedding, and four scales in each attention layer.
     """
     out = []
     for tensor in architecture.tensors:
