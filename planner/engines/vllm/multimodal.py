@@ -253,7 +253,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
 
 
 def _most_square(most: int) -> int:
-    """Return the largest number of embeddings up to ``most`` that is height x width with a valid aspect ratio."""
+    """Return the largest number of embeddings up to ``most`` that is a height x width of valid aspect ratio."""
     for count in range(most, 0, -1):
         height = next(d for d in range(isqrt(count), 0, -1) if count % d == 0)
         if count // height <= _ASPECT * height:
