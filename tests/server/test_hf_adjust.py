@@ -1,4 +1,4 @@
-"""What requests ask of the logits, on the demo model: penalties, bias, log probabilities, grammars."""
+"""Request options that use or change the logits: penalties, bias, log probabilities and grammars."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def tokenizer() -> Tokenizer:
 
 
 def ask(loop: EngineLoop, n: int = 1, prompt: tuple[int, ...] = PROMPT, **params: Any) -> list[list[Chunk]]:
-    """Chunks of each of the n sequences; the manager's laws are checked after every step."""
+    """Run one request of ``n`` sequences; return the chunks of each sequence.
+
+    The block manager's invariants are checked after every step.
+    """
     settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, **params}
     chunks = loop.add(GenerationRequest("x", prompt, SamplingParams(**settings), n=n))
     while not loop.idle:
@@ -69,7 +72,7 @@ def tokens_of(chunks: list[Chunk]) -> list[int]:
 
 
 def greedy(model: Any, steps: int, change: Any) -> list[int]:
-    """Plain greedy decoding with ``change(logits, output)`` before each choice."""
+    """Return the tokens of plain greedy decoding that calls ``change(logits, output)`` before each choice."""
     output: list[int] = []
     with torch.inference_mode():
         for _ in range(steps):
@@ -113,7 +116,7 @@ def test_min_tokens_prevents_early_stop_tokens(loop: EngineLoop) -> None:
 
 
 def test_logprobs_equal_log_softmax_of_model_logits(loop: EngineLoop, model: Any) -> None:
-    """Also where temperature, penalties and other requests change what is drawn."""
+    """Compare the log probabilities of a request with temperature and penalties, which must not change them."""
     (said,) = ask(loop, logprobs=3, temperature=0.9, seed=4, presence_penalty=0.5)
     output = tokens_of(said)
     with torch.inference_mode():
@@ -182,7 +185,7 @@ def test_output_matches_regex_choice_or_grammar(loop: EngineLoop, tokenizer: Tok
 
 
 def test_custom_stop_token_ends_constrained_output_early(loop: EngineLoop, tokenizer: Tokenizer) -> None:
-    """It may be drawn wherever the grammar has it, not only at the end; what ends a complete text is EOS."""
+    """A stop token that the grammar permits may end the output before the grammar is complete; EOS may not."""
     comma = tokenizer.token_to_id(",")
     grammar = Grammar("regex", "[0-9]{2},[0-9]{2}")
     for stops in ((*EOS, comma), (comma,)):

@@ -1,4 +1,4 @@
-"""Checkpoints, dtypes and machines that the Hugging Face engine cannot work with: refused by name, early."""
+"""Checkpoints, dtypes and machines that the Hugging Face engine rejects early, with a named reason."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ CASES = [
 
 
 def layout_of(block_size: int, kv_heads: int, head_size: int, window: int | None) -> KVLayout:
-    """Two groups, so that a table of the wrong one is a wrong table; the first full, the second windowed."""
+    """Return a layout with a full and a sliding-window group, to detect the wrong group's block table."""
     groups = (KVGroup("full", (0, 1), None), KVGroup("sliding", (2, 3), window or 1000))
     return KVLayout(groups, block_size, 2, kv_heads, head_size, "float32", 4)
 
@@ -104,7 +104,7 @@ def filled(layout: KVLayout, lengths: list[tuple[int, int]], seed: int) -> tuple
 
 
 def compare(case: tuple[Any, ...], make: Any, lengths: list[tuple[int, int]] = LENGTHS) -> None:
-    """``make(batch, pool)`` says in every group and layer what the reference says, and stores the same."""
+    """Check that ``make(batch, pool)`` computes and stores the reference's values in each group and layer."""
     head_size, kv_heads, ratio, window, block_size, softcap = case
     layout = layout_of(block_size, kv_heads, head_size, window)
     pool, batch = filled(layout, lengths, seed=head_size + ratio)
@@ -154,7 +154,7 @@ def test_flex_attention_accepts_batches_larger_than_server_limits(eager: None) -
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_flex_attention_block_mask_covers_every_visible_block(case: tuple[Any, ...]) -> None:
-    """The compiled kernel reads the blocks that the block mask names; the uncompiled one reads all."""
+    """Check the block mask: the compiled kernel reads only its blocks, the uncompiled one reads all blocks."""
     head_size, kv_heads, _, window, size, _ = case
     pool, batch = filled(layout_of(size, kv_heads, head_size, window), LENGTHS, seed=0)
     attention = flex_attention(batch, pool)
@@ -172,7 +172,7 @@ def test_flex_attention_block_mask_covers_every_visible_block(case: tuple[Any, .
 
 
 def test_flex_attention_is_compiled_once_for_all_batch_shapes() -> None:
-    """What torch traces once serves later steps of other sizes; buffers hold what earlier steps left there."""
+    """Run steps of several sizes with one torch trace and buffers that keep values of earlier steps."""
     layout = layout_of(16, 1, 64, 24)
     steps = [LENGTHS, [(33, 1), (40, 3)], [(7, 7)], [(20, 1)], LENGTHS[1:]]
     buffers: list[Buffers] = []
@@ -247,7 +247,7 @@ def test_flash_attention_receives_required_kv_blocks(case: tuple[Any, ...]) -> N
 
 
 class FlashInferStandIn:
-    """plan and run of BatchPrefillWithPagedKVCacheWrapper, layout NHD."""
+    """A stand-in for FlashInfer's BatchPrefillWithPagedKVCacheWrapper with layout NHD: ``plan`` and ``run``."""
 
     def __init__(self) -> None:
         self.plans = 0
@@ -328,7 +328,7 @@ def test_vllm_built_for_another_device_provides_no_flash_attention(
 def test_attention_kernel_that_fails_the_self_check_is_skipped_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a GPU's list of kernels: one that does not load, one that breaks, one that is wrong, the reference."""
+    """Try four kernels: one fails to load, one raises, one computes wrong values, the last is the reference."""
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
     runner = ModelRunner(
         make_plan(str(tmp_path), Deployment(dtype="float32", kv_cache_memory_bytes=1 << 20, max_model_len=128))
@@ -366,7 +366,7 @@ def test_attention_kernel_that_fails_the_self_check_is_skipped_and_logged(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_gemma2_passes_self_check_with_flex_attention(tmp_path: Path, eager: None) -> None:
-    """Gemma 2: windows in every other layer, capped scores; a self-check larger than a step may be."""
+    """Gemma 2 has windows in every other layer and capped scores; the self-check exceeds the step limit."""
     config = Gemma2Config(**TINY, head_dim=16, sliding_window=24, query_pre_attn_scalar=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     limits = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 16}
@@ -402,7 +402,7 @@ def test_gpu_framework_bytes_are_device_bytes_minus_planned_parts() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gpu_plan_reserves_workspace_of_the_largest_attention_kernel(dtype: str) -> None:
-    """SmolLM2, 512 tokens a step: FlashInfer's workspace beside the attention, in the place of a wider MLP."""
+    """With 512 tokens per step, SmolLM2's attention and FlashInfer's workspace need more bytes than its MLP."""
     limits = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     cpu = make_plan("demo", Deployment(dtype="bfloat16", device_memory=8 << 30, **limits)).rank
     gpu = Deployment(engine="hf", device="cuda", dtype=dtype, device_memory=80 << 30, **limits)

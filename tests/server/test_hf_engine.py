@@ -1,6 +1,6 @@
 """The Hugging Face engine against transformers itself, on the real demo model (float32, greedy).
 
-What transformers generates is stored (tests/data/oracles); `make test-oracles` asks it again.
+The tokens of transformers are stored in tests/data/oracles; `make test-oracles` generates them again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def demo() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """64 prompts of 1 to 330 tokens; every third begins with the same 96 tokens."""
+    """Return 64 prompts of 1 to 330 tokens; every third begins with the same 96 tokens."""
     draw = random.Random(7)
     shared = [draw.randrange(3, 49000) for _ in range(96)]
     made = []
@@ -61,7 +61,7 @@ def expected(demo: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def ask_transformers(demo: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """One prompt at a time."""
+    """Generate with transformers, one prompt at a time; return the new tokens of each prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -106,13 +106,13 @@ async def running(plan: Plan) -> AsyncIterator[HFEngine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[HFEngine]:
-    """For the tests that need no flags of their own."""
+    """Yield a running engine with default flags, shared by several tests."""
     async with running(plan_for()) as made:
         yield made
 
 
 async def ask(engine: HFEngine, name: str, prompt: list[int], n: int = 1, **params: Any) -> list[list[int]]:
-    """Tokens of each of the n sequences."""
+    """Generate with the engine; return the tokens of each of the ``n`` sequences."""
     settings: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "stop_token_ids": (2,), **params}
     said: list[list[int]] = [[] for _ in range(n)]
     request = GenerationRequest(name, tuple(prompt), SamplingParams(**settings), n=n)
@@ -147,7 +147,7 @@ async def all_free(engine: HFEngine) -> None:
 
 
 def most(count: int) -> int | None:
-    """``count`` prompts, the shortest, in make test; make test-oracles asks all of them."""
+    """Return how many of the shortest prompts to run: ``count``, or None (all) in ``make test-oracles``."""
     return None if "TONNAGE_ORACLES" in os.environ else count
 
 
@@ -230,7 +230,7 @@ async def exhaust(stream: AsyncIterator[Chunk]) -> None:
 
 
 async def test_killed_engine_process_raises_engine_dead_without_hanging(engine: HFEngine) -> None:
-    """The last test of this engine."""
+    """This must stay the last test that uses the shared engine, because it kills its process."""
     stream = engine.generate(GenerationRequest("x", (5, 6, 7), SamplingParams(max_tokens=500)))
     assert isinstance(await anext(stream), Chunk)
     assert engine.pid
@@ -243,7 +243,7 @@ async def test_killed_engine_process_raises_engine_dead_without_hanging(engine: 
 
 
 async def test_loaded_weight_and_pool_bytes_equal_the_plan(prompts: list[list[int]]) -> None:
-    """In 16 bits; quantized ones over HTTP in test_hf_formats.py."""
+    """The model is loaded in bfloat16; test_hf_formats.py tests quantized models over HTTP."""
     plan = plan_for(dtype="bfloat16")
     async with running(plan) as engine:
         memory = engine.stats().memory
@@ -266,7 +266,7 @@ async def test_messages_of_the_child_are_ignored_after_start_is_cancelled() -> N
 
 
 async def test_shutdown_does_not_wait_for_a_loading_engine() -> None:
-    """Ctrl-C in the middle of a load: the child hears nothing then, and holds no answer that could be lost."""
+    """Stop during a load: the child cannot react to the stop message then, and has no results to lose."""
     engine = HFEngine(plan_for())
     start = asyncio.create_task(engine.start())
     while engine.pid is None:

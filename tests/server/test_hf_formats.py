@@ -1,4 +1,4 @@
-"""Weights other than plain safetensors: what is served holds the planned bytes, others are refused by name."""
+"""Weights in formats other than plain safetensors: served with the planned bytes, or rejected by name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def plan_for(model: str, **changes: Any) -> Plan:
 
 
 def warm_weights(plan: Plan, what: str) -> int:
-    """As planned after the load, but for NF4 where bitsandbytes' AVX-512 kernel repacks what it has used."""
+    """Return the expected weight bytes after the first forward.
+
+    They equal the planned bytes, except for NF4 where bitsandbytes' AVX-512 kernel repacks the weights it uses.
+    """
     from bitsandbytes.backends.cpu import ops
 
     if not what.startswith("nf4") or not ops.has_avx512bf16():

@@ -1,4 +1,4 @@
-"""``tonnage serve demo`` as a user starts it: the Hugging Face engine behind the API, real HTTP clients."""
+"""``tonnage serve demo`` with the Hugging Face engine, started as by a user and called by real HTTP clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ get = functools.partial(httpx.get, timeout=PATIENCE)
 
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """(address, process) of a ready server; it must end with status 0 on SIGTERM and leave no process."""
+    """Yield the address and the process of a ready server.
+
+    On SIGTERM the server must exit with status 0 and leave no process.
+    """
     ensure_demo()
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", *FLAGS, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -107,7 +110,7 @@ def test_completion_supports_n_stop_seed_and_prompt_lists(client: openai.OpenAI)
 
 
 def test_websocket_upgrade_is_handled_as_ordinary_http_get(url: str) -> None:
-    """A connection stays with the bounded HTTP protocol: the request is an ordinary GET."""
+    """The server ignores the upgrade, so the connection stays within the limits of its HTTP protocol."""
     upgrade = {
         "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
         "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
@@ -151,7 +154,7 @@ def test_measured_weight_and_pool_bytes_equal_the_plan(url: str) -> None:
 def test_api_process_loads_no_torch_and_survives_engine_death(
     server: tuple[str, subprocess.Popen[str]],
 ) -> None:
-    """The last test of this server."""
+    """This must stay the last test of the shared server, because it kills the engine."""
     url, process = server
     maps = [region.path for region in psutil.Process(process.pid).memory_maps()]
     assert not [path for path in maps if "libtorch" in path]

@@ -1,4 +1,4 @@
-"""The bfloat16 kernels against the reference in plain torch, float64 where it judges accuracy."""
+"""The bfloat16 CPU kernels against a reference in plain torch; accuracy is measured against float64."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def exact(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of [Q, heads, size] on [2, S, KV heads, size] in float64."""
+    """Return the float64 attention of queries [Q, heads, size] on keys and values [2, S, KV heads, size]."""
     group = query.shape[1] // context.shape[2]
     key, value = (part.double().repeat_interleave(group, 1) for part in context)
     scores = torch.einsum("qhd,shd->hqs", query.double(), key) * scaling
@@ -149,7 +149,7 @@ def test_in_place_attention_equals_the_reference(
 
 
 def test_attention_rows_are_independent_of_batch_and_prompt_chunks() -> None:
-    """Bit for bit: chunks, decodes and batches of any company give one answer."""
+    """Chunks, decodes and batches of any composition must give equal bits."""
     layout = layout_of(16, 2, 64, None)
     pool, batch, contexts = filled(layout, seed=1)
     query = torch.randn(int(batch.query_start[-1]), 6, 64).bfloat16()
@@ -248,7 +248,7 @@ def test_kernels_propagate_nan() -> None:
 
 
 def tiny(family: str) -> torch.nn.Module:
-    """Two random layers of a family in bfloat16, norms and biases not at their neutral start."""
+    """Return a random bfloat16 model of a family with two layers and non-trivial norms and biases."""
     common = dict(  # noqa: C408
         vocab_size=256, hidden_size=576, intermediate_size=208, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, attn_implementation=NAME,

@@ -1,4 +1,4 @@
-"""``--kv-cache-dtype``: what each stores costs the planned bytes, and says nearly what the model's own says."""
+"""``--kv-cache-dtype``: each stored dtype takes the planned bytes and gives nearly the model's own output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile run, and the plan against what is available before the load and what was measured after it."""
+"""The profile run, and checks of the plan against available memory and against measured memory."""
 
 from __future__ import annotations
 

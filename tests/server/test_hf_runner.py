@@ -1,4 +1,4 @@
-"""The model runner: families on the paged path, the pool's bytes, what must not matter to an answer."""
+"""The model runner: families with paged attention, the pool's bytes, and changes without effect on output."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_nan_in_free_blocks_changes_no_token(demo_runner: ModelRunner) -> None:
 
 
 def test_block_permutation_changes_no_logit(demo_runner: ModelRunner) -> None:
-    """The same step with every block moved elsewhere in the pool, contents and tables alike."""
+    """Repeat a step after moving every block elsewhere in the pool, with its contents and tables."""
     plan = demo_runner.plan
     scheduler = HFScheduler(plan)
     for request in requests(PROMPTS, 12):
@@ -244,7 +244,7 @@ def test_nan_logits_fail_only_their_own_request(tmp_path: Path) -> None:
 
 
 def test_blocks_of_failed_request_are_not_reused_from_prefix_cache(tmp_path: Path) -> None:
-    """Neither through the prefix cache nor as NaN in the rest of a block; every sequence of it is told once."""
+    """NaN must not spread through the prefix cache or the rest of a block; each sequence ends once."""
     ours, theirs = Pipe()
     with ours, theirs:
         loop = EngineLoop(tiny_plan(tiny(tmp_path, "llama")), theirs, 1)

@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reading of the parameters."""
+"""The sampler against a plain float64 implementation of the sampling parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def allowed(logits: np.ndarray, params: SamplingParams) -> set[int]:
-    """Token ids the parameters leave, worked out one at a time."""
+    """Return the token ids that top-k, top-p and min-p permit, computed one token at a time."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     weights /= weights.sum()
     order = [int(token) for token in np.argsort(-weights, kind="stable")]
@@ -72,7 +72,7 @@ def test_temperature_zero_selects_the_first_maximum() -> None:
 
 
 def test_tiny_temperature_is_greedy() -> None:
-    """1e-40 makes infinities of logits and NaN of their difference."""
+    """Dividing logits by 1e-40 gives infinities, and their differences are NaN."""
     logits = torch.tensor([[1.0, 30.0, 29.0], [-5.0, -50.0, -6.0]])
     for temperature in (1e-6, 1e-40):
         params = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for top_k in (0, 2)]

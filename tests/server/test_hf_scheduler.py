@@ -1,4 +1,4 @@
-"""The scheduler with the real block manager and no model: waiting, priorities, preemption."""
+"""The scheduler with the real block manager and no model: queueing, priorities and preemption."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_preempted_sequence_of_n_can_be_aborted_alone() -> None:
 
 
 def test_logits_per_step_never_exceed_the_plan() -> None:
-    """However many prompts want the log probabilities of every token at once."""
+    """Several prompts request the log probabilities of every token at once."""
     scheduler = HFScheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
     params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
     for number in range(6):
@@ -249,7 +249,7 @@ def test_failed_request_ends_each_of_its_sequences_once() -> None:
 def test_grammar_rejecting_a_sampled_token_fails_only_its_own_request() -> None:
     class Refuses:
         def mask(self, logits: object) -> None:
-            """Not called: no model runs."""
+            """Do nothing: no model runs in this test."""
 
         def accept(self, token: int) -> bool:
             raise GrammarError(f"token {token} does not match", field="grammar")

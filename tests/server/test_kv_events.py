@@ -1,4 +1,4 @@
-"""KV events: a router's view built from them equals the index; vLLM's own classes read the wire format."""
+"""KV events: a router can rebuild the prefix index from them, and vLLM's own classes decode the wire format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(blocks: int = 33, **options: object) -> KVCacheManager:
 
 
 class Router:
-    """What a subscriber knows: hash -> (parent hash, tokens)."""
+    """A subscriber's view of the prefix index: block hash -> (parent hash, tokens)."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}

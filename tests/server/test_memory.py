@@ -1,4 +1,4 @@
-"""The measured bytes of a process tree, against processes that hold a known amount."""
+"""The measured memory of a process tree, against processes that hold a known number of bytes."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def test_time_to_full_follows_the_growth_of_reservations() -> None:
 
 
 async def test_vllm_compatible_metric_names_match_vllm(run_server, small_plan) -> None:
-    """Metrics that KEDA, gateways and dashboards for vLLM 0.32 read have its labels, types and values."""
+    """Compare labels, types and values with the vLLM 0.32 metrics that KEDA, gateways and dashboards read."""
     async with run_server(FakeEngine(small_plan()), metrics_compat="vllm") as server:
         await server.complete(prompt=[3] * 32, max_tokens=10)
         text = (await server.http.get("/metrics")).text
@@ -345,7 +345,7 @@ async def test_vllm_compatible_metrics_are_off_by_default(server) -> None:
 
 
 async def test_missing_blocks_are_counted_by_outcome(run_server, small_plan) -> None:
-    """In a pool of 63 blocks a request of 50 blocks runs, a second one lacks 37, and one of 126 never fits."""
+    """In a pool of 63 blocks, a request of 50 blocks runs, a second one lacks 37, and one of 126 never fits."""
     engine = FakeEngine(small_plan(64), token_rate=100, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 400, max_tokens=400)) for n in range(2)]

@@ -1,9 +1,9 @@
 """/metrics read by the rules of the Gateway API inference extension's endpoint picker.
 
-Its rules (pkg/epp/backend/metrics of kubernetes-sigs/gateway-api-inference-extension): a signal is named by
-``family`` or ``family{label=value,...}`` without quotes; the family must be there, the sample must carry the
-labels, the value is read as a *gauge* (any other type reads as 0); block size and number of blocks are integers
-in labels of an info family, or gauges of their own.
+The rules are in pkg/epp/backend/metrics of kubernetes-sigs/gateway-api-inference-extension. A signal is named
+by ``family`` or ``family{label=value,...}`` without quotes. The family must exist and the sample must have the
+labels. The value is read as a *gauge*; any other type reads as 0. Block size and number of blocks are integer
+labels of an info family, or gauges of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ OWN = {
 
 
 def sample(page: str, spec: str) -> tuple[dict[str, str], float]:
-    """Labels and value of the one sample that ``spec`` names. Raises LookupError as the picker reports it."""
+    """Return the labels and the value of the only sample that ``spec`` names.
+
+    Raises:
+        LookupError: No sample or several match; the message is the picker's.
+    """
     name, _, rest = spec.partition("{")
     wanted = dict(pair.split("=") for pair in rest.rstrip("}").split(",")) if rest else {}
     families = [family for family in text_string_to_metric_families(page) if family.name == name]

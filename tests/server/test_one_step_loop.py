@@ -1,7 +1,8 @@
-"""What a replay says is what a server does: replay, fake engine and HF engine decide the same in every step.
+"""Replay, fake engine and HF engine make equal decisions in every step, so a replay predicts a server.
 
-300 requests of a real trace (prompts and answers cut), in every mode of admission, in a pool that is too small
-for them. The replay runs first: it has the clock. What it was given before which step the engines get as well.
+The input is 300 requests of a real trace with shortened prompts and outputs, in every admission mode, in a pool
+too small for them. The replay runs first, because it has the clock. The engines then get each request before
+the same step.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ POLICIES[AdmissionMode.PREDICTIVE] = Policy(AdmissionMode.PREDICTIVE, length_qua
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request as the replay queued it before step ``step`` of its log; it ends after ``wanted`` tokens."""
+    """A request that the replay queued before step ``step`` of its log; it ends after ``wanted`` tokens."""
 
     step: int
     request: GenerationRequest
@@ -106,7 +107,7 @@ def plan_of(folder: Path, *, caching: bool) -> Plan:
 
 
 def azure() -> Trace:
-    """Without common prefixes; the longest prompts can never fit."""
+    """Return a shortened trace without common prefixes; its longest prompts can never fit."""
     trace = read_trace(TRACES / "azure_conversation_300.csv")
     cut = [
         replace(r, prompt_tokens=1 + r.prompt_tokens // 12, output_tokens=1 + r.output_tokens // 8)
@@ -116,7 +117,7 @@ def azure() -> Trace:
 
 
 def mooncake() -> Trace:
-    """Pieces of 16 tokens instead of 512."""
+    """Return a shortened trace with common prefixes, in hash blocks of 16 tokens instead of 512."""
     trace = read_trace(TRACES / "mooncake_conversation_120.jsonl")
     cut = [
         replace(
@@ -171,7 +172,7 @@ def faked(plan: Plan, given: list[Arrival], policy: Policy) -> list[Decisions]:
     wanted = {each.request.request_id: each.wanted for each in given}
 
     def reply(request: GenerationRequest, index: int) -> Iterator[int]:
-        """One token less than wanted: the one after it is the stop token."""
+        """Return one token fewer than wanted, because the stop token follows."""
         tokens = np.random.default_rng(int(request.request_id)).integers(3, VOCABULARY, MAX_TOKENS)
         return itertools.islice(iter(tokens.tolist()), wanted[request.request_id] - 1)
 
@@ -187,13 +188,13 @@ def faked(plan: Plan, given: list[Arrival], policy: Policy) -> list[Decisions]:
 
 
 class Counted:
-    """A grammar that is complete after so many tokens."""
+    """A grammar that is complete after ``wanted`` tokens."""
 
     def __init__(self, wanted: int) -> None:
         self.left = wanted
 
     def mask(self, logits: torch.Tensor) -> None:
-        """All tokens may follow."""
+        """Do nothing: every token may follow."""
 
     def accept(self, token: int) -> bool:
         self.left -= 1
@@ -201,7 +202,7 @@ class Counted:
 
 
 def served(loop: EngineLoop, plan: Plan, given: list[Arrival], policy: Policy) -> list[Decisions]:
-    """By the engine of a server, as its child process runs it."""
+    """Return the decisions of a server's engine loop, as its child process runs it."""
     loop.scheduler = HFScheduler(plan, lambda grammar, stops: Counted(int(grammar.text)), policy)
     log, todo = recorded(loop.scheduler.core), list(given)
     while todo or not loop.scheduler.idle:
@@ -214,7 +215,7 @@ def served(loop: EngineLoop, plan: Plan, given: list[Arrival], policy: Policy) -
 
 
 def assert_same(log: list[Decisions], other: list[Decisions]) -> None:
-    """Names the first step that differs."""
+    """Check that two logs are equal; the error names the first different step."""
     for step, (one, two) in enumerate(zip(log, other, strict=False)):
         assert one == two, f"step {step}"
     assert len(log) == len(other)

@@ -1,4 +1,4 @@
-"""What OpenAI's reference says beyond the types: messages that come back, values of fields without effect."""
+"""Rules of OpenAI's reference beyond its types: messages sent back, and values of fields without effect."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_ignored_fields_are_type_checked(run_server, small_plan, lenient: 
 
 
 def test_sampled_token_is_included_in_top_logprobs(tokenizer: Tokenizer) -> None:
-    """OpenAI's reference of ``logprobs``: there may be up to logprobs + 1 elements."""
+    """OpenAI's reference of ``logprobs`` permits up to logprobs + 1 elements."""
     best = ((300, -0.1), (301, -2.5), (302, -3.0))
     for token, logprob, size in ((400, -7.0, 3), (301, -2.5, 2)):
         lists = CompletionLogprobs(tokenizer, 2).take([TokenLogprobs(token, logprob, best)])

@@ -1,4 +1,4 @@
-"""``tonnage replay`` as a user calls it."""
+"""The command ``tonnage replay``, called as by a user."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_replay_prints_table_json_and_html(
 def test_auto_mode_replay_runs_rehearsals_synchronously(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clock is simulated, so a rehearsal in a thread would come too late, and elsewhere in each replay."""
+    """The replay's clock is simulated, so a rehearsal in a thread would end late and at a random step."""
     rehearsed = []
 
     def counted(*args: Any) -> Any:
@@ -69,7 +69,7 @@ def test_auto_mode_replay_runs_rehearsals_synchronously(
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "zai-org__GLM-5.1"])
 def test_step_time_counts_kv_bytes_per_token_once(name: str, tmp_path: Path) -> None:
-    """Also where a block holds pages of two sizes (GLM's latents and the keys of its indexer)."""
+    """The models include GLM, whose blocks hold pages of two sizes: latents and the keys of its indexer."""
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
     on = Deployment(engine="vllm", gpu="h200", tensor_parallel_size=8, num_gpu_blocks_override=1000)
     plan = make_plan(str(tmp_path), on)
@@ -81,7 +81,7 @@ def test_step_time_counts_kv_bytes_per_token_once(name: str, tmp_path: Path) -> 
 def test_replay_and_plan_use_equal_memory_utilization(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU vLLM's default, on this CPU the hf engine's."""
+    """On a GPU, both use vLLM's default; on this CPU, the default of the hf engine."""
     replayed = _plan(parser().parse_args([TRACE, "--model", "demo", *where]))
     assert main(["plan", "demo", *where, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)

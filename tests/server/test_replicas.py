@@ -1,4 +1,4 @@
-"""tonnage plan --replicas auto: more load needs more servers, and what is not understood is refused by name."""
+"""``tonnage plan --replicas auto``: more load needs more replicas, and invalid flags are rejected by name."""
 
 from __future__ import annotations
 

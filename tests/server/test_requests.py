@@ -1,4 +1,4 @@
-"""Requests counted: how soon there is room again."""
+"""Request accounting: the estimate of when blocks become free."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 class ChunkChoice(CompletionChoice):
-    """OpenAI's own streams of /v1/completions send null here until the last chunk; its type forgets that."""
+    """A choice whose ``finish_reason`` may be null.
+
+    OpenAI's own streams of /v1/completions send null until the last chunk; openai's type does not permit it.
+    """
 
     finish_reason: Any
 
@@ -42,7 +45,7 @@ class CompletionChunk(Completion):
 
 
 class OpenResponse(Response):
-    """With what Open Responses asks for, and OpenAI's servers send, beyond openai's type."""
+    """A response with the fields beyond openai's type that Open Responses requires and OpenAI sends."""
 
     store: bool
     presence_penalty: float
@@ -217,7 +220,7 @@ def test_every_openai_field_is_classified(path: str) -> None:
 
 @pytest.mark.parametrize("path", TABLES)
 def test_honoured_fields_equal_request_model_fields(path: str) -> None:
-    """What is honoured is in the model, and nothing else is."""
+    """Every honoured field is in the request model, and the model has no other field."""
     fields: Fields = FIELDS[path]
     honoured = {
         name for name, rule in fields.table.items() if rule.standing is Standing.HONOURED and "." not in name

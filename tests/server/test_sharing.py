@@ -1,4 +1,4 @@
-"""What settings let others see and share: KV events, a system prompt among tenants; and Retry-After."""
+"""Settings that share cache state: KV events, and a system prompt for several tenants; and Retry-After."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tonnage status``, the page at / and the log lines of an operator, on a real server over HTTP."""
+"""``tonnage status``, the page at / and the operator's log lines, on a real server over HTTP."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def ask(server: Any, count: int, **body: Any) -> list[asyncio.Task[httpx.R
 async def test_status_of_a_busy_server_equals_its_metrics(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
-    """Two run, one waits, and everything shown is what the server says under its other names."""
+    """Two requests run and one waits; every value shown equals the server's metric for it."""
     engine = FakeEngine(small_plan(max_num_seqs=2), token_rate=50)
     async with run_server(engine, served=SupervisedEngine(lambda: engine)) as server:
         for _ in range(3):
@@ -216,7 +216,7 @@ async def test_repeated_rejections_are_summarized_in_one_log_line(
 
 
 class Fetched(HTMLParser):
-    """What a page would load or send, and its text."""
+    """The text of an HTML page and the resources that it would load."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ async def test_planner_page_is_served_at_plan_when_pyodide_is_present(
 
 @pytest.fixture(scope="module")
 def report(small_plan: Callable[..., Any], tokenizer: Any) -> str:
-    """/memory of a server that loads and has measured what it holds."""
+    """Return /memory of a server that is still loading and has measured its memory."""
     measured = MeasuredMemory(
         weights=269_060_352, kv_pool=94_371_840, framework=300 * 2**20, process_peak=700 * 2**20
     )
@@ -402,7 +402,7 @@ def test_status_reads_api_key_from_environment(report: str, monkeypatch: pytest.
 
 
 def test_unreadable_server_is_a_one_line_error(capsys: pytest.CaptureFixture[str], report: str) -> None:
-    """One line, which says what to do."""
+    """The error is one line with what to do."""
     older = json.loads(report)
     del older["requests"]
     unused = f"http://127.0.0.1:{free_port()}"

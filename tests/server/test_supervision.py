@@ -26,7 +26,7 @@ from tonnage.server.engines.supervisor import SupervisedEngine
 
 async def test_restarted_engine_keeps_counters_increasing(run_server, small_plan) -> None:
     class Engine(Loading):
-        """As hf and vLLM, it has no capacity before it has loaded."""
+        """An engine without capacity before it has loaded, as the hf and vLLM engines."""
 
         def capacity(self) -> Capacity:
             if not self._ready:
@@ -99,7 +99,7 @@ async def test_server_exits_when_engine_keeps_dying(small_plan) -> None:
 
 
 async def test_resources_of_a_dead_engine_are_released_after_restart(small_plan) -> None:
-    """Also what refers to itself, as vLLM's client does: its sockets were open for ever."""
+    """Objects in reference cycles are released too; vLLM's client is in one, and its sockets stayed open."""
 
     class Itself:
         def __init__(self) -> None:

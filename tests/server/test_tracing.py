@@ -1,4 +1,4 @@
-"""Spans as a real OTLP collector gets them over HTTP."""
+"""Request spans, received by a real OTLP collector over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {value for value in vars(conventions).values() if isinstance(value, str)
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """(endpoint, spans received so far)."""
+    """Yield the endpoint of an OTLP collector and the list of spans that it has received."""
     spans: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The command ``tonnage watch``: what it prints, refuses and exports."""
+"""The command ``tonnage watch``: its output, rejected arguments and exported metrics."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def scraped(url: str, until: Callable[[dict[str, float]], bool]) -> dict[str, fl
 
 
 def test_watch_exports_metrics_before_during_and_after_server_lifetime() -> None:
-    """In a process of its own, as under systemd: before there is a server, with it, after it; then SIGTERM."""
+    """Run the command in its own process, as under systemd, and end it by SIGTERM."""
     with vllm("full") as server:
         stored, server.paths = server.paths, {}
         with watching(server.url, "--port", "0", "--interval", "0.2", "--json", "--gpu", "h100-80g") as process:

@@ -1,4 +1,4 @@
-"""``tonnage watch`` and servers that are started again, come and go, or misbehave."""
+"""``tonnage watch`` with servers that restart, disappear or misbehave."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_loading_server_is_reported_as_not_ready() -> None:
 
 
 def test_redirect_is_not_followed() -> None:
-    """A key is for the host it was given for."""
+    """A key must reach only the host that it was given for."""
     away = Stored("", 302, {"Location": "http://elsewhere.invalid/metrics"})
     with pages(metrics=away) as server, pytest.raises(WatchError, match=r"redirected to http://elsewhere\.inv"):
         look(server)

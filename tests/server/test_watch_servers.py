@@ -1,4 +1,4 @@
-"""``tonnage watch`` reads recorded pages of each server, and our own server."""
+"""``tonnage watch`` on recorded pages of each server type, and on a Tonnage server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def qwen(tmp_path: Path) -> str:
 
 
 def test_vllm_full_pool_is_read_from_its_metrics() -> None:
-    """22 blocks of 128 tokens, one of them the null block, from 64 MiB."""
+    """The pool of 64 MiB has 22 blocks of 128 tokens, one of them the null block."""
     with vllm() as server:
         found = look(server)
     assert (found.facts.title, found.facts.version, found.facts.served) == ("vLLM", "0.32.0", "demo")
@@ -50,7 +50,7 @@ def test_vllm_full_pool_is_read_from_its_metrics() -> None:
 
 
 def test_vllm_headroom_uses_average_finished_request() -> None:
-    """30 requests of 12 + 400 tokens hold 4 blocks of 128 each."""
+    """30 requests of 12 + 400 tokens hold 4 blocks of 128 tokens each."""
     with vllm("after") as server:
         found = look(server)
     assert found.reading.counters.preemptions == 38
@@ -83,7 +83,7 @@ def test_unknown_device_limits_plan_to_weights_and_pool() -> None:
 
 
 def test_vllm_server_info_completes_the_plan() -> None:
-    """VLLM_SERVER_DEV_MODE=1: device, batch, parallel sizes."""
+    """With VLLM_SERVER_DEV_MODE=1, vLLM reports its device, batch limits and parallel sizes."""
     with vllm(server_info=recorded(VLLM, "server_info.json")) as server:
         found = look(server)
         assert found.facts.flags["max_num_seqs"] == 16
@@ -120,7 +120,7 @@ def test_disabled_vllm_metrics_are_reported(tmp_path: Path) -> None:
 
 
 def test_vllm_with_tonnage_plugin_exports_its_plan() -> None:
-    """Families of docs/vllm.md beside vLLM's own: no flag is needed, and none is taken."""
+    """The plan is in the metrics of docs/vllm.md; planner flags are neither needed nor accepted."""
     ours = """
 tonnage_plan_info{model="demo",plan_id="abc",revision="0",engine="vllm",architecture="L",quantization="none"} 1
 tonnage_plan_info{model="demo",plan_id="def",revision="1",engine="vllm",architecture="L",quantization="none"} 1
@@ -211,7 +211,7 @@ def test_model_path_of_another_machine_is_rejected() -> None:
 
 
 def test_sglang_pool_and_plan_are_read_from_its_metrics(qwen: str) -> None:
-    """12,288 bytes a token; its page of 20,480 tokens says 0.23 GiB."""
+    """The model needs 12,288 bytes per token; SGLang reports 0.23 GiB for 20,480 tokens."""
     with sglang() as server:
         found = look(server, qwen, gpu="h100-80g")
     (replica,) = found.reading.replicas
@@ -237,7 +237,7 @@ def test_sglang_pool_and_plan_are_read_from_its_metrics(qwen: str) -> None:
 
 
 def test_older_sglang_metrics_are_read(qwen: str) -> None:
-    """Names of its documentation; arguments under /get_server_info."""
+    """The metric names are from SGLang's documentation; its arguments are under /get_server_info."""
     with sglang("0.4", get_server_info=recorded(SGLANG, "server_info.json")) as server:
         del server.paths["/server_info"]
         found = look(server, qwen)
@@ -262,7 +262,7 @@ def test_disabled_sglang_metrics_are_reported(qwen: str) -> None:
 async def test_tonnage_server_plan_is_read_unchanged(
     run_server: Callable[..., Any], small_plan: Callable[..., Plan]
 ) -> None:
-    """It tells its plan, also where it speaks vLLM's names beside its own; what it says is shown as it is."""
+    """The server exports its plan, also with vLLM's metric names beside its own."""
     plan = small_plan()
     async with run_server(FakeEngine(plan), metrics_compat="vllm") as running:
         for number in range(3):
