@@ -1,7 +1,7 @@
-"""The engine interface: what the API can request from the HF, vLLM, Ray and fake engines.
+"""The engine interface: what the API process can request from the HF, vLLM, Ray and fake engines.
 
-The API process handles text (tokenization, detokenization, stop strings); an engine receives and returns token
-ids only. The types that cross this interface are in ``request``, ``chunk``, ``stats``, ``capacity`` and
+The API process handles text (tokenization, detokenization, stop strings). An engine receives and returns only
+token ids. The types that this interface uses are in ``request``, ``chunk``, ``stats``, ``capacity`` and
 ``errors``.
 """
 
@@ -20,12 +20,12 @@ from tonnage.server.engines.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The optional features of an engine; the API rejects a request for any other feature by name.
+    """The optional features that an engine supports; the API rejects a request for any other feature.
 
     Attributes:
-        honours: the fields of SamplingParams (and ``priority``) that the engine acts on.
+        honours: names of the SamplingParams fields (and ``priority``) that have an effect in this engine.
         embeds: whether the engine returns an embedding of each prompt instead of text.
-        own_metrics: whether ``Engine.own_metrics`` returns a page.
+        own_metrics: whether ``Engine.own_metrics`` returns a metrics page.
     """
 
     honours: frozenset[str] = BASIC_PARAMS
@@ -34,7 +34,7 @@ class Capabilities:
 
 
 def common(each: Iterable[Capabilities]) -> Capabilities:
-    """Return the capabilities that all given engines share, or the mandatory ones if no engine is given."""
+    """Return the capabilities that all given engines share; without engines, the mandatory capabilities."""
     first, *others = tuple(each) or (Capabilities(),)
     for other in others:
         first = Capabilities(
@@ -46,16 +46,16 @@ def common(each: Iterable[Capabilities]) -> Capabilities:
 
 
 class Engine(ABC):
-    """One running model. The event loop of the API process calls all methods."""
+    """One running model, as the API process sees it; the event loop of the API process calls all methods."""
 
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The memory plan that was made before the model was loaded (revision 0)."""
+        """The memory plan that was made before the model was loaded (plan revision 0)."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """The optional features of this engine; available before the start, too."""
+        """The optional features of this engine; they are available before the start, too."""
         return Capabilities()
 
     @abstractmethod
@@ -73,14 +73,14 @@ class Engine(ABC):
         Closing the generator aborts the request and frees its blocks within one step.
 
         Raises:
-            NeverFits: the request can never fit the pool; raised before the first chunk.
-            QueueFull: the engine cannot take the request now; raised before the first chunk.
+            NeverFits: the request can never fit into the pool; raised before the first chunk.
+            QueueFull: the engine cannot accept the request now; raised before the first chunk.
             EngineDead: the engine process ended; raised at any time.
         """
 
     @abstractmethod
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Abort a request, or only sequence ``index`` of it where the engine can.
+        """Abort a request, or only its sequence ``index`` if the engine supports that.
 
         The last chunk of an aborted sequence has the finish reason ``abort``.
         """
@@ -91,7 +91,10 @@ class Engine(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether the engine can serve now. Engines override it where a snapshot is slow."""
+        """Whether the engine can serve now.
+
+        An engine overrides this property if its statistics are slow to make.
+        """
         return self.stats().ready
 
     @abstractmethod
@@ -103,13 +106,13 @@ class Engine(ABC):
         """
 
     def own_metrics(self) -> bytes:
-        """Return the engine's own metrics page; empty without that capability."""
+        """Return the engine's own metrics page; empty if ``Capabilities.own_metrics`` is false."""
         return b""
 
     @abstractmethod
     async def drain(self, seconds: float) -> None:
-        """Stop admitting requests; return when the running ones have finished or ``seconds`` have passed."""
+        """Stop admitting requests; return when running requests have finished or ``seconds`` have passed."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End the engine, also during its start. A second call does nothing."""
+        """Stop the engine, also while it is starting. A second call does nothing."""

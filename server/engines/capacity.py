@@ -1,4 +1,4 @@
-"""The capacity of an engine: the limits set by its plan, and the capacity measured after the load."""
+"""The capacity of an engine: the limits that its plan sets, and the capacity measured after the load."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Capacity:
     num_blocks: int
     block_size: int
     max_model_len: int
-    plan: Plan  # revision 1: with the measured bytes
+    plan: Plan  # plan revision 1, with measured instead of forecast bytes
 
 
 def limits_of(plan: Plan) -> Limits:
-    """Return the admission limits of a plan: its block pool and its length limits.
+    """Return the admission limits of a plan: the size of its block pool and its length limits.
 
     Raises:
-        DeploymentError: the plan leaves a limit open.
+        DeploymentError: the plan has no value for one of these limits.
     """
     deployment = plan.deployment
     values = {
@@ -48,11 +48,11 @@ def limits_of(plan: Plan) -> Limits:
 
 
 def held_to(plan: Plan, source: ModelSource, deployment: Deployment) -> Plan:
-    """Return the plan of ``source`` with a KV pool size that an engine on a GPU can keep.
+    """Return the plan of ``source`` with a KV pool size that an engine on a GPU can keep after its load.
 
-    Requests reserve blocks of this pool, and the engine gets its size as a setting instead of measuring free
-    memory. The size is the lower end of the plan's interval if it holds at least one sequence. A plan for a
-    CPU, or with a pool size set by a flag, is returned unchanged.
+    The plan forecasts an interval for the pool size. The engine gets the lower end of the interval as a
+    setting, if it holds at least one sequence, instead of measuring free memory. Requests reserve blocks of
+    this pool. A plan for a CPU, or with a pool size set by a flag, is returned unchanged.
     """
     if plan.deployment.device == "cpu" or "kv_pool_bytes" not in plan.intervals:
         return plan

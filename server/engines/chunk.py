@@ -10,9 +10,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural log probability of one token, and the likeliest alternatives at the same position.
+    """The natural log probability of one token, and the likeliest alternatives at its position.
 
-    ``top`` holds pairs (token id, log probability), the likeliest first.
+    ``top`` holds pairs (token id, log probability), with the likeliest token first.
     """
 
     token_id: int
@@ -20,23 +20,25 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)  # one per token: a frozen dataclass takes five times as long to create
+# Not frozen, because one is created per token and a frozen dataclass takes five times as long to create.
+@dataclass(slots=True)
 class Chunk:
-    """New tokens of one of the n sequences of a request; treat as immutable.
+    """New tokens of one of the n sequences of a request; treat it as immutable.
 
     ``token_ids`` excludes the stop token that ended the sequence. ``logprobs`` has one entry per token if the
-    request asked for them. ``prompt_logprobs`` is set in the first chunk only, with one entry per prompt token;
-    the first entry is None, because no token precedes it.
+    request asked for log probabilities. ``prompt_logprobs`` is set only in the first chunk, with one entry per
+    prompt token. Its first entry is None, because no token precedes the first prompt token.
     """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    cached_tokens: int = 0  # number of prompt tokens found in the prefix cache
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    embedding: tuple[float, ...] = ()  # of the prompt, in the single chunk of an embedding request
-    queued_seconds: float | None = None  # from submission to admission; None: the engine does not report it
-    refused: bool = False  # with ``error``: the request is invalid, the engine is not at fault
+    embedding: tuple[float, ...] = ()  # embedding of the prompt, in the only chunk of an embedding request
+    # Seconds from submission to admission; None if the engine does not report it.
+    queued_seconds: float | None = None
+    refused: bool = False  # with ``error``: whether the request caused the error, not the engine

@@ -1,4 +1,4 @@
-"""Errors raised by engines; ``tonnage.server.errors`` maps the ``code`` of each to an HTTP response."""
+"""Errors that engines raise; ``tonnage.server.errors`` maps the ``code`` of each to an HTTP response."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from tonnage.planner.errors import TonnageError
 
 
 class EngineDead(TonnageError):
-    """The engine process has ended; all requests in flight fail with this error."""
+    """An error for all requests in flight because the engine process has ended."""
 
     code = "engine_dead"
 
 
 class NeverFits(TonnageError):
-    """The request exceeds the capacity of the KV pool at any time; the message has the numbers."""
+    """An error for a request that exceeds even an empty KV pool; the message has the numbers."""
 
     code = "exceeds_kv_capacity"
 
 
 class Refused(TonnageError):
-    """The request is invalid in a way only the engine can detect: its grammar, or conflicting parameters."""
+    """An error for an invalid request that only the engine can detect, such as an invalid grammar."""
 
     code = "invalid_value"
 
 
 class QueueFull(TonnageError):
-    """The request would fit, but not now. ``retry_after_seconds`` comes from the drain estimate."""
+    """An error for a request that could fit, but not now.
+
+    ``retry_after_seconds`` is an estimate of when blocks will be free.
+    """
 
     code = "server_overloaded"
     retry_after_seconds: float = 1.0

@@ -1,6 +1,6 @@
-"""An engine without a model: real admission and a real block manager, with generated tokens, in process.
+"""An engine without a model: real admission and a real block manager with generated tokens, in this process.
 
-It serves to test everything around an engine, and to try a client against the capacity of a plan. It queues,
+It tests everything around an engine, and shows how a client behaves within the capacity of a plan. It queues,
 rejects, shares prefixes and frees blocks as an engine with that plan would, at a given token rate.
 """
 
@@ -32,16 +32,20 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 
 log = logging.getLogger("tonnage.server")
 
-# Chunks that are delivered to their streams in one iteration of the event loop. Each wakes a task that writes
-# to a socket (40 us); delivering a whole batch at once would delay all other tasks by their sum.
+# Number of chunks delivered to their streams in one iteration of the event loop. Each chunk wakes a task that
+# writes to a socket (40 us). Delivering a whole batch at once would delay all other tasks by the sum.
 _CHUNKS_A_ROUND = 64
 
-# (request, index of the sequence) -> its output tokens; an iterator that ends stands for a stop token.
+# A function of a request and the index of a sequence that returns the sequence's output tokens. If the iterator
+# ends, the sequence ends as at a stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
 
 
 def random_reply(vocab_size: int) -> Reply:
-    """Return endless random tokens, reproducible for a prompt with a seed or with greedy sampling."""
+    """Return a reply function that yields random tokens without end.
+
+    The tokens are reproducible for a prompt if the request has a seed or greedy sampling.
+    """
 
     def reply(request: GenerationRequest, index: int) -> Iterator[int]:
         params = request.params
@@ -51,7 +55,7 @@ def random_reply(vocab_size: int) -> Reply:
             draw = random.Random(f"{request.prompt_token_ids} {params.seed} {index}")
         else:
             draw = random.Random()
-        uniform = draw.random  # a third of what randrange costs
+        uniform = draw.random  # takes a third of the time of randrange
         while True:
             yield int(uniform() * vocab_size)
 
@@ -60,7 +64,7 @@ def random_reply(vocab_size: int) -> Reply:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Request:
-    """A request in flight and the inbox that receives its chunks."""
+    """A request in flight, with the inbox that receives its chunks."""
 
     request: GenerationRequest
     inbox: Inbox[Chunk | TonnageError]
@@ -69,12 +73,12 @@ class _Request:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class _Sequence(Sequence):
-    """A sequence of the fake engine. ``said`` holds its tokens so far; ``reply`` yields the next ones."""
+    """A sequence of the fake engine; ``said`` has its output tokens so far, ``reply`` yields the next ones."""
 
     owner: _Request
     reply: Iterator[int]
     said: list[int] = dataclasses.field(default_factory=list)
-    queued: float | None = None  # seconds until admission
+    queued: float | None = None  # seconds from arrival to admission
 
     def token_ids(self) -> list[int]:
         """Return the token ids of the prompt and the output so far."""
@@ -82,18 +86,18 @@ class _Sequence(Sequence):
 
     @property
     def salt(self) -> str:
-        """The salt that separates this tenant's prefix cache entries from others."""
+        """The request's prefix cache salt; only requests with equal salts share blocks."""
         return self.owner.request.cache_salt
 
 
 class FakeEngine(Engine):
-    """An engine that schedules requests over the plan's block pool and computes no model.
+    """An engine that schedules requests over the plan's block pool without computing a model.
 
     Args:
         plan: memory plan whose pool and limits apply.
         policy: admission policy; None means guaranteed mode.
-        token_rate: tokens per second of each sequence; infinite means without delay.
-        reply: produces the output tokens of a sequence; default: random tokens.
+        token_rate: tokens per second of each sequence; infinite means no delay.
+        reply: function that returns the output tokens of a sequence; random tokens by default.
         load_seconds: duration of ``start``.
         start_error: error that ``start`` raises at its end.
         memory: measured memory to report in the statistics.
@@ -121,7 +125,7 @@ class FakeEngine(Engine):
         self._start_error = start_error
         self._memory = memory or MeasuredMemory()
         self._live: dict[str, _Request] = {}
-        self._said: list[tuple[_Request, Chunk]] = []  # chunks of the step, not yet delivered
+        self._said: list[tuple[_Request, Chunk]] = []  # chunks of the current step that are not delivered yet
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -172,7 +176,7 @@ class FakeEngine(Engine):
             self._forget(request.request_id)
 
     def add(self, request: GenerationRequest, arrival: float) -> _Request:
-        """Queue a request that arrived at ``arrival`` (seconds since any fixed origin)."""
+        """Queue a request that arrived at time ``arrival``, in seconds since a fixed origin."""
         entry = _Request(request, Inbox())
         first = _Sequence(
             prompt=len(request.prompt_token_ids),
@@ -190,7 +194,7 @@ class FakeEngine(Engine):
         return entry
 
     def _refuse_never(self, request: GenerationRequest) -> None:
-        """Raise NeverFits for a request that exceeds the pool or the length limits at any time."""
+        """Raise NeverFits for a request that exceeds the length limits or an empty pool."""
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = refusal(wish, self._manager.limits)
         if answer is not None:
@@ -199,7 +203,7 @@ class FakeEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Abort a request or one of its sequences; an unknown request is ignored."""
+        """Abort a request or only its sequence ``index``; an unknown request is ignored."""
         entry = self._live.get(request_id)
         if entry is None:
             return
@@ -216,12 +220,12 @@ class FakeEngine(Engine):
         return self._ready and self._dead is None
 
     def stats(self) -> EngineStats:
-        """Return the scheduler's statistics with the configured memory figures."""
+        """Return the scheduler's statistics, with the measured memory that the constructor was given."""
         stats = engine_stats(self.scheduler, self._generation_tokens, ready=self.ready)
         return dataclasses.replace(stats, memory=self._memory)
 
     def capacity(self) -> Capacity:
-        """Return the capacity of the plan."""
+        """Return the planned capacity, because the fake engine measures nothing."""
         deployment = self._plan.deployment
         assert deployment.max_model_len is not None
         return Capacity(
@@ -232,13 +236,13 @@ class FakeEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
-        """Stop admitting requests and wait at most ``seconds`` for the running ones."""
+        """Stop admitting requests, and wait at most ``seconds`` for the running requests."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
-        """End the step loop."""
+        """Stop the task that computes the steps."""
         self._ready = False
         if self._loop is not None:
             self._loop.cancel()
@@ -279,7 +283,7 @@ class FakeEngine(Engine):
                 owner.inbox.put_nowait(chunk)
 
     def step(self) -> Step[_Sequence]:
-        """Run one step: compute the scheduled tokens, then draw a token for each sequence that is complete."""
+        """Run one step: compute the scheduled tokens, then draw a token for each fully computed sequence."""
         scheduler, begun = self.scheduler, time.perf_counter()
         sample_laws(self._manager, scheduler.steps + 1)
         step = scheduler.step()
@@ -326,7 +330,7 @@ class FakeEngine(Engine):
         return forks
 
     def _draw(self, drawing: list[_Sequence]) -> None:
-        """Append the next token to each sequence; it ends at a stop token or after max_tokens."""
+        """Append the next token to each sequence; a sequence ends at a stop token or at max_tokens."""
         going: list[_Sequence] = []
         tokens: list[int] = []
         for sequence in drawing:
@@ -351,7 +355,7 @@ class FakeEngine(Engine):
 
     def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
         owner = sequence.owner
-        # Positional arguments: keywords would cost a third more.
+        # Positional arguments, because keyword arguments take a third more time.
         chunk = Chunk(
             owner.request.request_id, sequence.index, token_ids, reason, sequence.cached,
             None, (), (), (), sequence.queued,
@@ -363,7 +367,7 @@ class FakeEngine(Engine):
         sequence.owner.sequences.remove(sequence)
 
     def _forget(self, request_id: str) -> None:
-        """Drop a request in any state; its blocks are free when this returns."""
+        """Drop a request in any state and free its blocks before returning."""
         entry = self._live.pop(request_id, None)
         if entry is None:
             return

@@ -1,4 +1,4 @@
-"""Heap settings of the API process: return freed memory to the kernel, keep garbage collections short."""
+"""Heap settings of the API process that return freed memory to the kernel and shorten garbage collections."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import contextlib
 import ctypes
 import gc
 
-# mallopt(3), malloc.h of glibc: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX. Blocks over 128 KiB (bodies,
-# texts) return to the kernel when freed, and so does the end of the heap beyond 1 MiB. Without these settings
-# glibc raises both limits with the first large block that is freed. One arena, because each thread that loads
-# or encodes would keep its peak (vLLM with a vocabulary of 262,144: 40 MiB at rest, 230 during the load).
+# mallopt(3) parameters (glibc malloc.h): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX. Blocks over 128
+# KiB (bodies, texts) return to the kernel when freed, and so does free memory over 1 MiB at the end of the
+# heap. Without these settings glibc raises both thresholds when the first large block is freed. One arena is
+# enough, because with more each thread that loads or encodes would keep its peak (vLLM with a vocabulary of
+# 262,144: 40 MiB at rest, 230 MiB during the load).
 _MALLOC = ((-3, 2**17), (-1, 2**20), (-8, 1))
 
 
 def bound_heap() -> None:
-    """Make the allocator return freed memory to the kernel. Call first: earlier allocations are unaffected."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    """Make the allocator return freed memory to the kernel; it affects only later allocations."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         for option, value in _MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
 
 
 def settle_heap() -> None:
-    """Exempt all present objects from garbage collection and return free memory to the kernel.
+    """Exempt all existing objects from garbage collection, and return free memory to the kernel.
 
-    A full collection visits every object: 60 to 170 ms with the code and the model's tables loaded, during
-    which no stream receives a token (benchmarks/server.py, 512 streams). Call it after a model has loaded. It
-    also collects garbage among the objects exempted before, such as a stopped engine and its open files.
+    A full collection visits every object. With the code and the model's tables loaded it takes 60 to 170 ms,
+    during which no stream receives a token (benchmarks/server.py, 512 streams). Call this after a model has
+    loaded. It also collects garbage among objects exempted earlier, such as a stopped engine and its open
+    files.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,9 +1,9 @@
 """Publisher of KV cache events over ZeroMQ in vLLM's format, so that routers made for vLLM can subscribe.
 
-Wire format (vllm/distributed/kv_events.py, 0.32.0): frames ``topic, sequence number (8 bytes, big-endian),
-payload``. The payload is msgpack of the array ``[timestamp, [event, ...], data_parallel_rank]``; an event is a
-map with its class name under ``type``. A second, optional ROUTER socket replays the last batches: a request is
-one frame with the first sequence number wanted, and the reply ends with sequence number -1.
+A message (vllm/distributed/kv_events.py, 0.32.0) has the frames ``topic, sequence number (8 bytes, big-endian),
+payload``. The payload is msgpack of the array ``[timestamp, [event, ...], data_parallel_rank]``. An event is a
+map with its class name under ``type``. A second, optional ROUTER socket sends recent batches again. A replay
+request is one frame with the first wanted sequence number, and the reply ends with sequence number -1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tonnage.cache.prefix.events import AllBlocksCleared, BlockStored, KVEvent
 from tonnage.server.engines.sharing import KVEventsConfig
 
 END = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"  # vLLM's name for the pool that the model reads, also on other devices
+MEDIUM = "GPU"  # vLLM's name for the pool that the model reads, used on other devices, too
 
 
 def encode(events: Sequence[KVEvent], timestamp: float, rank: int | None = None) -> bytes:
@@ -42,15 +42,15 @@ def _event(event: KVEvent) -> dict[str, Any]:
 
 
 class KVEventPublisher:
-    """A publisher of event batches on a thread of its own; `publish` never waits for a subscriber.
+    """A publisher of KV event batches with a thread of its own; `publish` never waits for a subscriber.
 
     Args:
         endpoint: address to bind, such as ``tcp://*:5557``.
-        replay_endpoint: address to bind for replay requests; None: no replays.
+        replay_endpoint: address to bind for replay requests; None for no replays.
         topic: first frame of every message.
         rank: data-parallel rank in the payload.
         buffer_steps: number of batches kept for replays.
-        max_queue_size: number of queued batches beyond which `publish` drops and counts.
+        max_queue_size: number of queued batches above which `publish` drops and counts batches.
         hwm: ZeroMQ's limit of queued messages per subscriber.
 
     Raises:
@@ -92,7 +92,7 @@ class KVEventPublisher:
 
     @classmethod
     def of(cls, config: KVEventsConfig) -> KVEventPublisher:
-        """Create the publisher described by ``--kv-events-config``."""
+        """Create the publisher configured by ``--kv-events-config``."""
         return cls(
             config.endpoint,
             config.replay_endpoint,
@@ -103,14 +103,14 @@ class KVEventPublisher:
         )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue one batch of events; suitable as a callback for `KVCacheManager.subscribe`."""
+        """Queue one batch of events; this method can be the callback of `KVCacheManager.subscribe`."""
         try:
             self._queue.put_nowait((time.time(), events))
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Send the queued batches, then end the thread and close the sockets."""
+        """Send the queued batches, then stop the thread and close the sockets."""
         self._queue.put(None)
         self._thread.join()
         self._context.destroy(linger=1000)
@@ -119,7 +119,7 @@ class KVEventPublisher:
         sequence = 0
         while True:
             try:
-                # Replays are answered between batches, at the latest after this wait.
+                # Wait at most 0.1 s for a batch, so that replay requests are answered soon.
                 item = self._queue.get(timeout=0.1)
             except queue.Empty:
                 self._answer_replays()
@@ -138,7 +138,7 @@ class KVEventPublisher:
         while replay is not None and replay.poll(0):
             frames = replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a request of this protocol, so there is no address for an error
+                continue  # not a replay request, so it has no address to send an error to
             client, first = frames[0], int.from_bytes(frames[2], "big")
             for sequence, payload in self._kept:
                 if sequence >= first:

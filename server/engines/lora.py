@@ -1,4 +1,4 @@
-"""LoRA adapters loaded at start: ``--lora-modules name=path``, a flag of the same form as in vLLM."""
+"""LoRA adapters loaded at start, given by ``--lora-modules name=path``, a flag with vLLM's syntax."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FIELD = "lora_modules"
 
 @dataclass(frozen=True, slots=True)
 class LoRAModule:
-    """A LoRA adapter in PEFT's format. ``name`` is the ``model`` field of requests for it."""
+    """A LoRA adapter in PEFT's format; requests select it by ``name`` in their ``model`` field."""
 
     name: str
     path: Path
 
 
 def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> tuple[LoRAModule, ...]:
-    """Return the adapters described by texts of the form ``name=path``.
+    """Return the LoRA adapters that the texts ``given``, of the form ``name=path``, describe.
 
     Raises:
         DeploymentError: a name is used twice, a folder has no adapter, or a rank exceeds ``max_lora_rank``.
@@ -38,7 +38,8 @@ def _module(text: str, max_lora_rank: int) -> LoRAModule:
     if not name or not folder:
         raise DeploymentError(f"{text!r} does not have the form name=path", field=_FIELD)
     path = Path(folder).absolute()
-    if not (path / "adapter_model.safetensors").is_file():  # never adapter_model.bin: a pickle
+    # The file adapter_model.bin is not accepted, because it is a pickle.
+    if not (path / "adapter_model.safetensors").is_file():
         raise DeploymentError(f"{path} has no adapter_model.safetensors", field=_FIELD)
     try:
         config = json.loads((path / "adapter_config.json").read_bytes())

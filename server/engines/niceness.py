@@ -1,19 +1,19 @@
-"""Scheduling priority of an engine that computes on the CPU, below that of the API process."""
+"""Scheduling priority of an engine that computes on the CPU: lower than that of the API process."""
 
 from __future__ import annotations
 
 import os
 
-# Compute threads keep every core busy. At equal priority, a probe, a scrape or a token on its way out waits for
-# a time slice: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same tokens per second
-# (benchmarks/metrics_scrape.py, hf engine).
+# Niceness of the engine. Its compute threads keep every core busy. At equal priority, the API process waits for
+# a time slice to answer a probe or a scrape, or to send a token. 99 % of scrapes took at most 5.4 to 5.8 ms,
+# and with nice 5 3.7 to 4.0 ms, at equal tokens per second (benchmarks/metrics_scrape.py, HF engine).
 BEHIND_THE_API = 5
 
 
 def stand_back() -> None:
-    """Lower the priority of all threads of this process, and of threads they start later.
+    """Lower the scheduling priority of all threads of this process, and of threads they start later.
 
-    os.nice would change the calling thread only.
+    os.nice would change only the calling thread.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)

@@ -1,4 +1,7 @@
-"""Creation of the block manager from a plan, and statistics of manager and scheduler (hf and fake engines)."""
+"""Creation of the block manager from a plan, and statistics of block manager and scheduler.
+
+The HF and the fake engine use this module.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,21 @@ from tonnage.server.engines.stats import EngineStats, PoolStats, stats_of_auto
 
 log = logging.getLogger("tonnage.server")
 
-# Steps between two checks of the invariants. One takes 2 ms with all of 262,144 blocks cached (test machine).
+# Steps between two checks of the block manager's invariants. A check takes 2 ms if all of 262,144 blocks are
+# cached (test machine).
 LAWS_EVERY = 1024
 
 
 def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -> KVCacheManager:
-    """Create the block manager of the plan's pool. ``policy`` None means guaranteed mode.
+    """Create the block manager for the plan's KV pool.
+
+    Args:
+        plan: the memory plan.
+        policy: admission policy; None means guaranteed mode.
+        kv_events: whether the manager reports KV events.
 
     Raises:
-        DeploymentError: the plan leaves a limit open.
+        DeploymentError: the plan has no value for a limit.
     """
     limits = limits_of(plan)
     return KVCacheManager(
@@ -32,28 +41,28 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),  # make_plan has filled it in
+        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),  # make_plan has set it
         policy=policy or Policy(),
         kv_events=kv_events,
     )
 
 
 def sample_laws(manager: KVCacheManager, step: int) -> None:
-    """Check the block manager's invariants at regular steps; log and count a violation."""
+    """Check the block manager's invariants every `LAWS_EVERY` steps; log and count a violation."""
     if step % LAWS_EVERY == 0 and (law := manager.sample_invariants()) is not None:
         log.error("the block manager's invariant %s does not hold; restart this engine and report it", law)
 
 
 def share(manager: KVCacheManager, sharing: Sharing) -> None:
-    """Connect the manager to the configured event publisher and shared prefixes.
+    """Connect the block manager to the configured event publisher and shared prefixes.
 
     Raises:
-        DeploymentError: an endpoint cannot be bound.
+        DeploymentError: an endpoint of the publisher cannot be bound.
     """
     for prefix in sharing.prefixes:
         manager.allow_prefix(prefix)
     if sharing.events is not None:
-        # The extra `events` is optional.
+        # Imported here, because zmq belongs to the optional extra "events".
         import zmq
 
         # This module imports zmq and msgspec at its top.
@@ -70,7 +79,7 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
 
 
 def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool = True) -> EngineStats:
-    """Return the engine's statistics without measured memory; takes tens of microseconds."""
+    """Return the statistics of scheduler and block pool in tens of microseconds, without measured memory."""
     counters = scheduler.counters
     return EngineStats(
         ready=ready,
@@ -91,9 +100,10 @@ def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool
 
 
 def pool_stats(manager: KVCacheManager) -> PoolStats:
-    """Return a snapshot of the block pool; takes tens of microseconds."""
+    """Return a snapshot of the block pool's statistics, in tens of microseconds."""
     stats, rows = manager.stats(), manager.rows
-    # Each group has its own blocks for the same positions; unused rows are all zeros.
+    # Every KV cache group has blocks for the same positions, so the waste of one group is multiplied. Unused
+    # rows are zero and add nothing.
     waste = (int(rows.room.sum()) - int(rows.computed.sum())) * len(manager.tables)
     return PoolStats(
         num_blocks=stats.num_blocks,

@@ -1,6 +1,6 @@
-"""Memory held by the processes of a server: anonymous plus shared memory, read from /proc (Linux only).
+"""Memory of a server's processes, anonymous plus shared, read from /proc (Linux only).
 
-RssAnon + RssShmem (proc_pid_status(5)) exclude file-backed pages: libraries, and mapped files. All processes
+RssAnon + RssShmem (proc_pid_status(5)) exclude file-backed pages: libraries and mapped files. All processes
 share these pages and the kernel reclaims them under pressure, so a plan does not count them.
 """
 
@@ -14,17 +14,17 @@ from types import TracebackType
 
 _KIB = 1024
 
-# Shared memory below this is summed as it stands: a double count is smaller than a page table. To answer
-# smaps_rollup the kernel walks every page of a process, private ones included: 80 ms for 2.6 GiB, holding the
-# lock that page faults need.
+# Up to this number of bytes, the processes' shared memory is summed without correction; counting it twice is a
+# negligible error. Above it, smaps_rollup gives the exact share. To answer that, the kernel walks every page of
+# a process, including private pages: 80 ms for 2.6 GiB, while it holds the lock that page faults need.
 _SHARED_THAT_MATTERS = 4 * 1024 * _KIB
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return ``pid`` and all its living descendants; empty if ``pid`` has ended.
+    """Return ``pid`` and the process ids of all its living descendants; empty if the process has ended.
 
-    The parent comes from each /proc/N/stat, because /proc/PID/task/TID/children needs a kernel option
-    (CONFIG_PROC_CHILDREN) that not every kernel has.
+    The parent of each process is read from /proc/N/stat, because /proc/PID/task/TID/children needs a kernel
+    option (CONFIG_PROC_CHILDREN) that not every kernel has.
     """
     children: dict[int, list[int]] = {}
     alive = False
@@ -39,23 +39,24 @@ def process_tree(pid: int) -> list[int]:
     if not alive:
         return []
     tree = [pid]
-    for member in tree:  # grows during the loop
+    for member in tree:  # the list grows during the loop
         tree.extend(children.get(member, ()))
     return tree
 
 
 def process_tree_bytes(pid: int) -> int:
-    """Return RssAnon + RssShmem of a process and its descendants in bytes; 0 if it has ended.
+    """Return RssAnon + RssShmem of a process and its descendants in bytes; 0 if the process has ended.
 
-    Shared memory mapped by several processes of the tree counts once: above 4 MiB in total, the proportional
-    share (Pss_Shmem of smaps_rollup, Linux 5.9) replaces RssShmem. Anonymous pages count per process; a forked
-    child's unwritten pages count twice, but engines are spawned, not forked.
+    Shared memory that several processes of the tree map counts once. If it is above 4 MiB in total, each
+    process's proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) replaces its RssShmem. Anonymous pages
+    count per process. So pages that a forked child shares with its parent count twice, but engines are spawned,
+    not forked.
     """
     return _held(process_tree(pid))
 
 
 def _held(tree: Sequence[int]) -> int:
-    """Return RssAnon + RssShmem of the given processes in bytes; ended processes count 0."""
+    """Return RssAnon + RssShmem of the given processes in bytes; a process that has ended counts as 0."""
     anonymous = 0
     shared: dict[int, int] = {}
     for member in tree:
@@ -71,17 +72,17 @@ def _held(tree: Sequence[int]) -> int:
 
 
 _SHARE_OF_A_CORE = 0.05
-# Listing the tree reads a file of every process of the machine; a sample reads one file per process of the
-# tree. Listing at each sample took most of the CPU time of an API process in front of vLLM
-# (benchmarks/server.py, api_cpu_ms_per_token).
+# Seconds between two listings of the process tree. A listing reads a file of every process on the machine, and
+# a sample only one file per process of the tree. A listing at each sample took most of the CPU time of an API
+# process in front of vLLM (benchmarks/server.py, api_cpu_ms_per_token).
 _TREE_SECONDS = 1.0
 
 
 class PeakSampler:
     """A thread that records the peak of ``process_tree_bytes``, sampled every ``interval`` seconds.
 
-    It samples less often where its samples would take more than 5 % of a core. It can miss a peak shorter than
-    the interval, and the first second of a new process. Use it as a context manager, or call ``start`` and
+    It samples less often if sampling would take more than 5 % of a core. It can miss a peak shorter than the
+    interval, and the first second of a new process. Use it as a context manager, or call ``start`` and
     ``stop``.
     """
 
@@ -91,22 +92,22 @@ class PeakSampler:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._tree: list[int] = []
-        self._found = 0.0  # time when the tree was listed
+        self._found = 0.0  # time of the last listing of the process tree
         self._current = 0
         self._peak = 0
 
     @property
     def current(self) -> int:
-        """Bytes at the most recent sample."""
+        """Bytes that the process tree held at the most recent sample."""
         return self._current
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes at any sample since ``start``."""
+        """Largest number of bytes that the process tree held at any sample."""
         return self._peak
 
     def sample(self) -> int:
-        """Take one sample now and return it in bytes."""
+        """Take a sample now; return the bytes that the process tree holds."""
         self._tree = process_tree(self._pid)
         self._found = time.monotonic()
         return self._sample()
@@ -126,7 +127,7 @@ class PeakSampler:
         self._thread.start()
 
     def stop(self) -> int:
-        """End the thread after a last sample; return the peak in bytes."""
+        """End the sampling thread after a last sample; return the peak in bytes."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -160,13 +161,16 @@ def _parent(pid: int) -> int | None:
             text = stat.read()
     except OSError:  # the process ended after the listing
         return None
-    # The second field is the command in parentheses and may itself hold ") "; the last one closes it.
+    # The second field is the command in parentheses. The command may contain ") ", so search for the last ")".
     state, parent, *_ = text[text.rindex(b")") + 2 :].split()
     return None if state == b"Z" else int(parent)
 
 
 def _fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Return the named ``Name:  N kB`` lines of a /proc file in bytes; empty if the process has ended."""
+    """Return the values in bytes of the lines ``Name:  N kB`` of a /proc file, for the given names.
+
+    Returns an empty dictionary if the process has ended.
+    """
     found: dict[str, int] = {}
     try:
         with open(path, encoding="ascii", errors="replace") as lines:

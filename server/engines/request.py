@@ -9,10 +9,10 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """A request for the prompt's embedding instead of generated tokens.
+    """Parameters of a request for the prompt's embedding instead of generated tokens.
 
-    ``dimensions`` truncates the vector to its first components and normalizes it again; the model must be
-    trained for that.
+    ``dimensions`` truncates the vector to its first components and normalizes it again. The model must be
+    trained for truncation.
     """
 
     dimensions: int | None = None
@@ -20,17 +20,19 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters with vLLM's meanings. temperature 0 is greedy; top_k 0 is off.
+    """Sampling parameters with vLLM's meanings: temperature 0 is greedy, and top_k 0 means no top_k.
 
-    The API rejects a field that the engine does not honour (``Capabilities.honours``).
+    The API rejects a parameter that the engine does not support (``Capabilities.honours``).
 
     Attributes:
-        logprobs: number of likeliest tokens whose log probabilities accompany each token's own, before
-            temperature and truncation (vLLM's ``raw_logprobs``); None: no log probabilities.
-        prompt_logprobs: the same for the tokens of the prompt.
+        logprobs: number of likeliest tokens to report at each output position, with their log probabilities and
+            that of the output token. These are the values before temperature and truncation (vLLM's
+            ``raw_logprobs``). None for no log probabilities.
+        prompt_logprobs: number of likeliest tokens to report at each prompt position, as with ``logprobs``.
         logit_bias: pairs (token id, value added to its logit).
-        min_tokens: number of tokens before which no stop token is drawn.
-        pooling: return an embedding instead of tokens; needs an engine that ``embeds``.
+        min_tokens: number of output tokens before which no stop token is drawn.
+        pooling: parameters of an embedding request; None for a request for tokens. It needs an engine that
+            ``embeds``.
     """
 
     max_tokens: int
@@ -39,7 +41,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()  # the model's EOS ids included, unless ignore_eos
+    stop_token_ids: tuple[int, ...] = ()  # includes the model's EOS ids, unless the request sets ignore_eos
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
@@ -51,16 +53,16 @@ class SamplingParams:
     pooling: Pooling | None = None
 
 
-# The sampling parameters that every engine honours; further ones are in the engine's ``Capabilities``.
+# Names of the sampling parameters that every engine supports. An engine's ``Capabilities`` name further ones.
 BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"})
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for ``n`` sequences from one prompt.
+    """A request for ``n`` output sequences from one prompt.
 
-    ``request_id`` is unique among the requests in flight. ``lora`` names the adapter; empty means the base
-    model.
+    ``request_id`` is unique among the requests in flight. ``lora`` is the name of the LoRA adapter; empty means
+    the base model.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Settings of the prefix cache that reach beyond one tenant: published KV events, and shared prefixes."""
+"""Settings of the prefix cache that are not limited to one tenant: published KV events, shared prefixes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """``--kv-events-config``, fields and defaults as in vLLM (vllm/config/kv_events.py, 0.32)."""
+    """The value of ``--kv-events-config``; fields and defaults as in vLLM (vllm/config/kv_events.py, 0.32)."""
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"
@@ -23,9 +23,9 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Prefix cache settings: the event publisher (None: off), and prompts that all salts may share.
+    """Prefix cache settings: the KV event publisher, and prompts whose blocks all cache salts share.
 
-    ``prefixes`` holds the token ids of each shared prompt.
+    ``events`` is None if no KV events are published. ``prefixes`` has the token ids of each shared prompt.
     """
 
     events: KVEventsConfig | None = None
@@ -33,7 +33,10 @@ class Sharing:
 
 
 def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Return the whole blocks of the longest of ``prefixes`` that ``prompt`` begins with, or 0."""
+    """Return how many whole blocks of ``prompt`` are filled by the longest of ``prefixes`` that it begins with.
+
+    Returns 0 if it begins with none of them.
+    """
     most = 0
     for prefix in prefixes:
         blocks = len(prefix) // block_size

@@ -1,4 +1,4 @@
-"""Signal handling for the processes of an engine."""
+"""Signal handling while engine processes are started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Block SIGINT in this thread, so that a process started meanwhile begins with SIGINT blocked.
+    """Block SIGINT in this thread while the context is open; processes started in it inherit the block.
 
     A terminal sends Ctrl-C to all its processes, and Python's default handler prints a traceback. The server
     process ends its engine processes itself.

@@ -1,4 +1,4 @@
-"""Statistics that an engine reports at any time: requests, blocks, measured bytes, counters."""
+"""Statistics that an engine reports at any time: numbers of requests and blocks, measured bytes, counters."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from typing import TYPE_CHECKING, Any
 from tonnage.cache.admission.cost import StepCost
 
 if TYPE_CHECKING:
-    from tonnage.cache.admission.auto import Auto  # brings compiled loops, which `tonnage watch` never needs
+    # Imported for types only, because it imports compiled loops that `tonnage watch` never needs.
+    from tonnage.cache.admission.auto import Auto
 
-ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome admit|wait|never, reason, count)
+ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome, reason, count) with outcome admit, wait or never
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Blocks by state: used + cached + free = usable.
+    """Numbers of KV blocks by state: used + cached + free = usable.
 
     Attributes:
         num_blocks: all blocks of the pool, in any state.
         usable: blocks that sequences can use.
         used: blocks that running sequences use.
-        cached: unused blocks in the prefix cache; None: counted as free.
+        cached: unused blocks in the prefix cache; None if they are counted as free.
         free: unused blocks without cached content.
         reserved: blocks that admission has reserved; at least ``used``.
         evictions: cached blocks evicted so far.
-        evictions_by_cause: in the order of `tonnage.cache.results.EVICTION_CAUSES`; empty if not reported.
+        evictions_by_cause: evicted blocks in the order of `tonnage.cache.results.EVICTION_CAUSES`; empty if not
+            reported.
         committed: blocks that admission counts as taken, in modes that do not use ``reserved``; else None.
-        tail_waste_slots: slots of used blocks without a token, a shared block counted once per sequence;
-            None: not reported.
+        tail_waste_slots: token slots without a token in used blocks, with a shared block counted once per
+            sequence. None if not reported.
     """
 
     num_blocks: int
@@ -48,7 +50,7 @@ class PoolStats:
 
     @property
     def headroom(self) -> int:
-        """Blocks that admission can still reserve; a request that needs at most that many is admitted now."""
+        """Number of blocks that admission can still reserve; a request that needs no more is admitted now."""
         return max(0, self.usable - (self.reserved if self.committed is None else self.committed))
 
     @property
@@ -59,16 +61,16 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Bytes that the server holds, as measured. None means that this engine does not measure the item.
+    """Measured bytes that the server holds; None means that the engine does not measure the item.
 
     Attributes:
         weights: storages of modules, buffers and quantization state after the load.
         kv_pool: storages of the KV pool.
         framework: memory of the processes at the end of the load, without weights and pool.
         process: RssAnon + RssShmem of all processes now.
-        process_peak: maximum of ``process``.
-        warm_weights: the weights after the first full step, in which a kernel may repack them.
-        lora: the adapter slots, if there are any.
+        process_peak: maximum of ``process`` so far.
+        warm_weights: weights after the first full step, in which a kernel may have repacked them.
+        lora: slots of LoRA adapters, if there are any.
         activation_peak: activations as measured by the engine itself.
         cuda_graphs: CUDA graphs as measured by the engine itself.
     """
@@ -85,7 +87,7 @@ class MeasuredMemory:
 
     @property
     def activations(self) -> int | None:
-        """The engine's own figure, else the peak without weights, pool, LoRA slots and framework."""
+        """The engine's own measurement, else the process peak minus weights, pool, LoRA slots and framework."""
         if self.activation_peak is not None:
             return self.activation_peak
         parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
@@ -97,14 +99,16 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class AutoStats:
-    """The step costs and the rule that the admission mode ``auto`` has learned.
+    """The step costs and the admission rule that the admission mode ``auto`` has learned.
 
     Attributes:
         cost: seconds of a step by its parts; None until enough steps have run.
-        share: the rule's share (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule holds.
-        fresh: whether new requests are held back too, not only preempted requests.
-        gain: rehearsed tokens/s of the rule divided by that of vLLM's rule; None before a rehearsal.
-        fallbacks: how often the guard went back to vLLM's rule.
+        share: parameter of the learned rule (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule
+            is used.
+        fresh: whether the rule holds back new requests too, not only preempted requests.
+        gain: tokens/s with the learned rule divided by tokens/s with vLLM's rule, both simulated; None before a
+            simulation.
+        fallbacks: how often low measured throughput made the mode return to vLLM's rule.
     """
 
     cost: StepCost | None = None
@@ -167,16 +171,17 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
-    # The part of them from blocks that all salts may read; None: not distinguished.
+    # Tokens of ``prefix_hit_tokens`` from blocks that all cache salts share; None if the engine does not
+    # distinguish them.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # None: not checked
+    invariant_violations: int | None = 0  # None if not checked
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # only in the admission mode auto
-    since: float | None = None  # last change of ``ready``, in seconds since the epoch; None: not reported
+    auto: AutoStats | None = None  # only in the admission mode ``auto``
+    since: float | None = None  # last change of ``ready``, in seconds since the epoch; None if not reported
 
 
-# Fields that only increase.
+# Fields of EngineStats that only increase.
 COUNTERS = (
     "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
     "shared_hit_tokens", "restarts", "invariant_violations",
@@ -188,7 +193,7 @@ _BLOCKS = (
 
 
 def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
-    """Add up the counts of several engines by outcome and reason."""
+    """Add up the counts of several engines that have equal outcome and reason."""
     sums: dict[tuple[str, str], int] = {}
     for outcome, reason, count in itertools.chain.from_iterable(parts):
         key = (str(outcome), str(reason))
@@ -203,7 +208,7 @@ def added(values: Iterable[int | None]) -> int | None:
 
 
 def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
-    """Combine the statistics of several engines into one; return None without any.
+    """Combine the ``auto`` statistics of several engines into one; return None if there are none.
 
     Costs and gain are means of the known values, the rule is the strictest one, and fallbacks are summed.
     """
@@ -225,7 +230,7 @@ def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
 def total(parts: Sequence[EngineStats]) -> EngineStats:
     """Add up the statistics of one or more engines.
 
-    Memory stays unmeasured, because it is compared with the plan of a single engine.
+    Measured memory is left out, because it is compared with the plan of a single engine.
     """
     pools = [part.pool for part in parts]
     pool = replace(

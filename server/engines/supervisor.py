@@ -1,6 +1,6 @@
-"""An engine that restarts when its process dies, while the API process and its connections stay.
+"""An engine that restarts when its process dies, while the API process and its connections continue.
 
-Requests in flight end with EngineDead, raised by the dead engine. During a restart no request is admitted and
+Requests in flight end with EngineDead, raised by the dead engine. During a restart no request is admitted, and
 /ready returns 503. Counters continue across restarts, because a Prometheus counter must not decrease.
 """
 
@@ -29,24 +29,24 @@ log = logging.getLogger("tonnage.server")
 
 _POLL_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
-# Seconds before the first, second, ... restart of a series; the last value repeats. A series ends when an
-# engine has lived for a minute.
+# Seconds to wait before the first, second, ... restart of a series; the last value repeats. A series ends when
+# an engine has lived for a minute.
 BACK_OFF = (0.1, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 60.0
-_STOP_SECONDS = 20.0  # limit for the shutdown of a dead engine
+_STOP_SECONDS = 20.0  # upper bound for the shutdown of a dead engine
 
 
 class SupervisedEngine(Engine):
-    """An engine that runs the engines created by ``make``, one after another.
+    """An engine that delegates to engines created by ``make``, one after another.
 
     Args:
-        make: creates an engine. If it raises during a restart, for example because the model's files are
-            missing, the restart has failed and is tried again.
-        max_restarts: number of restarts per hour beyond which the supervisor gives up.
-        ready_timeout: seconds within which an engine must load; else ``start`` raises EngineDead, or the
+        make: function that creates an engine. If it raises an error during a restart, for example because the
+            model's files are missing, the restart is tried again.
+        max_restarts: number of restarts per hour above which the supervisor gives up.
+        ready_timeout: seconds within which an engine must load. Otherwise ``start`` raises EngineDead, or the
             restart has failed.
         back_off: seconds to wait before each restart of a series.
-        on_give_up: called once when the supervisor gives up.
+        on_give_up: function that is called once when the supervisor gives up.
     """
 
     def __init__(
@@ -64,18 +64,19 @@ class SupervisedEngine(Engine):
         self._ready_timeout = ready_timeout
         self._back_off = back_off
         self._on_give_up = on_give_up
-        self._restarted: deque[float] = deque()  # times of the restarts within the window
+        self._restarted: deque[float] = deque()  # times of the restarts within the last hour
         self._restarts = 0
-        self._before: EngineStats | None = None  # counters of earlier engines
+        self._before: EngineStats | None = None  # sum of the counters of earlier engines
         self._watch: asyncio.Task[None] | None = None
         self._between = False
-        self._since: float | None = None  # last change of readiness, seconds since the epoch
-        self._capacity: Capacity | None = None  # of the last engine that loaded; all have the same plan
+        self._since: float | None = None  # last change of ``ready``, in seconds since the epoch
+        # Capacity of the last engine that loaded; all engines have equal plans.
+        self._capacity: Capacity | None = None
         self._stopping = False
 
     @property
     def plan(self) -> Plan:
-        """The plan of the current engine."""
+        """The memory plan of the current engine."""
         return self._engine.plan
 
     @property
@@ -122,19 +123,19 @@ class SupervisedEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
-        """Return the capacity of the current engine, or during a restart that of the last one."""
+        """Return the capacity of the current engine, or during a restart that of the previous engine."""
         if self._between:
             assert self._capacity is not None
             return self._capacity
         return self._engine.capacity()
 
     async def drain(self, seconds: float) -> None:
-        """Drain the current engine; from now on it is not restarted."""
+        """Drain the current engine; it is no longer restarted after this call."""
         self._stopping = True
         await self._engine.drain(seconds)
 
     async def stop(self) -> None:
-        """End the supervision and the current engine."""
+        """Stop the supervision and the current engine."""
         self._stopping = True
         if self._watch is not None:
             self._watch.cancel()
@@ -154,7 +155,11 @@ class SupervisedEngine(Engine):
             attempt, since = attempt + 1, time.monotonic()
 
     async def _restart(self, attempt: int) -> bool:
-        """Try one restart; return whether the new engine runs. Does not return after giving up."""
+        """Wait and restart once; return whether the new engine runs.
+
+        ``attempt`` is the number of the restart in its series. When the supervisor gives up, the call does not
+        return.
+        """
         if not self._between:
             self._between, self._since = True, time.time()
         now = time.monotonic()
@@ -164,14 +169,15 @@ class SupervisedEngine(Engine):
             await self._give_up()
         pause = self._back_off[min(attempt, len(self._back_off) - 1)]
         log.error("the engine process ended; restarting it in %g s", pause)
-        with contextlib.suppress(Exception):  # the old engine may fail to stop; only the next one counts
+        # Ignore errors of the old engine's stop, because only the next engine counts.
+        with contextlib.suppress(Exception):
             await asyncio.wait_for(self._engine.stop(), _STOP_SECONDS)
         await asyncio.sleep(pause)
         self._restarted.append(now)
         self._restarts += 1
         try:
             engine = self._make()
-            # In one statement: counters added before the engine is replaced would count twice.
+            # Set both in one statement: counters added before the engine is replaced would count twice.
             self._before, self._engine = self.stats(), engine
             await self._load(engine)
         except Exception as error:
@@ -189,7 +195,7 @@ class SupervisedEngine(Engine):
                 await engine.start()
             self._capacity, self._since = engine.capacity(), time.time()
         except TimeoutError as error:
-            if not deadline.expired():  # raised by the engine itself
+            if not deadline.expired():  # the engine raised it, not this timeout
                 raise
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
@@ -210,7 +216,7 @@ class SupervisedEngine(Engine):
 
 
 def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
-    """Return ``stats`` with the counters of ``before`` added."""
+    """Return ``stats`` with the counters of ``before`` added to its own."""
     counters = {name: added((getattr(stats, name), getattr(before, name))) for name in COUNTERS}
     causes = itertools.zip_longest(stats.pool.evictions_by_cause, before.pool.evictions_by_cause, fillvalue=0)
     pool = dataclasses.replace(

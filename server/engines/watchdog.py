@@ -1,9 +1,9 @@
 """A watchdog that distinguishes a hung process from a slow one by its processor time.
 
-A slow process uses processor time, even if late on a busy machine. A process that is stopped (SIGSTOP), or that
-waits for a lock, a disk or a driver without end, uses none. So the watchdog sets no limit on the duration of a
-step or a load. It reports a process only if no message came and no clock tick went to it or its children.
-Children count, because an engine that loads waits for the processes that compile.
+A slow process uses processor time, even if it runs late on a busy machine. A process that is stopped (SIGSTOP),
+or that waits forever for a lock, a disk or a driver, uses none. So the watchdog has no limit for the duration
+of a step or a load. It reports a process only if it received no message and the process and its children used
+no clock tick. Children count, because an engine that loads waits for the processes that compile.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from collections.abc import Callable, Iterable
 
 from tonnage.server.engines.process_memory import process_tree
 
-# The limits count checks, not seconds: if the API process was stopped or the machine slept, none was made.
+# Seconds between two checks. The limits are numbers of checks, because no check is made while the API process
+# is stopped or the machine sleeps.
 CHECK_SECONDS = 1.0
-# A process of nice 5 beside eight busy ones on its only core gets 4 % of it (weights 335 and 1024,
-# kernel/sched/core.c): a tick of 10 ms per quarter of a second. A minute without one is 240 times as long.
+# Checks without progress after which a process counts as hung. A process of nice 5 beside eight busy processes
+# on its only core gets 4 % of the core (weights 335 and 1024, kernel/sched/core.c). That is a tick of 10 ms
+# every quarter of a second, and a minute is 240 times as long.
 HANG_CHECKS = 60
-# A file server may be away for some minutes and return (nfs(5): over TCP a request is repeated after 60 s, on a
-# hard mount without end), and no client waits for an answer during a load.
+# Checks without progress after which a process counts as hung during the load. A file server may be unreachable
+# for some minutes and return (nfs(5): over TCP a request is repeated after 60 s, on a hard mount without end),
+# and no client waits for an answer during a load.
 HANG_CHECKS_LOADING = 300
 
 
 def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
-    """Return the clock ticks, user and system, used by processes and the children they have waited for.
+    """Return the clock ticks (user and system) that processes and their ended, waited-for children used.
 
     Source: proc_pid_stat(5), utime, stime, cutime and cstime.
 
     Args:
-        tree: process ids; ended processes count 0.
+        tree: process ids; a process that has ended counts as 0.
         main_threads: count only the main thread of each process.
     """
     total = 0
@@ -40,18 +43,21 @@ def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
                 text = stat.read()
         except OSError:  # the process ended after the listing
             continue
-        # The second field is the command in parentheses and may itself hold ") "; the last one closes it.
+        # The second field is the command in parentheses. The command may contain ") ", so search for the last
+        # ")".
         total += sum(map(int, text[text.rindex(b")") + 2 :].split()[11:15]))
     return total
 
 
 class Watchdog:
-    """A counter of consecutive checks without progress of processes and their descendants. Not thread-safe.
+    """A counter of consecutive checks in which processes and their descendants made no progress.
+
+    It is not thread-safe.
 
     Args:
-        pids: the processes to check.
-        main_threads: count only main threads, where the other threads also run without work.
-        parked: ticks that each process may use per check without being counted as progress.
+        pids: ids of the processes to check.
+        main_threads: count only main threads; for processes whose other threads use time without work.
+        parked: clock ticks that each process may use per check without counting as progress.
     """
 
     def __init__(self, *pids: int, main_threads: bool = False, parked: float = 0.0) -> None:
@@ -62,7 +68,10 @@ class Watchdog:
         self._checks = 0
 
     def check(self, messages: int) -> int:
-        """Check once; return how many checks in a row have found no progress, given the messages so far."""
+        """Check once; return how many consecutive checks have found no progress.
+
+        ``messages`` is the number of messages received so far; a new message is progress.
+        """
         tree = [member for pid in self._pids for member in process_tree(pid)]
         ticks = processor_ticks(tree, self._main_threads)
         self._checks += 1
@@ -72,20 +81,20 @@ class Watchdog:
         return self._checks
 
     def reset(self) -> None:
-        """Record progress, because a message came."""
+        """Reset the count of checks without progress, because a message came."""
         self._since, self._checks = None, 0
 
 
 async def wait_until_hung(
     processes: Watchdog, messages: Callable[[], int], limit: Callable[[], int | None]
 ) -> float:
-    """Wait until the processes have made no progress for ``limit()`` checks; return that time in seconds.
+    """Wait until ``limit()`` consecutive checks have found no progress; return their duration in seconds.
 
     Args:
-        processes: the progress counter.
-        messages: returns the number of messages received so far.
-        limit: returns the largest permitted number of checks, or None while the processes have no work; such
-            checks do not count.
+        processes: the watchdog of the processes.
+        messages: function that returns the number of messages received so far.
+        limit: function that returns the largest permitted number of checks without progress. While the
+            processes have no work it returns None, and checks do not count.
     """
     before = -1
     while True:
@@ -95,6 +104,6 @@ async def wait_until_hung(
             before = now
             processes.reset()
         elif most is not None:
-            checks = await asyncio.to_thread(processes.check, now)  # reads /proc
+            checks = await asyncio.to_thread(processes.check, now)  # in a thread, because it reads /proc
             if checks >= most and messages() == now:
                 return checks * CHECK_SECONDS

@@ -1,7 +1,7 @@
 """A cache of grammars compiled with the model's own vocabulary, in the process that runs the model.
 
-A grammar enters after its trial, which has shown how long it takes to compile. llguidance releases the GIL
-meanwhile.
+A grammar is compiled here only after a trial in another process has bounded its compile time and memory.
+llguidance releases the GIL while it compiles.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from tonnage.server.engines.grammars.memory import held_bytes
 from tonnage.server.engines.grammars.structural_tags import CompiledTag, TagCompiler, TagMatcher
 from tonnage.server.text.grammar import Grammar
 
-CACHE_BYTES = HELD_BYTES // 2  # of compiled grammars; beyond, the least recently used are evicted
+# Upper bound of the cached grammars' memory; above it, the least recently used are evicted.
+CACHE_BYTES = HELD_BYTES // 2
 
 
 class GrammarCache:
     """A thread-safe cache of compiled grammars.
 
-    ``broken`` is the error that every grammar gets if the model's tokenizer cannot be used, else None.
+    ``broken`` is the error that every grammar gets if the model's tokenizer cannot be loaded, else None.
 
     Args:
         folder: folder with the model's tokenizer.json.
@@ -33,7 +34,7 @@ class GrammarCache:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()  # protects the cache
+        self._lock = threading.Lock()  # protects `_compiled`
         self._building = threading.Lock()
         self._compiled: OrderedDict[Grammar, CompiledGrammar | CompiledTag] = OrderedDict()
         self._tags = TagCompiler(folder, vocab_size)
@@ -45,7 +46,7 @@ class GrammarCache:
             self.broken = DeploymentError(
                 "a grammar needs llguidance", field="grammar", hint="pip install 'tonnage[grammar]'"
             )
-        except Exception as error:  # a model's files may cause any error
+        except Exception as error:  # the model's files may cause any error
             said = library.first_line(str(error))
             self.broken = GrammarError(
                 f"grammars need the model's tokenizer, which does not load ({type(error).__name__}: {said})",
@@ -58,13 +59,20 @@ class GrammarCache:
     def begin(
         self, grammar: Grammar, stop_token_ids: tuple[int, ...], source: str | None = None, held: int = 0
     ) -> GrammarMatcher | TagMatcher:
-        """Return a new matcher for a grammar that has passed its trial.
+        """Return a new matcher for a grammar that compiled within the limits in the trial process.
+
+        Args:
+            grammar: the grammar as the client sent it.
+            stop_token_ids: stop tokens of the request.
+            source: the grammar in llguidance's syntax; None to convert it now.
+            held: memory in bytes that compiling it took in the trial process.
 
         Raises:
             TonnageError: the grammar cannot be compiled now; see `compiled`.
         """
         compiled = self.compiled(grammar, source, held)
-        # The request's other stop tokens are ordinary text to the grammar; one ends the answer when drawn.
+        # Only special tokens can end the text in the grammar. Other stop tokens are ordinary text to the
+        # grammar; the scheduler ends the sequence when one is drawn.
         return compiled.begin(tuple(token for token in stop_token_ids if token in self._special))
 
     def compiled(
@@ -74,11 +82,11 @@ class GrammarCache:
 
         Args:
             grammar: the grammar as the client sent it.
-            source: the grammar as converted for llguidance; None: convert it now.
-            held: bytes that its trial took.
+            source: the grammar in llguidance's syntax; None to convert it now.
+            held: memory in bytes that compiling it took in the trial process.
 
         Raises:
-            TonnageError: the tokenizer is unusable, the grammar is invalid, or memory for grammars is full.
+            TonnageError: the tokenizer is unusable, the grammar is invalid, or the memory for grammars is full.
         """
         if self.broken is not None:
             raise self.broken
@@ -90,7 +98,8 @@ class GrammarCache:
         if grammar.kind == "structural_tag":
             made = self._tags.compile(grammar.text)
         else:
-            with self._building:  # one at a time, so that memory growth belongs to one grammar
+            # Compile one grammar at a time, so that a growth of the process's memory is due to one grammar.
+            with self._building:
                 made = self._made(grammar, source, held)
         with self._lock:
             self._compiled[grammar] = made
@@ -108,11 +117,12 @@ class GrammarCache:
         try:
             text = source or library.source_of(grammar)
             return CompiledGrammar(self._tokenizer, text, self._vocab_size, held)
-        except Exception as error:  # the caller serves other grammars, too
+        # Any error fails this grammar only, because the caller serves other grammars, too.
+        except Exception as error:
             raise GrammarError(library.first_line(str(error)), field=grammar.kind) from None
 
     def _make_room(self, wanted: int) -> bool:
-        """Evict unused grammars until ``wanted`` bytes fit; return whether they do."""
+        """Evict cached grammars until ``wanted`` bytes of memory are free; return whether they are."""
         with self._lock:
             while held_bytes() + wanted > HELD_BYTES and self._compiled:
                 self._compiled.popitem(last=False)

@@ -1,7 +1,7 @@
-"""Conversion of a request's grammar for llguidance, and the limits of its matchers. No torch, no numpy.
+"""Conversion of a request's grammar to llguidance's syntax, and the limits of llguidance's matchers.
 
-Source: llguidance 1.7 (github.com/guidance-ai/llguidance): docs/syntax.md, docs/json_schema.md and
-parser/src/api.rs.
+It imports neither torch nor numpy. Source: llguidance 1.7 (github.com/guidance-ai/llguidance): docs/syntax.md,
+docs/json_schema.md and parser/src/api.rs.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from tonnage.server.engines.errors import Refused
 from tonnage.server.text.grammar import Grammar
 
 if TYPE_CHECKING:
-    import llguidance  # optional (extra grammar), so functions import it
+    import llguidance  # optional (extra "grammar"), so only functions import it
 
-# Limits of one matcher, which reports an error beyond them. With the default values (in brackets),
-# one mask of a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's vocabulary). With these
-# values the slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
+# Limits of one matcher; llguidance reports an error if one is exceeded. llguidance's defaults are in brackets.
+# With the defaults, one mask of a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's
+# vocabulary). With these limits the slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to
+# 5 ms.
 LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,  # (50,000)
     "max_grammar_size": 12_000,  # (500,000) symbols: a schema of 1,000 optional properties has 10,000
-    "max_lexer_states": 10_000,  # (250,000) of 1 to 2 KB each
-    "verbose_errors": False,  # they would add the parser's state
+    "max_lexer_states": 10_000,  # (250,000); one state takes 1 to 2 KB
+    "verbose_errors": False,  # verbose errors would include the parser's state
 }
 
-# White space only where json.dumps puts it, because small models otherwise write blanks until max_tokens. A
-# schema keyword that llguidance does not know (uniqueItems, if ...) is ignored, and oneOf is read as anyOf, as
-# in xgrammar.
+# Permit white space only where json.dumps puts it, because small models otherwise write blanks until
+# max_tokens. As in xgrammar, a schema keyword that llguidance does not know (uniqueItems, if ...) is ignored,
+# and oneOf is treated as anyOf.
 _JSON: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -37,14 +38,15 @@ _JSON: Any = {
     "coerce_one_of": True,
 }
 
-# Keywords of a JSON schema that contain schemas, by name and otherwise. Keywords whose schemas all hold at once
-# (allOf, not, if) are left out: if each were closed, no value would satisfy them all.
+# Keywords of a JSON schema whose values contain schemas: _NAMED has dictionaries of schemas, _NESTED has
+# schemas or lists of schemas. Keywords whose schemas must all hold (allOf, not, if) are left out. If `closed`
+# restricted each of these to its own properties, no value would satisfy them all.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _NESTED = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
 
 
 class GrammarError(Refused):
-    """The grammar of a request is invalid or exceeds the limits of this server."""
+    """An error for a request whose grammar is invalid or exceeds this server's limits."""
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
@@ -54,23 +56,24 @@ def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         ImportError: llguidance is not installed.
         Exception: any error that the content of the file causes.
     """
-    import llguidance  # of the extra grammar
+    import llguidance  # imported here, because the extra "grammar" is optional
 
-    # Read here, because LLTokenizer would look up a missing path on the hub.
+    # Read the file here, because LLTokenizer would look up a missing path on the Hugging Face hub.
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
         return llguidance.LLTokenizer(text, n_vocab=vocab_size)
-    except ValueError:  # more tokens than the model has logits; the surplus is never drawn
+    # llguidance rejects more tokens than the model has logits; the surplus tokens are never drawn.
+    except ValueError:
         return llguidance.LLTokenizer(text)
 
 
 def special_tokens(tokenizer: llguidance.LLTokenizer) -> list[int]:
-    """Return the ids of the tokens that stand for no text."""
+    """Return the ids of the tokens that represent no text."""
     return [token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)]
 
 
 class _Bytes:
-    """A tokenizer with one token per byte, and special tokens after them."""
+    """A tokenizer for llguidance with one token per byte value, followed by special tokens."""
 
     bos_token_id = None
 
@@ -85,22 +88,22 @@ class _Bytes:
 
 
 def byte_tokenizer(special: list[str]) -> llguidance.LLTokenizer:
-    """Return a tokenizer of single bytes and ``special`` tokens, for trials.
+    """Return a tokenizer with one token per byte value and the given special tokens, for grammar trials.
 
-    It takes 0.1 MiB; a vocabulary of 49,152 tokens takes 36 MiB.
+    It takes 0.1 MiB. A tokenizer with a vocabulary of 49,152 tokens takes 36 MiB.
     """
-    import llguidance  # of the extra grammar
+    import llguidance  # imported here, because the extra "grammar" is optional
 
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special or ["<eos>"])))
 
 
 def matcher_of(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
-    """Return a matcher for the converted grammar ``source``, at the start of an answer.
+    """Return a matcher, at its start state, for ``source``, a grammar in llguidance's syntax.
 
     Raises:
         GrammarError: llguidance rejects the grammar.
     """
-    import llguidance  # of the extra grammar
+    import llguidance  # imported here, because the extra "grammar" is optional
 
     limits = llguidance.LLParserLimits(**LIMITS)
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
@@ -109,7 +112,7 @@ def matcher_of(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLM
 
 
 def check(matcher: llguidance.LLMatcher) -> None:
-    """Raise GrammarError if llguidance has reported an error."""
+    """Raise GrammarError if the matcher is in llguidance's error state."""
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
 
@@ -121,11 +124,13 @@ def first_line(text: str) -> str:
 
 
 def parts_of(grammar: Grammar) -> list[Grammar]:
-    """Return the grammars to try: ``grammar`` itself, or the function schemas in a structural tag.
+    """Return the grammars to compile in a trial.
+
+    They are ``grammar`` itself, or for a structural tag the JSON schemas of the functions in it.
 
     Raises:
         GrammarError: a schema is invalid.
-        Exception: any error caused by a text that is not a structural tag.
+        Exception: any error, because the text may not be a structural tag.
     """
     if grammar.kind != "structural_tag":
         return [grammar]
@@ -143,12 +148,12 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
 
 
 def source_of(grammar: Grammar) -> str:
-    """Convert ``grammar`` for llguidance.
+    """Return ``grammar`` in llguidance's syntax.
 
     Raises:
         ValueError: the grammar is invalid; the converters may raise other errors, too.
     """
-    # Of the extra grammar.
+    # Imported here, because the extra "grammar" is optional.
     from llguidance import LLMatcher as make
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -166,9 +171,9 @@ def source_of(grammar: Grammar) -> str:
 
 
 def closed(schema: Any) -> Any:
-    """Return ``schema`` with objects restricted to the properties it names.
+    """Return the JSON schema ``schema`` with each object restricted to the properties that it names.
 
-    This is the meaning that OpenAI's strict mode requires and that xgrammar assumes.
+    OpenAI's strict mode requires this meaning, and xgrammar assumes it.
 
     Raises:
         RecursionError: the schema is nested too deeply.

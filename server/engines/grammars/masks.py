@@ -1,4 +1,4 @@
-"""Matchers, which hold the state of one answer in its grammar, and the budget for the token masks of a step."""
+"""Matchers, which hold a sequence's state in its grammar, and the time budget for a step's token masks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from tonnage.planner.engines.runtime.grammars import GRAMMARS_BYTES
 from tonnage.server.engines.grammars import library, memory
 
 if TYPE_CHECKING:
-    import llguidance  # optional (extra grammar)
+    import llguidance  # optional (extra "grammar")
 
     from tonnage.server.engines.grammars.structural_tags import TagMatcher
 
-# Processor time for all masks of a step, computed one after another. With the slowest single mask (0.1 to
-# 0.2 s) and the step itself, other streams wait for less than a second. 64 ordinary masks take 0.02 s.
-# Processor time, because a grammar is not at fault when other processes use the processor.
+# Upper bound in seconds of processor time for all masks of a step, computed one after another. With the slowest
+# single mask (0.1 to 0.2 s) and the step itself, other streams wait for less than a second. 64 ordinary masks
+# take 0.02 s. Processor time is measured, because other processes on the machine must not make a grammar exceed
+# the budget.
 STEP_SECONDS = 0.25
 
 OVER_BUDGET = (
@@ -30,18 +31,19 @@ OVER_BUDGET = (
     "request fewer answers at once, or use a simpler grammar"
 )
 
-# Memory for all grammars in the cache or in use, as in the plan.
+# Upper bound in bytes of the memory of all grammars in the cache or in use, as reserved in the plan.
 HELD_BYTES = GRAMMARS_BYTES
 
 OVER_MEMORY = f"the grammar needs more memory than is left of the {HELD_BYTES >> 20} MiB for grammars"
 
-_BUILDING = threading.Event()  # set while a grammar compiles: memory growth is then not due to a mask
+_BUILDING = threading.Event()  # set while a grammar compiles: memory growth is then not attributed to a mask
 
 
 class CompiledGrammar:
-    """A compiled grammar, from which matchers start.
+    """A compiled grammar, from which matchers are created.
 
-    ``held`` is its memory in bytes: the growth measured in its trial plus the growth due to its answers.
+    ``held`` is its memory in bytes: the growth measured in its trial, plus the growth while masks were
+    computed.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int, held: int = 0) -> None:
@@ -63,15 +65,16 @@ class CompiledGrammar:
         memory.count(self)
 
     def begin(self, ends: tuple[int, ...]) -> GrammarMatcher:
-        """Return a matcher for one answer that one of the tokens ``ends`` may end."""
+        """Return a matcher for one output sequence; one of the tokens ``ends`` may end its complete text."""
         return GrammarMatcher(self, ends)
 
 
 class GrammarMatcher:
-    """The state of one answer in its grammar.
+    """The state of one output sequence in its grammar.
 
-    After a complete text one of the tokens ``ends`` may follow. Without ``ends`` the answer ends as soon as the
-    text is complete. ``seconds`` is the processor time of the last mask and of the token before it.
+    When the text is complete, one of the tokens ``ends`` may follow. Without ``ends`` the sequence ends as soon
+    as the text is complete. ``seconds`` is the processor time of computing the last mask and of accepting the
+    token before it.
     """
 
     def __init__(self, compiled: CompiledGrammar, ends: tuple[int, ...]) -> None:
@@ -80,11 +83,11 @@ class GrammarMatcher:
         self._vocab_size, self._own_ends, self._ends = compiled.vocab_size, compiled.ends, ends
         self._bits: bytes | None = compiled.first
         self.seconds = compiled.seconds
-        self._spent = 0.0  # processor time for the previous token
+        self._spent = 0.0  # processor time for accepting the previous token, in seconds
 
     @property
     def due(self) -> bool:
-        """Whether the mask for the next token is not yet computed."""
+        """Whether the mask for the next token is still to be computed."""
         return self._bits is None
 
     def fill(self) -> None:
@@ -102,25 +105,32 @@ class GrammarMatcher:
         self._bits = bits
 
     def _check(self) -> None:
-        """Raise GrammarError if llguidance has stopped in the middle of the answer."""
+        """Raise GrammarError if llguidance's matcher is in an error state."""
         if self._matcher.is_error():
             said = library.first_line(self._matcher.get_error())
             raise library.GrammarError(f"the grammar is too complex at this point of the answer: {said}")
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
+        """Set the logits of tokens that the grammar does not permit next to -inf, in place.
+
+        ``logits`` is [vocabulary].
+        """
         allowed = torch.from_numpy(self._allowed())
         logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
 
     def row(self) -> npt.NDArray[np.int32]:
-        """Return the mask as bits [vocabulary / 32], lowest bit first; 1 means that the token may follow."""
+        """Return the mask as int32 words [vocabulary / 32] with one bit per token, the lowest bit first.
+
+        A bit of 1 means that the grammar permits the token next.
+        """
         packed = np.packbits(self._allowed(), bitorder="little")
         return np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
 
     def _allowed(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens may follow, [vocabulary].
+        """Return for each token whether the grammar permits it next, [vocabulary].
 
-        llguidance permits its own EOS where the text is complete; ``ends`` takes its place.
+        llguidance permits its own EOS token when the text is complete. The result permits the tokens ``ends``
+        instead.
         """
         if self._bits is None:
             self.fill()
@@ -135,10 +145,10 @@ class GrammarMatcher:
         return allowed
 
     def accept(self, token: int) -> bool:
-        """Advance by one token; return whether the text is complete and no token may follow.
+        """Advance the grammar by one token; return whether the text is complete and no token may follow.
 
         Raises:
-            GrammarError: the token does not match, or the grammar exceeds llguidance's limits.
+            GrammarError: the grammar does not permit the token, or it exceeds llguidance's limits.
         """
         if token in self._ends:
             return True
@@ -153,10 +163,16 @@ class GrammarMatcher:
 
 
 def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int, str]:
-    """Compute the masks that are due; return errors by index in ``drawing`` for the sequences to end.
+    """Compute the masks that are still missing for a step, within the budget of `STEP_SECONDS`.
 
-    The tenant with the least time so far in this step is next, with its cheapest mask. A mask that would start
-    after `STEP_SECONDS` is not computed, and its sequence ends.
+    Tenants share the budget: the next mask belongs to the tenant that has used the least time in this step, and
+    is its cheapest. A mask that would start after the budget is used is not computed.
+
+    Args:
+        drawing: (tenant, matcher) of each sequence that draws a token.
+
+    Returns:
+        Error messages by index in ``drawing``, for the sequences that have to end.
     """
     errors: dict[int, str] = {}
     taken = dict.fromkeys((tenant for tenant, _ in drawing), 0.0)
@@ -174,7 +190,7 @@ def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int
         else:
             try:
                 matcher.fill()
-            except Exception as error:  # also xgrammar's; no request may end the engine
+            except Exception as error:  # xgrammar's errors too, because no request may end the engine
                 errors[at] = library.first_line(str(error))
             taken[tenant] += matcher.seconds
         if queues[tenant]:

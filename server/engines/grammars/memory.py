@@ -1,4 +1,7 @@
-"""Memory of this process (/proc/self/statm, proc_pid_statm(5); takes microseconds) and of its grammars."""
+"""Memory of this process and of its compiled grammars, in bytes.
+
+The process's memory is read from /proc/self/statm (proc_pid_statm(5)), which takes microseconds.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Held(Protocol):
-    """A compiled grammar that reports its memory."""
+    """A compiled grammar that states its memory."""
 
     held: int  # bytes
 
 
-# Every grammar in the cache or in use: an answer keeps its own alive after an eviction.
+# Every grammar in the cache or in use. A sequence keeps its grammar alive after the cache has evicted it.
 _LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
 _LIVE_LOCK = threading.Lock()  # compiler threads add to the set
 
 
 def count(compiled: Held) -> None:
-    """Count the grammar's memory in `held_bytes` until the object is freed."""
+    """Include the grammar's memory in `held_bytes` until the object is freed."""
     with _LIVE_LOCK:
         _LIVE.add(compiled)
 
 
 def held_bytes() -> int:
-    """Return the memory of all live grammars in bytes."""
+    """Return the memory in bytes of all compiled grammars that are in the cache or in use."""
     with _LIVE_LOCK:
         return sum(compiled.held for compiled in _LIVE)
 
@@ -39,7 +42,7 @@ def mapped_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, without file pages such as libraries."""
+    """Return the resident memory of this process in bytes, without pages of files such as libraries."""
     _, resident, shared, *_ = _fields()
     return (resident - shared) * _PAGE
 

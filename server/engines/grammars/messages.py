@@ -1,4 +1,4 @@
-"""Messages between an engine or the API process and the process that tries grammars."""
+"""Messages to and from the process that tries grammars, sent by an engine or the API process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A request to try compiling ``grammar``; the result carries the same ``number``."""
+    """A message to compile ``grammar`` in a trial; the result carries the same ``number``."""
 
     number: int
     grammar: Grammar
@@ -17,16 +17,16 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A cancellation of the trial with this number; no result follows."""
+    """A message to cancel the trial with this number; no result follows."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The result of a trial: the converted grammar in ``source``, or an ``error`` message.
+    """The result of a trial: the grammar in llguidance's syntax (``source``), or an ``error`` message.
 
-    The ``source`` of a structural tag is its own text. ``bytes`` is the memory that compilation took.
+    The ``source`` of a structural tag is its own text. ``bytes`` is the memory that compiling took, in bytes.
     """
 
     number: int

@@ -1,7 +1,8 @@
-"""Structural tags, compiled by xgrammar: text with parts in a given form, as vLLM's tool parsers require.
+"""Structural tags, compiled by xgrammar: free text with parts in a required syntax, such as tool calls.
 
-llguidance does not know their many forms. Their cost is bounded by xgrammar only. They occur only if the
-operator has chosen a tool parser and a request has strict functions; a thread of its own compiles them.
+vLLM's tool parsers produce them. llguidance does not support their many forms, and only xgrammar's own limits
+bound their cost. They occur only if the operator has chosen a tool parser and a request has strict functions. A
+separate thread compiles them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from tonnage.server.engines.grammars.library import GrammarError, first_line
 
 
 class TagCompiler:
-    """A compiler of structural tags for the tokenizer in ``folder``; its first use takes some seconds."""
+    """A compiler of structural tags for the tokenizer in ``folder``; its first use takes some seconds.
+
+    ``vocab_size`` is the number of logits per token.
+    """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
@@ -39,28 +43,30 @@ class TagCompiler:
             return CompiledTag(self._compiler.compile_structural_tag(text), self._vocab_size)
         except TonnageError:
             raise
-        except Exception as error:  # xgrammar and a model's files may cause any error
+        except Exception as error:  # xgrammar and the model's files may cause any error
             said = f"{type(error).__name__}: {first_line(str(error))}"
             raise GrammarError(said, field="structural_tag") from None
 
     def _load(self) -> Any:
         try:
-            import xgrammar  # optional (extra vllm)
+            import xgrammar  # imported here, because xgrammar is optional (extra "vllm")
         except ImportError:
             raise DeploymentError(
                 "structural tags need xgrammar", field="grammar", hint="pip install 'tonnage[vllm]'"
             ) from None
-        from transformers import AutoTokenizer  # slow to import, and few requests need it
+        # Imported here, because the import is slow and few requests need it.
+        from transformers import AutoTokenizer
 
-        # An explicit False: otherwise transformers asks on the terminal whether to run the folder's own code.
+        # trust_remote_code is False explicitly, because otherwise transformers asks on the terminal whether to
+        # run code from the folder.
         tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
-        # cache_enabled=False: the caller has a cache of its own.
+        # xgrammar's cache is disabled, because the caller caches compiled tags.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 class CompiledTag:
-    """A compiled structural tag, from which matchers start."""
+    """A compiled structural tag, from which matchers are created."""
 
     def __init__(self, compiled: Any, vocab_size: int) -> None:
         self._compiled, self._vocab_size = compiled, vocab_size
@@ -68,15 +74,16 @@ class CompiledTag:
         memory.count(self)
 
     def begin(self, ends: tuple[int, ...]) -> TagMatcher:
-        """Return a matcher for one answer that one of the tokens ``ends`` may end."""
+        """Return a matcher for one output sequence; one of the tokens ``ends`` may end its complete text."""
         return TagMatcher(self, self._compiled, ends, self._vocab_size)
 
 
 class TagMatcher:
-    """The state of one answer in its structural tag, with the methods of ``masks.GrammarMatcher``."""
+    """The state of one output sequence in its structural tag, with the methods of ``masks.GrammarMatcher``."""
 
     def __init__(self, tag: CompiledTag, compiled: Any, ends: tuple[int, ...], vocab_size: int) -> None:
-        import xgrammar  # optional (extra vllm); installed once a tag was compiled
+        # Imported here, because xgrammar is optional (extra "vllm"); it is installed if a tag was compiled.
+        import xgrammar
 
         self.compiled = tag
         self.seconds = 0.0
@@ -94,23 +101,29 @@ class TagMatcher:
         self.seconds, self.due = time.thread_time() - began, False
 
     def row(self) -> npt.NDArray[np.int32]:
-        """Return the mask as bits [vocabulary / 32], lowest bit first; 1 means that the token may follow."""
+        """Return the mask as int32 words [vocabulary / 32] with one bit per token, the lowest bit first.
+
+        A bit of 1 means that the tag permits the token next.
+        """
         if self.due:
             self.fill()
         row: npt.NDArray[np.int32] = self._bitmask[0].numpy()
         return row
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
+        """Set the logits of tokens that the tag does not permit next to -inf, in place.
+
+        ``logits`` is [vocabulary].
+        """
         if self.due:
             self.fill()
         self._apply(logits[None], self._bitmask.to(logits.device))
 
     def accept(self, token: int) -> bool:
-        """Advance by one token; return whether the tag is complete.
+        """Advance the tag by one token; return whether the text is complete.
 
         Raises:
-            GrammarError: the token does not match.
+            GrammarError: the tag does not permit the token.
         """
         self.due = True
         try:

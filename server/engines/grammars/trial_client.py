@@ -1,6 +1,7 @@
 """The client of the process that tries grammars: queues per tenant, cancellation, cached results.
 
-It runs in a thread of its own, so that an engine's loop and an event loop can both use it.
+The client runs in a thread of its own, so that an engine's step loop or an event loop can use it without
+waiting.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ from tonnage.server.text.grammar import Grammar
 
 log = logging.getLogger("tonnage.server")
 
-# Concurrent trials, one per tenant: slow grammars of one tenant leave a place for the others.
+# Upper bound of concurrent trials. A tenant has at most one, so that slow grammars of one tenant do not block
+# the other tenants.
 PLACES = GRAMMAR_TRIALS
-KNOWN_BYTES = 4 << 20  # of grammar texts with a cached result; beyond, the least recently used are evicted
-_PATIENCE = 5.0  # seconds for the process to end after its connection was closed
+# Upper bound of the texts with cached results, in bytes; above it, the least recently used are evicted.
+KNOWN_BYTES = 4 << 20
+_PATIENCE = 5.0  # seconds in which the process must end after its connection was closed
 
 
 @dataclass(slots=True)
 class _Job:
-    """A grammar to try for one tenant, and the requests that wait for its result."""
+    """A trial of one grammar for one tenant, with the requests that wait for its result."""
 
     grammar: Grammar
     tenant: str
-    askers: list[str] = field(default_factory=list)  # request ids
+    askers: list[str] = field(default_factory=list)  # ids of these requests
 
 
 class TrialClient:
-    """A client that tries the grammars of requests and reports each result.
+    """A client that has the grammars of requests tried in another process and reports each result.
 
     Args:
         folder: folder with the model's tokenizer.json.
         told: called as ``told(request id, grammar, result)`` in the thread of this client, once per request
-            that was not cancelled. The result is None if the trial process was killed; a new one has started.
+            that was not cancelled. The result is None if the trial process was killed; a new process has then
+            started.
     """
 
     def __init__(self, folder: Path, told: Callable[[str, Grammar, Tried | None], None]) -> None:
@@ -70,7 +74,7 @@ class TrialClient:
         return self._trial.process.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """Queue a trial of the request's grammar."""
+        """Queue a trial of the request's grammar; the result is passed to ``told``."""
         self._say(request)
 
     def cancel(self, request_id: str) -> None:
@@ -78,17 +82,18 @@ class TrialClient:
         self._say(request_id)
 
     def close(self) -> None:
-        """End the thread and the process."""
+        """End the thread of this client, and the process that tries grammars."""
         self._say(None)
 
     def _say(self, said: GenerationRequest | str | None) -> None:
         self._asked.append(said)
         os.eventfd_write(self._wake, 1)
 
-    # -- the thread -----------------------------------------------------------------------------------------
+    # -- methods that run in the client's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, the longest wait first
+        # Waiting jobs by tenant, in order of the tenants' waiting times.
+        waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         running: dict[int, _Job] = {}
         number = 0
         while True:
@@ -116,18 +121,21 @@ class TrialClient:
                     del waiting[tenant]
                 number += 1
                 running[number] = job
-                with contextlib.suppress(OSError):  # the read below reports that the process has ended
+                with contextlib.suppress(OSError):  # if the process has ended, the read below reports it
                     self._trial.connection.send(Try(number, job.grammar))
 
     def _hear(self, running: dict[int, _Job]) -> None:
-        """Receive the result of a trial and report it to its requests."""
+        """Receive the result of a running trial and report it to the requests that wait for it.
+
+        ``running`` has the running trials by number.
+        """
         try:
             tried: Tried = self._trial.connection.recv()
         except (EOFError, OSError):
             self._lost(running)
             return
         job = running.pop(tried.number, None)
-        if job is None:  # cancelled while the result was on its way
+        if job is None:  # the trial was cancelled after its result was sent
             return
         self._known[job.grammar] = tried
         while sum(map(_size, self._known.items())) > KNOWN_BYTES:
@@ -173,7 +181,10 @@ class TrialClient:
                     return
 
     def _lost(self, running: dict[int, _Job]) -> None:
-        """Start a new trial process after one was killed, and report None to the waiting requests."""
+        """Start a new trial process because the old one has ended, and report None to the waiting requests.
+
+        ``running`` has the trials that ran in the old process, by number.
+        """
         log.error("the process that tries grammars ended; starting another")
         time.sleep(1.0)  # limits the rate of restarts; only this thread waits
         self._trial = _Trial(self._folder)
@@ -184,7 +195,10 @@ class TrialClient:
 
 
 def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
-    """Return the error to report to the client for a trial that did not pass, else None."""
+    """Return the error to report to the client if the trial of ``grammar`` failed, else None.
+
+    ``tried`` is the result of the trial; None means that the trial process ended.
+    """
     if tried is None:
         return EngineDead("the process that tries grammars ended", hint="try again")
     return None if tried.error is None else GrammarError(tried.error, field=grammar.kind)
@@ -196,7 +210,7 @@ def _size(known: tuple[Grammar, Tried]) -> int:
 
 
 class _Trial:
-    """The process that tries grammars, and the connection to it."""
+    """A process that tries grammars, and the connection to it."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -212,7 +226,7 @@ class _Trial:
         self.connection = Connection(ours.detach())
 
     def end(self) -> None:
-        """Close the connection, at which the process ends; kill it if it does not (SIGSTOP)."""
+        """Close the connection, which makes the process end; kill the process if it does not (SIGSTOP)."""
         self.connection.close()
         try:
             self.process.wait(_PATIENCE)

@@ -1,7 +1,8 @@
-"""The process that tries grammars: one fork each, which the kernel ends if it exceeds its limits.
+"""The process that tries grammars: each trial runs in a fork, which the kernel kills if it exceeds its limits.
 
-Started as ``python -m tonnage.server.engines.grammars.trial_process FD FOLDER``; it ends with its parent. It
-holds llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some milliseconds.
+It is started as ``python -m tonnage.server.engines.grammars.trial_process FD FOLDER`` and ends when its parent
+ends. It holds llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some
+milliseconds.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from tonnage.server.engines.grammars.messages import Tried, Try
 if TYPE_CHECKING:
     import llguidance
 
-# Processor time for one trial: a schema of 1,000 optional properties takes 0.1 s, an alternative of 5,000 words
-# 0.04 s, and 1,800 rules of EBNF 0.4 s.
+# Upper bound in seconds of processor time for one trial. A schema of 1,000 optional properties takes 0.1 s, an
+# alternative of 5,000 words 0.04 s, and 1,800 rules of EBNF 0.4 s.
 SECONDS = 1.0
-# In addition to what the process holds already. Of schemas of 120,000 bytes that compile within a second, the
-# largest took 21 MiB.
+# Upper bound in bytes of the memory that a trial may take in addition to that of the process. Among schemas of
+# 120,000 bytes that compile within a second, the largest took 21 MiB.
 MEMORY_BYTES = GRAMMAR_TRIAL_BYTES
-# llguidance follows references of a schema by recursion: some thousand levels crash a process with a stack of
-# 8 MiB, as in the engine. With an eighth of it here, no grammar that passes is too deep for the engine.
+# Upper bound in bytes of a trial's stack. llguidance follows a schema's references by recursion. With a stack
+# of 8 MiB, as in the engine, some thousand levels crash a process. A trial has an eighth of it, so a grammar
+# that passes its trial is not too deep for the engine.
 STACK_BYTES = 1 << 20
-# Niceness of a trial: threads that compute or draw tokens go first.
+# Niceness of a trial, so that threads that compute or draw tokens have priority.
 BEHIND_THE_ENGINE = 5
 
 TOO_MUCH = (
@@ -55,25 +57,30 @@ TOO_MUCH = (
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A running trial and its process."""
+    """A running trial, with the number of its request message and the id of its process."""
 
     number: int
     pid: int
 
 
 def main(descriptor: int, folder: str) -> None:
-    """Try each grammar received and send one Tried for each Try. ``folder`` has the model's tokenizer.json."""
+    """Try each received grammar in a fork; send one Tried message for each Try message.
+
+    Args:
+        descriptor: file descriptor of the socket to the parent process.
+        folder: folder with the model's tokenizer.json.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     forks: dict[Connection, _Fork] = {}
     tokenizer = byte_tokenizer(_special_tokens(folder))
     with contextlib.suppress(EOFError, OSError):
-        gc.freeze()  # a collection in a fork would write to shared pages and so copy them
+        gc.freeze()  # a collection in a fork would write to shared pages, which copies them
         while True:
             for ready in wait([connection, *forks]):
                 assert isinstance(ready, Connection)
                 if ready is not connection:
-                    if ready in forks:  # absent if cancelled in this iteration
+                    if ready in forks:  # the trial may have been cancelled in this iteration
                         connection.send(_result(ready, forks.pop(ready)))
                     continue
                 message = connection.recv()
@@ -87,7 +94,10 @@ def main(descriptor: int, folder: str) -> None:
 
 
 def _special_tokens(folder: str) -> list[str]:
-    """Return the model's special tokens, read in a fork: a parsed tokenizer.json takes ten times its bytes."""
+    """Return the texts of the model's special tokens.
+
+    A fork reads them, because a parsed tokenizer.json takes ten times its bytes.
+    """
     reader, writer = Pipe(duplex=False)
     if not (pid := os.fork()):
         try:
@@ -98,7 +108,7 @@ def _special_tokens(folder: str) -> list[str]:
     writer.close()
     try:
         special: list[str] = reader.recv()
-    except EOFError:  # no such file, or not valid; the engine reports it
+    except EOFError:  # the file is missing or invalid, which the engine reports
         special = []
     os.waitpid(pid, 0)
     return special
@@ -107,7 +117,7 @@ def _special_tokens(folder: str) -> list[str]:
 def _begin(
     tokenizer: llguidance.LLTokenizer, trial: Try, connection: Connection, forks: dict[Connection, _Fork]
 ) -> None:
-    """Start the trial in a fork; its reader enters ``forks``."""
+    """Start a trial in a fork, and add the reading end of its pipe to ``forks``."""
     reader, writer = Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -117,7 +127,7 @@ def _begin(
     try:
         connection.close()
         with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)  # discards Rust's message about a crash
+            os.dup2(nowhere.fileno(), 2)  # discards the message that Rust prints on a crash
         _limit()
         writer.send(_try(tokenizer, trial))
     finally:
@@ -125,7 +135,7 @@ def _begin(
 
 
 def _limit() -> None:
-    """Set the limits beyond which the kernel ends this process or refuses memory."""
+    """Set this process's limits of time, memory and stack; the kernel kills it beyond the time limit."""
     os.nice(BEHIND_THE_ENGINE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
@@ -135,7 +145,7 @@ def _limit() -> None:
 
 
 def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
-    """Compile the grammar and compute its first mask, as the engine will."""
+    """Compile the grammar and compute its first mask, as the engine will do; return the result."""
     before = memory.resident_bytes()
     try:
         source = trial.grammar.text
@@ -150,16 +160,16 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
         return Tried(trial.number, error=error.message)
     except (MemoryError, RecursionError):
         return Tried(trial.number, error=TOO_MUCH)
-    except Exception as error:  # from the converters, for a text that is not a grammar
+    except Exception as error:  # a converter's error for text that is not a grammar
         return Tried(trial.number, error=first_line(str(error)))
     return Tried(trial.number, source, bytes=memory.resident_bytes() - before)
 
 
 def _result(reader: Connection, fork: _Fork) -> Tried:
-    """Return the result of a fork that has sent it or has ended."""
+    """Return the result that a fork has sent; or an error if the fork ended without one."""
     try:
         tried: Tried = reader.recv()
-    except (EOFError, OSError):  # the kernel has ended the fork
+    except (EOFError, OSError):  # the kernel has killed the fork
         tried = Tried(fork.number, error=TOO_MUCH)
     _end(reader, fork)
     return tried

@@ -166,7 +166,7 @@ def _tell(compiler: Compiler) -> None:
     """Print the number of compiled functions on stdout twice a second; the parent process reads it."""
     while True:
         done, of = compiler.progress()
-        # os.write, because an exit during print aborts Python
+        # os.write, because an exit during print aborts Python.
         os.write(1, f"{done} of {of} functions\n".encode())
         time.sleep(0.5)
 

@@ -19,7 +19,7 @@ BACKEND = "tonnage_backend"
 # Default environment variables for vLLM's processes. A variable that the user has set keeps its value.
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # vLLM logs to stderr, because stdout carries the plan and the output of --json
+    # vLLM logs to stderr, because stdout carries the plan and the output of --json.
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports usage statistics to its authors
     # On a CPU, vLLM leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32). With two cores that
@@ -76,7 +76,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "trust_remote_code": False,
         # The API process handles text, but vLLM compiles grammars only if it has a tokenizer of its own.
         "skip_tokenizer_init": False,
-        # no defaults from the model's generation_config.json, because each request states every parameter
+        # No defaults from the model's generation_config.json, because each request states every parameter.
         "generation_config": "vllm",
         "disable_log_stats": True,  # vLLM prints no statistics, but our stat logger still receives them
         "enable_log_requests": False,
@@ -110,6 +110,6 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
             BACKEND: {"grammars": grammars, "prefixes": [list(prefix) for prefix in sharing.prefixes]},
         },
         "kv_events_config": sharing.events,
-        # vLLM's priority of a request is its position in the queue, set by `QueuePositions`
+        # vLLM's priority of a request is its position in the queue, set by `QueuePositions`.
         "scheduling_policy": "priority",
     }

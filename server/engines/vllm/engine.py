@@ -129,7 +129,7 @@ class VLLMEngine(Engine):
 
         The names contain colons. promtool reports colons, because they are reserved for recording rules.
         """
-        # vLLM's dependency, whose registry has vLLM's metrics; this server writes its own pages itself
+        # A dependency of vLLM, whose registry holds vLLM's metrics.
         from prometheus_client import REGISTRY, generate_latest
 
         return generate_latest(REGISTRY)
@@ -414,9 +414,9 @@ class VLLMEngine(Engine):
             await processes.interrupt_loading(self._loading)
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            # fail waiting requests now, because cancelling the output handler gives them no error
+            # Fail waiting requests now, because cancelling the output handler gives them no error.
             if self._dead is not None:
-                # imported here, because only `start` may import vLLM
+                # Imported here, because only `start` may import vLLM.
                 from vllm.v1.engine.exceptions import EngineDeadError
 
                 llm.output_processor.propagate_error(EngineDeadError())

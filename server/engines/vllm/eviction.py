@@ -26,7 +26,7 @@ from tonnage.cache.blocks.state import UInt64Array
 from tonnage.cache.eviction.order import EvictionOrder
 from tonnage.planner.units import ceil_div
 
-# a child of the "vllm" logger, because vLLM configures only its own loggers
+# A child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
 # Interface that this module was written for: the methods that vLLM 0.30 to 0.33 call on a free queue, and the
@@ -210,18 +210,18 @@ class LearnedQueue:
         self._order = EvictionOrder(len(pool.blocks), size, ceil_div(manager.max_model_len, smallest))
         self.num_free_blocks = len(free)
         self.ahead = AHEAD
-        # by id of each request that holds blocks, the turn number of its conversation
+        # By id of each request that holds blocks, the turn number of its conversation.
         self.live: dict[str, int] = {}
         self._blocks = pool.blocks
         self._stack: list[Any] = free[::-1]  # free blocks without content; the last is handed out first
-        # ids of cached blocks chosen for eviction, the last goes first; a prefix can still hit them
+        # Ids of cached blocks chosen for eviction, the last goes first; a prefix can still hit them.
         self._chosen: list[int] = []
-        # ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order
+        # Ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order.
         self._taken: list[int] = []
-        # request that gets its first blocks, and the ids of its prefix hit
+        # Request that gets its first blocks, and the ids of its prefix hit.
         self._starting: tuple[Any, list[int]] | None = None
         self._forgotten: set[int] = set()  # ids of blocks in use whose cached content was dropped
-        # vLLM's own queue, used after an exception in our code
+        # vLLM's own queue, used after an exception in our code.
         self._plain: FreeKVCacheBlockQueue | None = None
         for block in free:
             block.prev_free_block = block.next_free_block = None

@@ -30,12 +30,12 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
 
     They make vLLM output token ids, one output per step.
     """
-    # imported here, because vLLM is optional
+    # Imported here, because vLLM is optional.
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
     return SamplingParams(
-        # vLLM rejects n > 1 greedy sequences, so OutputConverter copies one
+        # vLLM rejects n > 1 greedy sequences, so OutputConverter copies one.
         n=1 if params.temperature == 0 else request.n,
         temperature=params.temperature,
         top_p=params.top_p,

@@ -97,7 +97,7 @@ def close_files(llm: Any) -> None:
     """
     held = llm.engine_core.resources
     with contextlib.suppress(AttributeError):  # the first call has already deleted the attributes
-        # a second call, because an exception in the first call (also in vLLM's own thread) leaves sockets open
+        # Close again, because an exception in the first call (also in vLLM's own thread) leaves sockets open.
         held()
     held.ctx.destroy(linger=0)
     for thread in threading.enumerate():
@@ -105,7 +105,7 @@ def close_files(llm: Any) -> None:
             thread.join(_GRACE_SECONDS)
     for process in held.engine_manager.processes:
         process.join(_GRACE_SECONDS)
-        # a process that is still running is left to the garbage collector
+        # A process that is still running is left to the garbage collector.
         with contextlib.suppress(ValueError):
             process.close()
 

@@ -42,7 +42,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
             field="tool_call_parser",
             hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
         ) from None
-    # remove variables that vLLM sets for its own children, because the engine process must not inherit them
+    # Remove variables that vLLM sets for its own children, because the engine process must not inherit them.
     finally:
         for variable in os.environ.keys() - before.keys():
             del os.environ[variable]

@@ -27,7 +27,7 @@ KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)
 # 16 keys for Triton's tl.dot.
 BLOCK_MULTIPLE = {VLLM_FLASH: 16, FLASH: 256, FLASHINFER: 1, FLEX: 16}
 LARGEST_HEAD = 256  # flash_api.cpp: "head dimension at most 256", in steps of 8
-# head sizes that FlashInfer's wheels and just-in-time compiler are tested with
+# Head sizes that FlashInfer's wheels and just-in-time compiler are tested with.
 FLASHINFER_HEADS = (64, 128, 256)
 HALVES = ("float16", "bfloat16")
 

@@ -21,7 +21,9 @@ Kernel = Callable[..., torch.Tensor]
 
 def load_flash_attn() -> Kernel:
     """Load ``flash_attn_varlen_func`` of flash_attn 2.5 or later, adapted to one KV length per sequence."""
-    from flash_attn import flash_attn_varlen_func  # imported here, because it is optional and for GPUs only
+    from flash_attn import (
+        flash_attn_varlen_func,
+    )  # imported here, because the package is optional and for GPUs only
 
     def kernel(*, seqused_k: torch.Tensor, **arguments: Any) -> torch.Tensor:
         summed = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
@@ -36,7 +38,7 @@ def load_vllm() -> Kernel:
 
     It uses FlashAttention 3 where the device supports it (Hopper), else 2.
     """
-    # imported here, because vllm is optional and for GPUs only
+    # Imported here, because vllm is optional and for GPUs only.
     from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
 
     version = 3 if is_fa_version_supported(3) else 2
@@ -74,7 +76,7 @@ class FlashAttention(PagedAttention):
             max_seqlen_k=int(self.pages[group].length.max()),
             softmax_scale=scaling,
             causal=True,  # in both builds, causal means that the queries are the last tokens of their context
-            # visible tokens left and right of the query, without the query itself; -1 for all
+            # Visible tokens left and right of the query, without the query itself; -1 for all.
             window_size=[-1, -1] if window is None else [window - 1, 0],
             softcap=softcap or 0.0,
             block_table=self._tables[group],

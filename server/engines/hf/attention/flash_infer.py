@@ -23,7 +23,7 @@ def load(pool: PagedPool) -> list[Any]:
 
     All wrappers use one workspace, because layers run one after another.
     """
-    # imported here, because it is optional and for GPUs only
+    # Imported here, because the package is optional and for GPUs only.
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.tensor.device)
@@ -43,7 +43,7 @@ class FlashInferAttention(PagedAttention):
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
         """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
-        # planned once per step in practice: all layers of the known families have equal values
+        # Planned once per step in practice: all layers of the known families have equal values.
         if self._planned.get(group) != (scaling, softcap):
             self._plan(group, query, scaling, softcap)
             self._planned[group] = (scaling, softcap)

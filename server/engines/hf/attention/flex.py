@@ -89,7 +89,7 @@ class FlexAttention(PagedAttention):
 
     def _mask(self, group: int, rows: int) -> BlockMask:
         layout, pages, buffers = self.pool.layout, self.pages[group], self._buffers
-        # parts: K and V blocks of all layers, which lie side by side in a pool block
+        # parts: K and V blocks of all layers, which lie side by side in a pool block.
         size, parts = layout.block_size, 2 * layout.layer_slots
         sequence, position = buffers.sequence, buffers.position
         table, place, window = buffers.table[group], buffers.place, self.windows[group]

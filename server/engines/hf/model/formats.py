@@ -122,7 +122,7 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
     """
     path = plan.model.path
     if path.endswith(".gguf"):
-        # imported here, because the API process imports this module and must not import transformers
+        # Imported here, because the API process imports this module and must not import transformers.
         from transformers import GgufConfig
 
         require_gguf(path)
@@ -146,7 +146,7 @@ def _stored(path: str) -> bool:
 
 
 def _bitsandbytes(quantization: str, dtype: Any) -> Any:
-    # imported here, because the API process imports this module and must not import transformers
+    # Imported here, because the API process imports this module and must not import transformers.
     from transformers import BitsAndBytesConfig
 
     if quantization == "int8":

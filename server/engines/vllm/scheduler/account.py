@@ -70,7 +70,7 @@ class Account:
         self.found: dict[str, int] = {}
         self.recomputed = 0  # tokens that preempted requests have had to compute again
         self._slots: dict[str, int] = {}
-        # tokens found in the prefix cache by request id; only kept if a group lacks full attention
+        # Tokens found in the prefix cache by request id; only kept if a group lacks full attention.
         self._hits: dict[str, int] = {}
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
         self._kept = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
@@ -104,7 +104,7 @@ class Account:
         if scheduled is not None and len(self._slots) < len(running):
             known = self._slots
             fresh = list(takewhile(lambda request: request.request_id not in known, reversed(running)))
-            # in order of their start, because a request may share blocks with an earlier one
+            # Add them in order of their start, because a request may share blocks with an earlier one.
             for request in reversed(fresh):
                 self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
         self._notice_freed(in_step=scheduled is not None)
@@ -150,7 +150,7 @@ class Account:
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
         used = self._used()
         if groups.others and not self.outsiders():
-            # because `_used` also counts the prefix hits of groups with a window
+            # `_used` also counts the prefix hits of groups with a window, which hold no blocks of full groups.
             used = min(used, int(rows[:, HELD].sum()))
         return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
 
@@ -248,7 +248,7 @@ class Account:
         if self._shared.get(block.block_id) == block.block_hash:
             return None
         known = self._owner.get(block.block_id)
-        # nearly always the first id is the owner
+        # Nearly always the first id is the owner.
         for id in [known, *self._slots] if known in self._slots else self._slots:
             table = self._tables.get(id, ())
             if id != newcomer and index < len(table) and table[index] is block:

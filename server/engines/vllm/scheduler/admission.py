@@ -255,7 +255,7 @@ class VllmAdmission(AdmissionAdapter):
         if granted is None:
             return allowed, []
         if self.policy.mode is not AdmissionMode.GUARANTEED:
-            # grant all, because vLLM starts no request without free blocks
+            # Grant all, because vLLM starts no request without free blocks.
             granted[len(running) :] = wanted[len(running) :]
         short = np.flatnonzero(granted < wanted).tolist()
         stalled = [running[at] for at in short if at < len(running)]

@@ -38,10 +38,10 @@ from tonnage.server.engines.vllm.scheduler.step_times import StepTimes
 from tonnage.server.engines.vllm.scheduler.versions import names_of
 from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_stats
 
-# a child of the "vllm" logger, because vLLM configures only its own loggers
+# A child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
-# requests with another status wait for more than free blocks
+# Requests with another status wait for more than free blocks.
 _STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -52,7 +52,7 @@ class AdmissionMixin(Scheduler):
     _left_out = (0, 0)  # number of running and of waiting requests hidden from vLLM while it schedules a step
     _held: Any = ()  # waiting requests hidden from vLLM because they may not start in this step
     _prefill_bound = False
-    # greedy admission, which finds requests that can never fit after an exception in our code
+    # Greedy admission, which finds requests that can never fit after an exception in our code.
     _plain: VllmAdmission | None = None
     fallbacks = 0  # exceptions in our code so far: 0 or 1
     _report: Report | None = None
@@ -230,7 +230,7 @@ class AdmissionMixin(Scheduler):
                 continue
             if request.num_preemptions:
                 if request.num_stale_output_tokens and not request.drop_stale_output:
-                    # vLLM skips it too, because output tokens from before its preemption are still to come
+                    # vLLM skips it too, because output tokens from before its preemption are still to come.
                     continue
                 if self._refuse_never(request):
                     continue

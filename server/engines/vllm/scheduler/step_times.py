@@ -32,7 +32,7 @@ class StepTimes:
         auto, account = self._admission.auto, self._admission.account
         if auto is None or not tokens:
             return
-        # with a simulated clock, no work runs in the background, because its time would not pass
+        # With a simulated clock, no work runs in the background, because its time would not pass.
         auto.background = self._scheduler.clock is time.perf_counter
         auto.recomputed(account.recomputed - self._recomputed)
         self._recomputed = account.recomputed
