@@ -142,7 +142,7 @@ class FakeEngine(Engine):
 
     @property
     def manager(self) -> KVCacheManager:
-        """The block manager, for tests that check its invariants."""
+        """The block manager, which tests use to check its invariants."""
         return self._manager
 
     async def start(self) -> None:
@@ -155,7 +155,7 @@ class FakeEngine(Engine):
         self._loop = asyncio.create_task(self._run(), name="fake engine")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Submit a request and yield its chunks; see ``Engine.generate``."""
+        """Submit a request and yield its chunks of generated tokens; see ``Engine.generate``."""
         if self._dead is not None:
             raise self._dead
         if not self._ready or self._draining:
@@ -216,7 +216,7 @@ class FakeEngine(Engine):
 
     @property
     def ready(self) -> bool:
-        """Whether the engine has started and has not crashed."""
+        """Whether the engine has started and `die` has not been called."""
         return self._ready and self._dead is None
 
     def stats(self) -> EngineStats:

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """A first-in, first-out queue for a single reader."""
+    """A first-in, first-out queue of chunks for a single reader on one event loop."""
 
     __slots__ = ("_items", "_waiter")
 

@@ -118,7 +118,7 @@ class PeakSampler:
         return self._current
 
     def start(self) -> None:
-        """Take a first sample and start the sampling thread."""
+        """Take a first memory sample and start the sampling thread."""
         if self._thread is not None:
             return
         self._stop.clear()

@@ -1,4 +1,4 @@
-"""The input of an engine: a prompt of token ids and the sampling parameters."""
+"""The input of an engine: a request with token ids of the prompt and sampling parameters."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class AutoStats:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The cost of a step in seconds by part; empty before it is known."""
+        """The seconds that a step takes, by part (see ``COST_PARTS``); empty before they are known."""
         cost = self.cost
         if cost is None:
             return {}
@@ -127,7 +127,7 @@ class AutoStats:
         return dict(zip(COST_PARTS, values, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of ``/memory`` and ``tonnage watch --json``."""
+        """Return these statistics as the JSON object in ``/memory`` and in ``tonnage watch --json``."""
         return {
             "step_cost_seconds": self.parts or None,
             "holds_back": None if self.share is None else "new" if self.fresh else "preempted",
@@ -137,12 +137,12 @@ class AutoStats:
         }
 
 
-# Seconds per step, per prefill token, per sequence, and per token of context.
+# Parts of a step's duration: seconds per step, per prefill token, per sequence, and per token of context.
 COST_PARTS = ("fixed", "prefill_token", "sequence", "context_token")
 
 
 def stats_of_auto(auto: Auto | None) -> AutoStats | None:
-    """Return a snapshot of ``auto``, or None in an admission mode without it."""
+    """Return a snapshot of the statistics of admission mode ``auto``, or None in other modes."""
     if auto is None:
         return None
     choice = auto.choice
@@ -156,7 +156,8 @@ def stats_of_auto(auto: Auto | None) -> AutoStats | None:
 class EngineStats:
     """A snapshot of an engine's state; reading it never waits for the engine.
 
-    ``admission_mode`` is the mode in effect, set by an engine that may have fallen back from the requested one.
+    ``admission_mode`` is the mode that is now active. It is only set by engines that can fall back from the
+    configured mode.
     """
 
     ready: bool
@@ -165,9 +166,10 @@ class EngineStats:
     pool: PoolStats
     memory: MeasuredMemory = field(default_factory=MeasuredMemory)
     admissions: ReasonCounts = ()
-    refused_blocks: ReasonCounts = ()  # for outcomes wait and never; the count is of missing blocks
+    # (outcome, reason, number of missing blocks) for the outcomes wait and never
+    refused_blocks: ReasonCounts = ()
     preemptions: int = 0
-    preempted_tokens: int | None = 0  # computed tokens discarded by preemptions; None: not counted
+    preempted_tokens: int | None = 0  # computed tokens discarded by preemptions; None if not counted
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -202,7 +204,7 @@ def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
 
 
 def added(values: Iterable[int | None]) -> int | None:
-    """Return the sum of the values, or None if one of them is unknown."""
+    """Return the sum of the values, or None if one of them is None (unknown)."""
     known = [*values]
     return None if None in known else sum(value or 0 for value in known)
 

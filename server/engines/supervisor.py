@@ -81,7 +81,7 @@ class SupervisedEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the current engine."""
+        """The optional features of the current engine."""
         return self._engine.capabilities
 
     def own_metrics(self) -> bytes:
@@ -90,11 +90,11 @@ class SupervisedEngine(Engine):
 
     @property
     def engine(self) -> Engine:
-        """The current engine."""
+        """The engine that serves requests at present; it changes with each restart."""
         return self._engine
 
     async def start(self) -> None:
-        """Load the first engine, then watch it."""
+        """Load the first engine, then start the task that restarts it when it dies."""
         await self._load(self._engine)
         self._watch = asyncio.create_task(self._supervise(), name="engine supervisor")
 

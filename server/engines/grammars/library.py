@@ -16,14 +16,13 @@ from tonnage.server.text.grammar import Grammar
 if TYPE_CHECKING:
     import llguidance  # optional (extra "grammar"), so only functions import it
 
-# Limits of one matcher; llguidance reports an error if one is exceeded. llguidance's defaults are in brackets.
-# With the defaults, one mask of a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's
-# vocabulary). With these limits the slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to
-# 5 ms.
+# Limits of one matcher; llguidance reports an error if one is exceeded. With llguidance's defaults, one mask of
+# a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's vocabulary). With these limits the
+# slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
 LIMITS: dict[str, Any] = {
-    "step_max_items": 10_000,  # (50,000)
-    "max_grammar_size": 12_000,  # (500,000) symbols: a schema of 1,000 optional properties has 10,000
-    "max_lexer_states": 10_000,  # (250,000); one state takes 1 to 2 KB
+    "step_max_items": 10_000,  # default 50,000
+    "max_grammar_size": 12_000,  # default 500,000, in symbols; a schema of 1,000 optional properties has 10,000
+    "max_lexer_states": 10_000,  # default 250,000; one state takes 1 to 2 KB
     "verbose_errors": False,  # verbose errors would include the parser's state
 }
 
@@ -51,6 +50,10 @@ class GrammarError(Refused):
 
 def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
     """Return llguidance's tokenizer, made from the tokenizer.json in ``folder``.
+
+    Args:
+        folder: folder with the model's tokenizer.json.
+        vocab_size: number of logits per token.
 
     Raises:
         ImportError: llguidance is not installed.
@@ -83,7 +86,7 @@ class _Bytes:
         self.eos_token_id = 256
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the bytes of ``text`` as token ids."""
+        """Return the bytes of ``text`` as token ids, one token per byte."""
         return list(text)
 
 

@@ -91,7 +91,7 @@ class GrammarMatcher:
         return self._bits is None
 
     def fill(self) -> None:
-        """Compute the mask for the next token.
+        """Compute the mask of tokens that the grammar permits next.
 
         Raises:
             GrammarError: the mask exceeds llguidance's limits.

@@ -95,7 +95,7 @@ class TagMatcher:
         self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def fill(self) -> None:
-        """Compute the mask for the next token."""
+        """Compute the mask of tokens that the structural tag permits next."""
         began = time.thread_time()
         self._matcher.fill_next_token_bitmask(self._bitmask)
         self.seconds, self.due = time.thread_time() - began, False

@@ -70,7 +70,7 @@ class TrialClient:
 
     @property
     def pid(self) -> int:
-        """Process id of the process that tries grammars."""
+        """Process id of the child process that compiles grammars in trials."""
         return self._trial.process.pid
 
     def ask(self, request: GenerationRequest) -> None:
@@ -78,7 +78,7 @@ class TrialClient:
         self._say(request)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the trial of a request, because its client disconnected."""
+        """Cancel the grammar trial of a request whose client has disconnected."""
         self._say(request_id)
 
     def close(self) -> None:

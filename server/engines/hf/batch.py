@@ -1,4 +1,4 @@
-"""The token batch of one step as arrays, passed from the scheduler to the model runner. No torch."""
+"""The token batch of one step as numpy arrays, passed from scheduler to model runner; needs no torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Batch:
     query_start: Int64  # [S + 1], cumulative query lengths
     kv_len: Int64  # [S]
     slots: tuple[Int64, ...]  # per group [T]
-    tables: tuple[Int32, ...]  # per group [S, max blocks]
-    logits_at: Int64  # [L], flat indices of the tokens that need logits
+    tables: tuple[Int32, ...]  # per group [S, max blocks], block ids
+    logits_at: Int64  # [L], indices in the flat batch of the tokens that need logits
     copies: tuple[BlockCopy, ...] = ()  # blocks to copy before the step writes K and V (copy-on-write)
 
     @property

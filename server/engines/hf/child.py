@@ -85,7 +85,7 @@ def set_threads(count: int) -> None:
 
 
 class EngineLoop:
-    """The main loop of the engine process: scheduler, model runner and sampler, driven by messages."""
+    """The main loop of the engine process, which runs scheduler, model runner and sampler."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class EngineLoop:
         return []
 
     def abort(self, message: Abort) -> list[Chunk]:
-        """Abort a request in any state; return the chunks that report it."""
+        """Abort a request, also while its grammar is compiled; return one chunk per aborted sequence."""
         if message.index is None and (found := self._compiling.pop(message.request_id, None)) is not None:
             self.grammars.cancel(message.request_id)
             return [Chunk(message.request_id, index, (), "abort") for index in range(found[0].n)]
@@ -258,7 +258,7 @@ class EngineLoop:
         return []
 
     def _begin_compiled(self) -> list[Chunk]:
-        """Queue the requests whose grammar is ready; return error chunks for invalid grammars."""
+        """Queue the requests whose grammar has been compiled; return error chunks for invalid grammars."""
         chunks: list[Chunk] = []
         for outcome in self.grammars.outcomes():
             request, arrival = self._compiling.pop(outcome.request_id, (None, 0.0))

@@ -41,7 +41,7 @@ class Part:
 
     @property
     def compiler(self) -> Compiler:
-        """The compiler whose cache holds this part."""
+        """The compiler in whose cache this part's machine code is stored."""
         return KERNELS if self.layout is None else COMPILER
 
     @property
@@ -53,7 +53,7 @@ class Part:
         return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
 
     def load(self) -> None:
-        """Load this part from disk, or compile it."""
+        """Load the machine code of this part from disk, or compile it."""
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return

@@ -295,7 +295,7 @@ class HFEngine(Engine):
             self._unfinished[request_id] = unfinished - 1
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Submit a request and yield its chunks; see ``Engine.generate``."""
+        """Send a request to the engine process and yield its chunks; see ``Engine.generate``."""
         self._refuse(request)
         inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
         self._live[request.request_id] = inbox

@@ -55,7 +55,7 @@ class GrammarCompiler:
 
     @property
     def pid(self) -> int:
-        """Process id of the child process that tries grammars."""
+        """Process id of the child process that compiles grammars in trials."""
         assert self._trials is not None
         return self._trials.pid
 
@@ -69,7 +69,7 @@ class GrammarCompiler:
             self._trials.ask(request)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the trial of a request, because its client disconnected."""
+        """Cancel the grammar trial of a request whose client has disconnected."""
         if self._trials is not None:
             self._trials.cancel(request_id)
 

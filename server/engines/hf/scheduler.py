@@ -195,7 +195,7 @@ class HFScheduler:
         return drawing
 
     def finish(self, draws: list[Draw]) -> list[Chunk]:
-        """Append the drawn tokens and free the blocks of finished sequences; return one chunk per sequence."""
+        """Append the drawn tokens and free the blocks of ended sequences; return one chunk per draw."""
         chunks = []
         going: list[HFSequence] = []
         for draw in draws:

@@ -1,4 +1,4 @@
-"""The AsyncEngineArgs and environment variables that make vLLM allocate what the plan says.
+"""The AsyncEngineArgs and environment variables that make vLLM allocate the planned memory.
 
 Written against vLLM 0.32.
 """

@@ -39,10 +39,11 @@ class RunningModel:
 
 
 def read_config(config: Any) -> RunningModel:
-    """Return the model and the flags of a VllmConfig.
+    """Return the model and the deployment of a VllmConfig.
 
     Raises:
-        DeploymentError: a setting changes memory use and the planner does not support it. The error names it.
+        DeploymentError: a setting changes memory use, and the planner does not support it. The error names the
+            setting.
     """
     model, cache, parallel, batch = (
         config.model_config, config.cache_config, config.parallel_config, config.scheduler_config,

@@ -116,7 +116,7 @@ class VLLMEngine(Engine):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the model and its KV pool."""
+        """Return the memory plan that vLLM runs with."""
         return self._plan
 
     @property
@@ -210,11 +210,11 @@ class VLLMEngine(Engine):
         return llm
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one request as vLLM produces them.
+        """Submit a request to vLLM and yield its chunks.
 
         Raises:
-            NeverFits: the pool can never hold the request.
-            QueueFull: the server drains or the engine is not ready.
+            NeverFits: even an empty pool cannot hold the request.
+            QueueFull: the server is draining or the engine is not ready.
             Refused: vLLM rejects the request.
             EngineDead: vLLM failed.
         """

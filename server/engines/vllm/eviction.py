@@ -162,7 +162,7 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
     """Return the first full-attention KV cache group of vLLM's manager, and its other groups.
 
     Raises:
-        UnsupportedManager: the manager's interface is unknown, or it has no prefixes to learn from.
+        UnsupportedManager: the manager's interface is unknown, or prefix caching or full attention is missing.
     """
     pool = manager.block_pool
     methods = {name for name in vars(type(pool.free_block_queue)) if not name.startswith("_")}
@@ -232,7 +232,8 @@ class LearnedQueue:
         failed = self._plain is not None
         return EvictionStats(self._order.learned and not failed, self._order.evicted, int(failed))
 
-    # -- vLLM's pool calls these -----------------------------------------------------------------------------
+    # -- methods that vLLM's pool calls
+    # --------------------------------------------------------------------------
 
     def popleft(self) -> Any:
         """Remove and return the next free block.

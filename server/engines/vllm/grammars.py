@@ -123,7 +123,7 @@ class GrammarBackend:
         return GrammarState(checked.tenant, matcher, None)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        """Return a mask that allows every token (int32 [sequences, vocab / 32])."""
+        """Return a mask that permits every token (int32 [max_num_seqs, vocab / 32], one bit per token)."""
         return torch.full((max_num_seqs, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
 
     def destroy(self) -> None:

@@ -30,10 +30,10 @@ class OutputConverter:
         self._copies = request.n if request.params.temperature == 0 else 1
 
     def chunks(self, output: Any) -> Iterator[Chunk]:
-        """Yield the chunks of one vLLM RequestOutput.
+        """Convert one vLLM RequestOutput to chunks and yield them.
 
         Raises:
-            NeverFits: our scheduler ended the request because the pool can never hold it.
+            NeverFits: our scheduler ended the request, because the pool can never hold it.
         """
         request, params = self._request, self._request.params
         prompt: tuple[TokenLogprobs | None, ...] = ()

@@ -67,8 +67,8 @@ async def interrupt_loading(loading: Future[Any]) -> None:
 def shut_down(llm: Any, *, at_once: bool) -> None:
     """End the processes of an AsyncLLM; it blocks, so call it in a thread.
 
-    vLLM 0.32 kills its processes after 5 s. On a CPU this limit is always reached, because a worker needs that
-    long to free its heap (2 s of processor time, on two idle cores).
+    vLLM 0.32 kills its processes after 5 s. On a CPU it always reaches this limit: a worker takes that long to
+    free its heap (2 s of processor time).
 
     Args:
         llm: the AsyncLLM.

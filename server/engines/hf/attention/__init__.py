@@ -1,1 +1,1 @@
-"""Attention over the KV pool: the transformers interface, the reference, and kernels for CPUs and GPUs."""
+"""Attention over the KV pool: the transformers interface, a reference in torch, and CPU and GPU kernels."""

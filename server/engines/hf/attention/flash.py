@@ -36,7 +36,7 @@ def load_flash_attn() -> Kernel:
 def load_vllm() -> Kernel:
     """Load ``flash_attn_varlen_func`` from vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py).
 
-    It uses FlashAttention 3 where the device supports it (Hopper), else 2.
+    It uses FlashAttention 3 if the device supports it (Hopper), else FlashAttention 2.
     """
     # Imported here, because vllm is optional and for GPUs only.
     from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
@@ -51,7 +51,7 @@ def load_vllm() -> Kernel:
 
 
 class FlashAttention(PagedAttention):
-    """The attention of one step by FlashAttention; called like ``gather.GatherAttention``."""
+    """The attention of one step, computed by FlashAttention from the pool's blocks."""
 
     def __init__(self, batch: Batch, pool: PagedPool, kernel: Kernel) -> None:
         super().__init__(batch, pool)
@@ -63,7 +63,18 @@ class FlashAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
+        """Return the attention of the queries over the context that the pool holds.
+
+        Args:
+            group: index of the layer's KV cache group.
+            slot: layer slot of the layer in its group.
+            query: [T, heads, size].
+            scaling: factor of the scores.
+            softcap: bound of the scores by tanh; None for no bound.
+
+        Returns:
+            The attention, in the shape of ``query``.
+        """
         k, v = self.layer(slot)
         window = self.windows[group]
         return self._kernel(

@@ -31,7 +31,7 @@ def load(pool: PagedPool) -> list[Any]:
 
 
 class FlashInferAttention(PagedAttention):
-    """The attention of one step by FlashInfer; called like ``gather.GatherAttention``."""
+    """The attention of one step, computed by FlashInfer from the pool's blocks."""
 
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
@@ -42,7 +42,18 @@ class FlashInferAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
+        """Return the attention of the queries over the context that the pool holds.
+
+        Args:
+            group: index of the layer's KV cache group.
+            slot: layer slot of the layer in its group.
+            query: [T, heads, size].
+            scaling: factor of the scores.
+            softcap: bound of the scores by tanh; None for no bound.
+
+        Returns:
+            The attention, in the shape of ``query``.
+        """
         # Planned once per step in practice: all layers of the known families have equal values.
         if self._planned.get(group) != (scaling, softcap):
             self._plan(group, query, scaling, softcap)

@@ -64,7 +64,7 @@ class Buffers:
 
 
 class FlexAttention(PagedAttention):
-    """The attention of one step by FlexAttention; called like ``gather.GatherAttention``."""
+    """The attention of one step, computed by torch's FlexAttention from the pool's blocks."""
 
     def __init__(self, batch: Batch, pool: PagedPool, buffers: Buffers) -> None:
         super().__init__(batch, pool)
@@ -122,7 +122,18 @@ class FlexAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
+        """Return the attention of the queries over the context that the pool holds.
+
+        Args:
+            group: index of the layer's KV cache group.
+            slot: layer slot of the layer in its group.
+            query: [T, heads, size].
+            scaling: factor of the scores.
+            softcap: bound of the scores by tanh; None for no bound.
+
+        Returns:
+            The attention, in the shape of ``query``.
+        """
         mask, size = self._masks[group], self.pool.layout.block_size
         rows, slots = mask.seq_lengths
         padded = query.new_zeros(rows, *query.shape[1:])

@@ -34,7 +34,10 @@ class Scratch:
 
 
 class InPlaceAttention:
-    """The attention of one step by the CPU kernel; called like ``gather.GatherAttention``."""
+    """The attention of one step, computed by the CPU kernel from the pool's blocks.
+
+    It has the same call interface as the reference, ``gather.GatherAttention``.
+    """
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int, scratch: Scratch) -> None:
         layout = pool.layout

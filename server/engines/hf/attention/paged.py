@@ -80,7 +80,18 @@ class PagedAttention(ABC):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of ``query`` [T, heads, size], in the same shape, over the pool."""
+        """Return the attention of the queries over the context that the pool holds.
+
+        Args:
+            group: index of the layer's KV cache group.
+            slot: layer slot of the layer in its group.
+            query: [T, heads, size].
+            scaling: factor of the scores.
+            softcap: bound of the scores by tanh; None for no bound.
+
+        Returns:
+            The attention, in the shape of ``query``.
+        """
 
     def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of layer slot ``slot``, views [blocks, block size, KV heads, size] of the pool."""

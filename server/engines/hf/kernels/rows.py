@@ -34,14 +34,17 @@ from tonnage.server.engines.hf.kernels.vector import (
 )
 
 _LOG2E = math.log2(math.e)
-# ln 2 is the sum of two parts, the first exact in a few bits, so that x - n ln 2 keeps its precision (Cody,
-# Waite, 1980).
+# ln 2 as the sum of two parts, the first of which is exact in a few bits. So x - n ln 2 keeps its precision
+# (Cody, Waite, 1980).
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
 _SMALLEST, _LARGEST = -87.0, 88.0  # beyond these arguments e^x is subnormal or infinite in float32
 
 
 def exp16(builder: Any, x: Any) -> Any:
-    """Emit e^x in 16 lanes, relative error below 1e-6 (Taylor, |r| <= ln 2 / 2); 0 below -87, NaN stays NaN."""
+    """Emit e^x in 16 float32 lanes, with a relative error below 1e-6; x below -87 gives 0, NaN stays NaN.
+
+    It uses a Taylor series of r, where x = n ln 2 + r and |r| <= ln 2 / 2.
+    """
     low = builder.fcmp_ordered("<", x, constant(V16F, _SMALLEST))
     x = builder.select(low, constant(V16F, _SMALLEST), x)
     high = builder.fcmp_ordered(">", x, constant(V16F, _LARGEST))
@@ -124,7 +127,7 @@ def square_sum(_typing: Any, x: Any, n: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, shift: Any) -> Any:
-    """Compute out = x * factor * (weight + shift), bfloat16 in and out, with float32 intermediates."""
+    """Compute out = x * factor * (weight + shift) for ``n`` bfloat16 values, in float32."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, weight, out, n, factor, shift = args
@@ -146,7 +149,7 @@ def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
-    """Compute out = a + b in bfloat16, rounded once; ``out`` may be a or b."""
+    """Compute out = a + b for ``n`` bfloat16 values, rounded once; ``out`` may be ``a`` or ``b``."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         a, b, out, n = args
@@ -193,8 +196,8 @@ def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
 def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) -> Any:
     """Compute gate = g sigmoid(linear g + cubic g^3) up in place, where g is the old gate, all bfloat16.
 
-    SiLU has (linear, cubic) = (1, 0). The tanh form of GELU has c = 2 sqrt(2 / pi) and (c, 0.044715 c), because
-    (1 + tanh z) / 2 = sigmoid(2 z).
+    SiLU has (linear, cubic) = (1, 0). The tanh form of GELU has (c, 0.044715 c) with c = 2 sqrt(2 / pi),
+    because (1 + tanh z) / 2 = sigmoid(2 z).
     """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:

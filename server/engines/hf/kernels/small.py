@@ -71,7 +71,10 @@ def rotate_rows(
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-    """Apply the rotary embedding in place to ``x`` [T, heads, size], with cosine and sine [T, rotated]."""
+    """Apply the rotary embedding in place to ``x`` [T, heads, size].
+
+    ``cosine`` and ``sine`` are [T, rotated]; the first ``rotated`` values of each head are rotated.
+    """
     tokens, heads, size = x.shape
     rotate_rows(x.data_ptr(), heads, 0, tokens, size, cosine.shape[-1], cosine.data_ptr(), sine.data_ptr())
 

@@ -1,1 +1,1 @@
-"""The model of the Hugging Face engine: loading, kernel replacement, self-check and forward."""
+"""The model side of the Hugging Face engine: loading, replacement by kernels, self-check, model runner."""

@@ -1,6 +1,7 @@
-"""Checkpoint formats: the arguments for transformers' loader, and the formats that the hf backend rejects.
+"""Checkpoint formats: the arguments for transformers' loader, and formats that the HF engine rejects.
 
-A rejection comes before the load and names the format and the package to install. No torch at import.
+A format is rejected before the load. The error names the format and the package to install. This module does
+not import torch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _SAME_NORM = 2**-8  # a norm rounds its result once, and in some families also a
 
 
 def fuse(model: nn.Module) -> Counter[str]:
-    """Replace modules by kernels where possible; return the number of replaced modules of each kind."""
+    """Replace modules of a loaded model by CPU kernels; return the number of replaced modules of each kind."""
     done: Counter[str] = Counter()
     for module in list(model.modules()):
         if _is_gated_mlp(module):

@@ -52,7 +52,10 @@ def load_model(plan: Plan) -> PreTrainedModel:
 
 
 def require_computed(dtype: torch.dtype, device: str) -> None:
-    """Raise DeploymentError unless the device computes a decoder layer's operations in ``dtype``."""
+    """Raise DeploymentError if the device cannot compute in ``dtype``.
+
+    It tries the operations of a decoder layer on a small tensor.
+    """
     try:
         x = torch.ones((1, 1, 2, 16), dtype=dtype, device=device)
         x = F.scaled_dot_product_attention(x, x, x)

@@ -1,7 +1,7 @@
 """The architectures that paged attention serves, and why others are rejected. It imports no torch.
 
-An architecture qualifies (transformers 5.19.0) if every layer passes the K and V of the current step, and its
-keyword arguments, to the registered attention function. Other uses of positions and masks must affect each
+An architecture qualifies (transformers 5.19.0) if every layer calls the registered attention function. It must
+pass the current step's K and V and its keyword arguments. Other uses of positions and masks must affect each
 token alone. The self-check at start (``selfcheck``) verifies this for the loaded model. ``Family.hf`` marks the
 reviewed families; other architectures are rejected before the load.
 """
@@ -40,14 +40,15 @@ REASONS: dict[Paged, str] = {
 def served() -> tuple[str, ...]:
     """Return the model types that the HF engine serves, each reviewed and tested.
 
-    For each model type, a tiny random model gives the tokens of transformers' generate in float32, passes the
-    self-check in bfloat16, and takes the planned bytes (tests/server/test_hf_runner.py, test_hf_families.py).
+    Tests with a tiny random model of each type check three things (tests/server/test_hf_runner.py,
+    test_hf_families.py): it gives the tokens of transformers' generate in float32, passes the self-check in
+    bfloat16, and takes the planned bytes.
     """
     return tuple(sorted(name for name, family in families().items() if family.hf == "served"))
 
 
 def require_supported(model_type: str) -> None:
-    """Raise UnsupportedArchitecture unless the Hugging Face engine serves this ``model_type``."""
+    """Raise UnsupportedArchitecture if the Hugging Face engine does not serve models of type ``model_type``."""
     paged = family_of(model_type).hf
     if paged == "served":
         return

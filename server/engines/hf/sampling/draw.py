@@ -1,6 +1,7 @@
-"""Sampling of tokens in a batch, with a random stream per sequence.
+"""Sampling of tokens in a batch, with a random number generator per sequence.
 
-A row's token depends on its own logits, parameters and random number alone, not on the rest of the batch.
+The token of a row depends only on the row's logits, parameters and random number, not on other rows of the
+batch.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _kept(top: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_p < 1:
         total = kept.sum() if params.top_k else kept.new_tensor(1.0)
         before = kept.cumsum(dim=-1) - kept
-        kept[before >= params.top_p * total] = 0  # the token that crosses top_p stays
+        kept[before >= params.top_p * total] = 0  # the token that makes the sum reach top_p is kept
     if params.min_p > 0:
         kept[top < params.min_p * top[0]] = 0
     kept[0] = top[0]

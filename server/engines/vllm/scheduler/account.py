@@ -150,7 +150,7 @@ class Account:
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
         used = self._used()
         if groups.others and not self.outsiders():
-            # `_used` also counts the prefix hits of groups with a window, which hold no blocks of full groups.
+            # `_used` also counts prefix hits in groups with a window, so bound it by the blocks of full groups.
             used = min(used, int(rows[:, HELD].sum()))
         return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
 

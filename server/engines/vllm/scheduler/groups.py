@@ -94,7 +94,7 @@ class Groups:
 
     @property
     def count(self) -> int:
-        """Return the number of full groups."""
+        """Return the number of full groups: KV cache groups with full attention and one block size."""
         return len(self.limits.layout.groups)
 
     def most_blocks(self, tokens: int, encoder_tokens: int) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class Groups:
 
 
 def read_groups(scheduler: Any, names: VllmNames) -> Groups:
-    """Return the KV cache groups of a newly created vLLM scheduler."""
+    """Return vLLM's KV cache groups as admission sees them, read from a newly created vLLM scheduler."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     config = scheduler.vllm_config
     keep_all = [

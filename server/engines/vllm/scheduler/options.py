@@ -1,6 +1,7 @@
-"""Options of the scheduler: ``--additional-config '{"tonnage": {...}}'`` or ``TONNAGE_*`` variables.
+"""Options of Tonnage's scheduler in vLLM, and where they are read from.
 
-The names are the same as in ``tonnage serve``. A key of the config overrides the environment.
+They are given by ``--additional-config '{"tonnage": {...}}'`` or ``TONNAGE_*`` environment variables. An option
+has the same name as in ``tonnage serve``. A key of the config overrides the environment.
 """
 
 from __future__ import annotations

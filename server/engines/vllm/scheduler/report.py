@@ -33,14 +33,14 @@ class Report:
         self._evictions = Evictions(scheduler.kv_cache_manager)
 
     def added(self, id: str, blocks: int) -> None:
-        """Count a new request that holds at most `blocks` blocks."""
+        """Count a new request, with `blocks` as the upper bound of its blocks."""
         if id not in self._asked:  # False if a streaming session adds its request again
             self._received += 1
             self._asked[id] = blocks
             self._asked_blocks += blocks
 
     def left(self, id: str) -> None:
-        """Remove a request that has ended for any reason."""
+        """Stop counting a request as unfinished, because it has ended."""
         self._asked_blocks -= self._asked.pop(id, 0)
         self._waited.discard(id)
 

@@ -19,7 +19,7 @@ from tonnage.server.engines.vllm.arguments import BACKEND
 
 
 class SharedPrefixes(Scheduler):
-    """A mixin for vLLM's scheduler that shares the configured prefixes between cache salts."""
+    """A mixin for vLLM's scheduler by which requests with different cache salts share configured prefixes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

@@ -1,4 +1,4 @@
-"""Durations of vLLM's steps, measured in its scheduler from `schedule` to `update_from_output`."""
+"""Measurement of the durations of vLLM's steps, from the scheduler's `schedule` to `update_from_output`."""
 
 from __future__ import annotations
 
