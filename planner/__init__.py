@@ -1,6 +1,6 @@
-"""Memory planner for language models: config -> tensors -> bytes -> capacity.
+"""Memory planner for language models, from a model's config to tensors, bytes and KV cache capacity.
 
-It imports no torch, transformers or numpy:
+The planner imports no torch, transformers or numpy. Example:
 
     from tonnage.planner import plan
     found = plan("demo", gpu="h100-80g", max_model_len=8192)
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tonnage.planner.plans import Plan as Plan
     from tonnage.planner.plans import RankPlan as RankPlan
     from tonnage.planner.plans import Term as Term
-else:  # a module's __getattr__ would let a type checker accept any name
+else:  # Type checkers must not see a module's __getattr__, with which they accept any name.
     _HOME = {
         "plan": "api",
         "make_plan": "planning.build",

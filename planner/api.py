@@ -1,4 +1,4 @@
-"""The planner's Python interface: `plan` returns the plan that `tonnage plan` prints."""
+"""The planner's Python interface, whose function `plan` returns the plan that `tonnage plan` prints."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _Fields = ParamSpec("_Fields")
 def _takes(
     made: Callable[_Fields, Deployment],
 ) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
-    """Give the decorated function the parameters of `made`, after `model`, for type checkers and editors."""
+    """Give the decorated function, for type checkers and editors, the parameters `model` and all of `made`."""
     return lambda function: function
 
 
 @_takes(Deployment)
 def plan(model: str, **fields: Any) -> Plan:
-    """Plan a model before anything loads.
+    """Plan the memory of a model and its KV cache before anything loads.
 
     Fields that are left out get the defaults of `tonnage plan`. The engine is vllm with a GPU or an engine
     version, else hf. A draft model drafts one token per step.
@@ -52,22 +52,22 @@ def plan(model: str, **fields: Any) -> Plan:
         TypeError: a keyword is no field of `Deployment`.
     """
     fields, flags = canonical_values(fields), flags_of(Deployment)
-    for name in fields.keys() & flags.keys():  # unlike a command line, Python can pass a value of any type
+    for name in fields.keys() & flags.keys():  # Python callers can pass values of any type.
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)
 
 
-@lru_cache(1)  # the browser page plans the same source again with other flags
+@lru_cache(1)  # The browser page plans the same model again with other flags, so its sizes are cached.
 def _sizer_of(source: ModelSource) -> Sizer:
     """Return the `Sizer` of a model source, cached for the latest source."""
     return Sizer(source)
 
 
 def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given: bool = True) -> Plan:
-    """Plan a deployment and, if it does not fit, add the single changes that make it fit.
+    """Plan a deployment; if it does not fit, add advice: single flag changes that make it fit.
 
-    A model that the default engine does not serve is planned for an engine that does; a note of the plan says
-    so.
+    A model that the default engine does not serve is planned for the default's fallback engine. A note of the
+    plan then names that engine.
 
     Args:
         source: the model's config and tensor headers.

@@ -14,7 +14,7 @@ BAD_INPUT = 2  # exit code of a command that rejects its input
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises DeploymentError on bad input and suggests the probable spelling.
+    """An argparse parser that raises DeploymentError on bad input and suggests similar option names.
 
     As in vLLM, `--help=KEYWORD` prints the options whose names contain the keyword, or a whole group. An
     underscore in an option's name is read as a dash.
@@ -63,11 +63,11 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
-            found.words = (*self.prog.split(), *_without_token(words))  # the page shows the command line
+            found.words = (*self.prog.split(), *_without_token(words))  # An HTML page shows the command line.
         return found
 
     def format_help(self) -> str:
-        """Return argparse's help with a one-line usage; its own usage would repeat every option."""
+        """Return argparse's help with a one-line usage, because argparse's usage repeats every option."""
         formatter = self._get_formatter()
         named = [formatter._format_args(a, a.metavar or a.dest) for a in self._get_positional_actions()]  # type: ignore[arg-type]
         self.usage = " ".join(["%(prog)s [OPTIONS]", *named])
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
             raise DeploymentError(rest, field=field, hint=self._listed())
-        if rest:  # MODEL twice, where more models may follow one
+        if rest:  # argparse names MODEL twice if the command accepts several models.
             message = f"{about}: {', '.join(dict.fromkeys(rest.split(', ')))}"
         raise DeploymentError(message, hint=self._listed())
 
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _spelled(self, word: str) -> str:
-        """Return a word with dashes for underscores if that is an option, for example --max-model-len."""
+        """Return `word` with dashes for underscores if that makes it an option, such as --max-model-len."""
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
         return (
@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise DeploymentError(f"unexpected argument {word[:80]!r}", hint=self._listed())
-        if name in self._option_string_actions:  # after a --
+        if name in self._option_string_actions:  # The option stands after a `--`.
             raise DeploymentError("must come before the --", field=name)
         close = nearest(name, self.options())
         guess = f"did you mean {close}? " if close else ""
@@ -149,18 +149,19 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # -qfp8 means -q fp8. argparse would also accept -t for -tp, even without allow_abbrev.
+        # Only a short option with an attached value is accepted: -qfp8 means -q fp8. argparse would also accept
+        # -t for -tp, even without allow_abbrev.
         return [found for found in super()._get_option_tuples(option_string) if found[1] == option_string[:2]]
 
 
 def refused(error: TonnageError) -> int:
-    """Print an error on stderr as every command does, and return the exit code for bad input."""
+    """Print `tonnage: ERROR` on stderr and return 2, the exit code for bad input."""
     print(f"tonnage: {error}", file=sys.stderr)
     return BAD_INPUT
 
 
 def _without_token(words: Sequence[str]) -> list[str]:
-    """Replace the hub token in a command line by `...`, because pages that show it are shared."""
+    """Replace the hub token in a command line by `...`, because pages that show the line are shared."""
     shown: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
         secret = "..." if before == "--hf-token" else "--hf-token=..." if word.startswith("--hf-token=") else ""

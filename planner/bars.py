@@ -1,4 +1,4 @@
-"""Bars for a terminal: shaded blocks where the terminal's encoding has them, else ASCII."""
+"""Characters of bars in a terminal: shaded blocks if the terminal's encoding has them, else ASCII."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ASCII = "#+:."
 def redraws(file: TextIO) -> bool:
     """Return whether a file is a terminal that can redraw a line.
 
-    A dumb terminal (Emacs' shell, some CI systems) cannot. There rich shows nothing until the end
-    (Console.is_dumb_terminal).
+    A dumb terminal (Emacs' shell, some CI systems) cannot redraw. The library rich also shows progress only at
+    the end on a dumb terminal (Console.is_dumb_terminal).
     """
     return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 

@@ -48,7 +48,7 @@ examples:
 COLUMNS = "column names of the trace: arrival=t,prompt_tokens=in,..."
 
 
-# Options of a single deployment that accept several values here (sweep/choices.py); text added to their help.
+# Options that accept several values in `tonnage plan` (sweep/choices.py) -> text added to their help.
 SEVERAL = {
     "gpu": "; several, with commas: one table, side by side; 2xa100-80g: two of them",
     "quantization": "; several, with commas, none for the checkpoint's own: one table",
@@ -120,8 +120,8 @@ def _output_flags(p: _Group) -> None:
 def _trace_flags(p: _Group) -> None:
     """Add the options of `tonnage plan` that read request traces.
 
-    commands.trace_concurrency and commands.replicas of the server implement them. The command `tonnage` calls
-    these modules where --trace or --replicas is given.
+    The server's modules commands.trace_concurrency and commands.replicas implement these options. The command
+    `tonnage` calls the modules if --trace or --replicas is given.
     """
     p.add_argument("--trace", metavar="FILE", help="how many requests with the lengths in FILE run at once")
     p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
@@ -231,7 +231,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 
     Args:
         args: the parsed options.
-        trace: name of a trace and the (prompt, output) tokens of its requests, where --trace is given.
+        trace: name of the trace and the (prompt, output) tokens of its requests, None without --trace.
 
     Raises:
         TonnageError: the model or the options are not supported.
@@ -277,7 +277,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     if args.emit:
         from tonnage.planner.output.emit import emit  # only this output needs it
 
-        settings = emit(plan, args.emit)  # may raise: before anything is printed
+        settings = emit(plan, args.emit)  # This may raise an error, so it runs before anything is printed.
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
         apart = args.emit or args.serve_line or args.markdown or args.csv  # another program reads stdout
         print(line, file=sys.stderr if apart else sys.stdout)

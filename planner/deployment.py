@@ -1,4 +1,4 @@
-"""Deployment: every flag that describes how a model is to be served, declared in this file only."""
+"""Flags that describe how a model is to be served, all declared as fields of `Deployment`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _DEVICE, _MODEL = "engine and device", "model"
 _CACHE, _EXTRAS = "KV cache and batch", "parallelism and extras"
 _MAX_RANKS = 4096
 
-# Short flags are defined in vllm/engine/arg_utils.py, 0.32.
-# vLLM and compressed-tensors call int4 INT4 W4A16. The other spellings have an underscore instead of a dash.
+# Short options such as -tp are vLLM's (vllm/engine/arg_utils.py, 0.32).
+
+# Each pair is (other spelling of a flag's value, value). For int4 the value is the name W4A16, which vLLM and
+# compressed-tensors use. The other spellings differ in a dash or underscore, or abbreviate a dtype.
 _ENGINES = (("llamacpp", "llama.cpp"), ("llama_cpp", "llama.cpp"), ("llama-cpp", "llama.cpp"))
 _FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
 _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))
@@ -24,7 +26,7 @@ _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("f
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The requested way to serve a model: one field per flag, named as vLLM's flags; sizes are in bytes.
+    """A request to serve a model, with one field per flag, named as vLLM's flags; sizes are in bytes.
 
     None means that the engine chooses the value. Command-line options, server settings and checks are generated
     from these declarations (`tonnage.planner.flags`).

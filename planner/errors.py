@@ -1,4 +1,4 @@
-"""Errors that a user can act on; each names the field, its value and what would be valid.
+"""Errors that a user can act on; each names the flag or field, its value and the valid values.
 
 The command line prints `str(error)` and exits with 2. The server renders the error as an OpenAI error body.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-# Names in messages come from files and may be a megabyte long. Tonnage's longest message has 700 characters.
+# Characters of the longest error text. Names in messages come from files and may be a megabyte long; Tonnage's
+# own longest message has 700 characters.
 LONGEST_TEXT = 4_000
 
 
@@ -50,9 +51,9 @@ class TonnageError(Exception):
     """Base class of every error shown to a user without a traceback.
 
     Attributes:
-        code: machine-readable error code of the OpenAI error body.
+        code: machine-readable error code in the OpenAI error body of the HTTP response.
         field: the config field, flag or body field at fault, or None.
-        hint: what to do next, or None.
+        hint: advice for the user, such as a valid value, or None.
     """
 
     code: str = "invalid_request"
@@ -68,7 +69,7 @@ class TonnageError(Exception):
         hint = f" ({self.hint})" if self.hint else ""
         return f"{where}{self.message}{hint}"
 
-    def __reduce__(self) -> tuple[object, ...]:  # pickled between the engine's processes
+    def __reduce__(self) -> tuple[object, ...]:  # Errors are pickled between the engine's processes.
         return (_rebuild, (type(self), self.message, self.field, self.hint), self.__dict__)
 
 
@@ -110,8 +111,8 @@ class EngineRefusal(DeploymentError):
     """Error for a deployment that the engine itself rejects.
 
     Attributes:
-        cause: key of the engine's own error message (Engine.error_message).
-        facts: values that this message contains.
+        cause: key by which Engine.error_message finds the engine's own error message.
+        facts: values that the engine's message contains, by name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Flags: a flag is a field of a dataclass, declared there and nowhere else.
+"""Declaration of flags as dataclass fields, and the options, checks and settings made from them.
 
     max_model_len: int | None = flag(None, "longest sequence", group="model")
 
@@ -26,12 +26,12 @@ MAX_BYTES = 1 << 60  # one EiB
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
-# Names of types in error messages; other types are called by their metavar.
+# Names of types in error messages; the metavar names any other type.
 _WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "tuple[str, ...]": "a list of texts",
     "str": "text", "Path": "the path of a file",
 }  # fmt: skip
-_UNITS = {"GiB": GiB, "MiB": MiB}  # the option's unit; its field is in bytes
+_UNITS = {"GiB": GiB, "MiB": MiB}  # The option is in this unit; the dataclass field is in bytes.
 _METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
 
@@ -61,16 +61,16 @@ def flag(
         help: text of `--help`.
         group: heading of `--help` under which the option stands.
         unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` or `seconds`. A share
-            is in (0, 1], with `least` 0 in [0, 1). Seconds are above 0, with `least` 0 also 0. Other integers
-            are counts.
+            must be above 0 and at most 1; if `least` is 0, at least 0 and below 1. Seconds must be above 0; if
+            `least` is 0, the value 0 is valid too. An integer without a unit is a count.
         metavar: placeholder of the value in `--help`.
         choices: all valid values.
-        least: smallest count.
-        most: largest count.
-        needs: field name of a flag without which this one has no effect.
-        engine: the only engine that has this flag.
-        option: name of the option where it differs from the field's name.
-        short: short option, as in vLLM.
+        least: smallest valid count.
+        most: largest valid count.
+        needs: field name of another flag without which this flag has no effect.
+        engine: the only engine that supports the flag; empty means all engines.
+        option: name of the command-line option if it differs from the field's name.
+        short: short form of the option, as in vLLM, for example `-tp`.
         spellings: (lower-case text, value) of other spellings, for a flag without `choices`.
         secret: whether the value must not be printed.
         hint: valid values, for error messages.
@@ -93,8 +93,8 @@ class Flag:
     """The declaration of one flag, as read from its dataclass field.
 
     Attributes:
-        kind: the field's annotation without None.
-        optional: whether the annotation includes None.
+        kind: the type annotation of the field without `| None`, as text.
+        optional: whether the annotation includes None, which means that the engine chooses.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Flag:
                 value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-            if self.secret and not value:  # an unset variable must not turn off authentication
+            if self.secret and not value:  # An empty environment variable must not turn off authentication.
                 raise DeploymentError("is empty", field=field, hint="leave it out to have none")
         elif self.kind == "bool":
             if text not in ("true", "false"):
@@ -163,7 +163,7 @@ class Flag:
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # a table of plans takes several
+            words = [word.strip().lower() for word in text.split(",")]  # commas separate several values
             return ",".join(usual.get(word, word) for word in words)
         return text
 
@@ -303,7 +303,7 @@ def check_values(record: Any) -> None:
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
 
-        if value is not found.default:  # a sweep checks thousands of records, most of them defaults
+        if value is not found.default:  # Defaults are skipped for speed: a sweep checks thousands of records.
             found.check(value)
 
 

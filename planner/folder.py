@@ -9,12 +9,12 @@ from typing import Any
 
 
 def modules_in(package: str, first: tuple[str, ...], near: str = "") -> Iterator[Any]:
-    """Import and yield the modules of a package one by one; a caller that stops early imports no further ones.
+    """Import and yield the modules of a package one by one; a caller that stops early imports no more.
 
     Args:
         package: name of the package.
-        first: modules to yield early.
-        near: a name; modules whose own name is a prefix of it come first.
+        first: names of modules to yield before the remaining ones.
+        near: a name; modules whose own name is a prefix of this name come first.
     """
     files = (file.partition(".") for file in os.listdir(import_module(package).__path__[0]))
     names = {name for name, _, ending in files if ending == "py" and name != "__init__"}

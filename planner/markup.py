@@ -1,4 +1,4 @@
-"""HTML for plans, tables and replays, in the style of `tonnage page`: one file per page, no network.
+"""HTML of plans, tables and replays, as self-contained pages in the style of `tonnage page`.
 
 A page has one script, which sorts and filters its tables. HTML for a notebook has no script, and its style
 affects nothing outside it. The colours are defined in planner/page/data/style.css.
@@ -23,7 +23,7 @@ _COLOURS = {
     "CUDA graphs": "cuda_graph", "LoRA slots": "lora", "draft model": "draft", "free": "free",
 }  # fmt: skip
 
-Facts = Iterable[tuple[str, str]]  # names and values, not yet escaped
+Facts = Iterable[tuple[str, str]]  # (name, value) pairs, not yet escaped for HTML
 
 _STYLE = """
 .tonnage{--paper:light-dark(#fff,#12171e);--ink:light-dark(#1c2430,#e5eaf1);--soft:light-dark(#566273,#a3aebd);
@@ -101,7 +101,7 @@ font-size:.875rem}}
 
 
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
-    """Return an HTML table in a box that scrolls horizontally.
+    """Return an HTML table inside a container that scrolls horizontally.
 
     A table of more than three columns shows each row as a card on a phone. Rows after the first `FIRST` are
     hidden until the reader asks for them.
@@ -168,7 +168,7 @@ def memory_section(
     Args:
         title: text of the heading.
         subtitle: line below the heading.
-        verdict: lines that say whether the plan fits, and whether it does.
+        verdict: (lines that say whether the plan fits, True if it fits).
         first: (name, value, note) of the most important figures.
         rows: (component, bytes, note) of each line of the memory table.
         total: bytes of the device.
@@ -211,7 +211,7 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
         body: markup of the page.
         words: the command line that produced the page.
         facts: names and values shown at the top; Tonnage's version and the date are added.
-        style: more CSS.
+        style: additional CSS rules.
     """
     from importlib.metadata import version  # slow to import: 16 ms
 

@@ -1,7 +1,8 @@
-"""Plan and its parts: the result of planning.
+"""Result types of memory planning: a `Plan` and its parts.
 
-A plan is computed once before anything loads. The pool size, the reservations of admission and the metrics that
-compare plan and measurement all come from it. `tonnage.planner.planning.build.make_plan` builds plans.
+A plan is computed once, before anything loads. It determines the server's KV pool size, the reservations of
+admission, and the metrics that compare plan and measurement. `tonnage.planner.planning.build.make_plan` builds
+plans.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A draft for speculative decoding beside the model.
+    """The draft model or draft layers that speculative decoding uses beside the model.
 
     Attributes:
-        part: the share of the draft that one rank holds.
-        follows: hidden states of the model's last layer that the draft reads per token.
-        reads: hidden states of inner layers that the draft reads per token.
+        part: the part of the draft's tensors that one rank holds.
+        follows: number of hidden states of the model's last layer that the draft reads per token.
+        reads: number of hidden states of inner layers that the draft reads per token.
     """
 
     part: Architecture
@@ -47,19 +48,19 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A Deployment in which every open value has been chosen.
+    """A `Deployment` with a concrete value for every setting that the user left to the engine.
 
     Attributes:
-        flags: the Deployment that the plan reports.
-        version: version of the engine.
+        flags: the `Deployment` with the chosen values, as the plan reports it.
+        version: version of the engine as (major, minor, patch).
         device_memory: bytes of the device.
         limit: bytes of the device that the plan may use.
         max_model_len: longest sequence in tokens.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
-        block_size: tokens per block.
+        block_size: tokens per KV block.
         given_block_size: the block size that was requested, or None.
-        draft: the draft of --speculative-model, once it is known.
+        draft: the draft of --speculative-model, None without one or before it is read.
         given_max_num_seqs: the --max-num-seqs that was requested, or None.
     """
 
@@ -78,12 +79,13 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model of a plan: names, shape source and size.
+    """The model of a plan: its name, the source of its tensor shapes, and its size.
 
     Attributes:
         path: local folder or file from which the engine loads; not part of the JSON.
         attention: MHA, GQA, MQA, MLA or none.
-        via: the source of the tensor shapes.
+        via: the source of the tensor shapes: a model adapter, safetensors headers, a checkpoint index, a GGUF
+            file, or an instance on PyTorch's meta device.
         max_model_len: longest sequence that the model itself allows, in tokens.
     """
 
@@ -138,7 +140,7 @@ class RankPlan:
 
     @property
     def free_bytes(self) -> int:
-        """Return the unused bytes of the device; negative where the plan does not fit."""
+        """Return the unused bytes of the device; the number is negative if the plan does not fit."""
         return self.total_bytes - self.used_bytes
 
 
@@ -163,8 +165,9 @@ class KVCachePlan:
     Attributes:
         usable_blocks: `num_blocks` - 1, because block 0 is the null block.
         bytes_per_sequence: bytes of one sequence of max_model_len tokens.
-        longest: most tokens of one sequence that the usable blocks hold, at most max_model_len.
-        law: the blocks that a request needs for its lengths, or None if that is not known.
+        longest: longest sequence in tokens that the usable blocks hold, at most max_model_len.
+        law: rules that give the blocks of a request from its prompt and output tokens, or None if they are not
+            known.
         no_law: the reason why `law` is None.
     """
 
@@ -181,7 +184,7 @@ class KVCachePlan:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of `--explain`: a value, its formula with the numbers in it, and the config field or source."""
+    """One line of `--explain`: a value, the formula that gives it, and the config field or source file."""
 
     name: str
     value: int
@@ -194,7 +197,7 @@ class Failure:
     """The reason why an engine does not start.
 
     Attributes:
-        why: the planner's explanation and remedy; empty where the plan simply does not fit.
+        why: the planner's explanation and remedy; empty if the plan does not fit for lack of memory.
         sentence: the engine's own error message.
     """
 
@@ -204,7 +207,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The weights of one rank that have the same dtype and quantization (none: as trained), and their bytes."""
+    """The weights of one rank with the same dtype and quantization (`none` if unquantized), and their bytes."""
 
     dtype: str
     quantization: str
@@ -220,12 +223,12 @@ class Plan:
         worst_rank: index of the rank that decides whether the plan fits.
         reasons: why the plan does not fit.
         intervals: lower and upper bound of each figure that is estimated.
-        notes: assumed rules and settings that override others.
+        notes: assumptions of the plan, and settings that override others.
         advice: if the plan does not fit, changes that make it fit, smallest first.
-        stops_with: the engine's error message when it does not start.
+        stops_with: the error message with which the engine stops at start-up, or None.
         engine_name: title of the engine, with its version if it has one.
-        host: host memory beside the GPUs; None on a CPU, where the whole plan is about host memory.
-        requests: capacity for each requested pair of lengths.
+        host: host memory that serving on GPUs needs; None on a CPU, where the whole plan is about host memory.
+        requests: capacity for each requested pair of prompt and output lengths.
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
     """
@@ -263,7 +266,7 @@ class Plan:
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """Return how many requests of these lengths the pool holds at once if none shares a prefix.
+        """Return how many requests of these lengths the KV pool holds at once if no prefixes are shared.
 
         Args:
             prompt_tokens: tokens of each prompt.
@@ -281,7 +284,7 @@ class Plan:
 
     @property
     def usable_bounds(self) -> tuple[int, int, int]:
-        """Return the usable blocks as planned, their lower bound and their upper bound."""
+        """Return the usable KV blocks as (planned number, lower bound, upper bound)."""
         cache = self.kv_cache
         empty = cache.num_blocks - cache.usable_blocks
         low, high = self.intervals.get("num_blocks", (cache.num_blocks, cache.num_blocks))
@@ -311,7 +314,7 @@ class Plan:
         )
 
     def memory_rows(self) -> list[tuple[str, int, str]]:
-        """Return (component, bytes, note) of the worst rank, in the order in which memory is taken."""
+        """Return (component, bytes, note) of the worst rank: weights, KV pool, other parts, free, device."""
         rank = self.rank
 
         def bounds(name: str) -> str:
@@ -337,7 +340,7 @@ class Plan:
         return rows
 
     def capacity_lines(self) -> list[str]:
-        """Return lines that describe what the pool holds; a hybrid model has one line per group of layers."""
+        """Return text lines on the KV pool's blocks, tokens and concurrency, and on each layer group."""
         cache, layout, flags = self.kv_cache, self.kv_cache.layout, self.deployment
         if not layout.groups:
             return [f"KV cache: none (an encoder); at most {flags.max_num_seqs:,} texts in a step"]
@@ -426,7 +429,7 @@ class Plan:
         return memory_section(*self.headline(), verdict, self.figures(), rows, self.rank.total_bytes, lines)
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Return (name, value) of the model, engine and device, for the head of a page."""
+        """Return (name, value) pairs of model, engine and device, for the head of an HTML page."""
         return ("model", self.model.id), ("engine", self.engine_name), ("device", self.device_name())
 
     def _repr_html_(self) -> str:

@@ -1,7 +1,7 @@
-"""Terminal output of plans: colours, columns, and text wrapped to the width.
+"""Terminal output of plans: colours, columns, and text wrapped to the terminal's width.
 
-It replaces rich, which occupies 14 MB with its dependencies, more than the rest of the planner needs, and takes
-longer to import than a plan takes to compute.
+This module replaces rich. With its dependencies rich occupies 14 MB, more than the rest of the planner, and its
+import takes longer than computing a plan.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TextIO
 
 from tonnage.planner.errors import printable
 
-# SGR parameters (ECMA-48, 8.3.117)
+# Style name -> SGR parameter of the terminal's escape sequence (ECMA-48, 8.3.117)
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "cyan": "36"}
-_GAP = " "  # between columns
+_GAP = " "  # The gap separates table columns.
 
 Cell = str | tuple[str, str]  # text, or text and its style
 
@@ -31,7 +31,7 @@ class Screen:
         self.width = _width(file)
 
     def print(self, text: str = "", style: str = "") -> None:
-        """Print one paragraph; its further lines are indented as its first line is."""
+        """Print one paragraph, wrapped to the width; all its lines have the first line's indentation."""
         import textwrap  # JSON output does not need it
 
         plain = printable(text)
@@ -65,7 +65,7 @@ class Screen:
 
 
 def _width(file: TextIO) -> int:
-    """Return the columns of a terminal: $COLUMNS, else the terminal's own answer, else 80."""
+    """Return the terminal's width in characters: $COLUMNS, else the terminal's own value, else 80."""
     if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said) > 0:
         return int(said)
     try:

@@ -1,13 +1,13 @@
-"""The script of HTML pages with tables: sorting, searching, and showing only the first rows of a long table.
+"""The JavaScript of HTML pages with tables: sorting, searching, and hiding rows of a long table.
 
-A browser needs seconds to lay out the thousands of rows of a sweep, and again for each sort. On a phone each
-row of a wide table is a card whose cells repeat their column's title. Numbers sort by value and unit, before
-cells of text; rows without that column come last.
+Only the first rows are shown, because a browser needs seconds to lay out the thousands of rows of a sweep, for
+each sort again. On a phone each row of a wide table is a card whose cells repeat their column's title. Numbers
+sort by value and unit, before cells of text; rows without that column come last.
 """
 
 from __future__ import annotations
 
-FIRST = 100  # rows
+FIRST = 100  # number of rows of a long table that a page shows at first
 SCRIPT = r"""
 const FIRST = FIRST_ROWS;
 const units = {KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40};

@@ -1,4 +1,4 @@
-"""Sizes, counts and times as text: parsing and formatting. Inside the planner, bytes are always `int`."""
+"""Parsing and formatting of sizes, counts and times. Inside the planner, bytes are always `int`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FACTORS = {
     "tb": 10**12,
 }
 _SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
-_MAX_BYTES = 1 << 60  # one EiB: above it the figure is a typing error
+_MAX_BYTES = 1 << 60  # A size above one EiB is a typing error.
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -60,7 +60,7 @@ def parse_size(text: str, field: str) -> int:
         raise DeploymentError(
             f"{text[:40]!r} is not a size", field=field, hint="write 2GiB, 512MiB, 2GB or plain bytes"
         )
-    # in integers: a float loses bytes, and fractions.Fraction takes 10 ms to import
+    # The size is computed in integers: a float loses bytes, and fractions.Fraction takes 10 ms to import.
     decimals = match[2] or ""
     size = int(match[1] + decimals) * factor // int("1" + "0" * len(decimals))
     if not 0 < size <= _MAX_BYTES:

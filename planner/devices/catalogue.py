@@ -1,7 +1,7 @@
 """The GPU catalogue (catalogue.json): memory of each device, with a source for every figure.
 
-`reported_gib` is the memory that CUDA or ROCm reports, to which vLLM's utilization applies. If no source
-publishes it, the nominal memory less `NOMINAL_RESERVE` is used, and `Gpu.basis` says so.
+In the file, `reported_gib` is the memory that CUDA or ROCm reports, to which --gpu-memory-utilization applies.
+If no source publishes it, the nominal memory less `NOMINAL_RESERVE` is used, and `Gpu.basis` says so.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NOMINAL_RESERVE = 0.0125
 
 It is the median over the catalogue's NVIDIA entries with both figures, rounded up to the next quarter percent:
 H100 1.0 %, A100 1.1 % and 1.0 %, B200 0.9 %, RTX 4090 1.5 %, T4 7.9 %, RTX 4080 0.1 %.
-tests/planner/test_gpus.py recomputes it.
+tests/planner/test_gpus.py recomputes the median.
 """
 
 APPLE_SHARE = 0.75
 """Share of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
 
-Metal reports it as recommendedMaxWorkingSetSize.
+Metal reports this limit as recommendedMaxWorkingSetSize.
 """
 
 
@@ -35,12 +35,13 @@ class Gpu:
     """One device of the catalogue, or the local device; `prices.py` has its price.
 
     Attributes:
-        memory_bytes: memory that an engine can use.
-        basis: `reported` or `nominal` memory.
+        memory_bytes: bytes of device memory that an engine can use.
+        basis: origin of `memory_bytes`: `reported` by the driver, or `nominal`, the data sheet's size less a
+            reserve.
         source: source of the memory figure.
         capability: CUDA compute capability (developer.nvidia.com/cuda-gpus), None for other vendors.
         bandwidth: peak memory bandwidth in bytes per second of the SXM (or only) variant, None if not known.
-        flops: peak dense 16-bit tensor operations per second of that variant, None if not known.
+        flops: peak dense 16-bit tensor FLOPs per second of the SXM (or only) variant, None if not known.
     """
 
     name: str
@@ -158,7 +159,7 @@ def _by_name() -> dict[str, Gpu]:
     return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
 
 
-@cache  # a sweep looks up each GPU a hundred times
+@cache  # The result is cached because a sweep looks up each GPU a hundred times.
 def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
@@ -191,7 +192,7 @@ def local_gpu() -> Gpu:
             return find_gpu("cpu")
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         name = pynvml.nvmlDeviceGetName(handle)
-        # version 2 counts the driver's reserve apart, as CUDA does
+        # Version 2 of the call reports the driver's reserved memory separately, as CUDA does.
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         total = int(memory.total - memory.reserved)
     except pynvml.NVMLError as error:

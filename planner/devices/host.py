@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the bytes this process may use: physical memory, or the lowest cgroup limit above the process.
+    """Return the bytes of memory that this process may use: physical memory, or its lowest cgroup limit.
 
     Args:
         cgroup: root of the cgroup file system (v2 memory.max, v1 memory.limit_in_bytes).
@@ -34,7 +34,7 @@ def cpu_features() -> frozenset[str]:
 def cpu_features_of(device: str) -> frozenset[str]:
     """Return the local CPU's instruction sets if the plan's device is a CPU, else an empty set.
 
-    A plan for `--gpu cpu` describes the local machine.
+    A plan for a CPU always describes the local machine.
     """
     return cpu_features() if device == "cpu" else frozenset()
 

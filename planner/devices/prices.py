@@ -1,4 +1,4 @@
-"""Hourly prices of GPUs from public price lists (prices.json), each with its list and the day it was read.
+"""Hourly prices of GPUs from public price lists (prices.json), with the day each list was read.
 
 Some lists rent a GPU in whole nodes only; a deployment then costs the price of these nodes. A list's fixed
 price is preferred to the lowest offer of a marketplace, which may no longer be available.
@@ -23,12 +23,12 @@ GIVEN = "--price"  # source of a price that the user gave
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One line of a price list.
+    """The hourly price of a GPU in one provider's public price list.
 
     Attributes:
         usd: USD per hour for one GPU.
         read: the day on which the list was read, for example 2026-11-23.
-        together: number of GPUs that are rented together.
+        together: number of GPUs that the provider rents out only together, such as a whole node.
         marketplace: whether the provider is a marketplace, whose offers change.
     """
 
@@ -51,7 +51,7 @@ class Cost:
 
 @cache
 def price_lists() -> Mapping[str, tuple[Price, ...]]:
-    """Return every price by the GPU's name in the catalogue."""
+    """Return a mapping from a GPU's name in the catalogue to its prices in all lists."""
     found: dict[str, list[Price]] = {}
     for entry in json.loads((Path(__file__).parent / "prices.json").read_text())["lists"]:
         for line in entry["lines"]:
@@ -70,7 +70,7 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
     Args:
         gpu: the GPU's name in the catalogue.
         gpus: number of GPUs.
-        given: USD per hour by the GPU's name; these prices precede all lists.
+        given: USD per hour of one GPU, by the GPU's name; these prices replace all lists.
     """
     if given and gpu in given:
         return Cost(given[gpu] * gpus, GIVEN)

@@ -1,4 +1,4 @@
-"""`--calibrate FILE`: storage of a log's figures by GPU and version, for planning/calibration.py."""
+"""Storage of measured memory figures from start-up logs, by GPU and engine version (`--calibrate FILE`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.fitlog.compare import Comparison, Row
 from tonnage.planner.planning.calibration import FORMAT, Entry, read_calibration
 
-# Name of a term in a log -> its name in a plan
+# Name of a memory term in a log -> name of the same term in a plan
 _TERMS = {
     "non_torch_bytes": "framework_bytes",
     "activation_bytes": "activation_bytes",
@@ -22,13 +22,13 @@ _TERMS = {
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
-    """Add the starts of some logs to a calibration file and return how many starts it then has.
+    """Add the memory figures of start-up logs to a calibration file; return how many starts the file then has.
 
-    A start replaces an earlier start from the same log.
+    An engine start replaces the file's earlier entry from the same log.
 
     Raises:
-        DeploymentError: the file is no calibration file, or the logs have no usable figure; nothing is written
-            then.
+        DeploymentError: the file is no calibration file, or the logs have no usable figure. Nothing is written
+            in these cases.
     """
     entries = read_calibration(str(path)) if path.exists() else []
     learnt = [entry for comparison in compared for entry in _entries(comparison)]
@@ -46,7 +46,7 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
         os.replace(beside, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()  # a full disk may leave a part of it
+            beside.unlink()  # A full disk may leave a partial file.
         raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
     return len({entry["log"] for entry in entries})
 

@@ -1,4 +1,4 @@
-"""The command `tonnage fit-log FILE... [--model M]`: plan against log, term by term, and fitted terms."""
+"""The command `tonnage fit-log`, which compares start-up logs with their plans and fits memory terms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.units import gib
 
 OK = 0
-_LEAST_LOGS = 3  # leave-one-out needs at least two other logs
+_LEAST_LOGS = 3  # Leave-one-out needs at least two other logs.
 
 
 def parser() -> Parser:
@@ -78,7 +78,11 @@ def run(argv: list[str]) -> int:
 
 
 def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float, float]]:
-    """Return term -> (factor fitted to all logs, median error of the plan, median leave-one-out error)."""
+    """Fit a correction factor to each memory term over all logs.
+
+    Returns term -> (fitted factor, median error of the plan, median leave-one-out error). Errors are relative
+    to the logged value. Terms with fewer than three logged values are left out.
+    """
     out = {}
     for name in FITTED:
         rows = [row for c in compared for row in c.rows if row.term == name]
@@ -138,7 +142,7 @@ def _print(comparison: Comparison) -> None:
     print(f"{comparison.name}: {comparison.headline}")
     several = len({row.rank for row in comparison.ranks}) > 1
     rows: Sequence[Row] = comparison.rows
-    if several:  # ranks with the same figures share a line
+    if several:  # Ranks with the same figures share a line.
         by_rank = {row.term for row in comparison.ranks}
         rows = [*_merged(comparison.ranks), *(row for row in rows if row.term not in by_rank)]
     width = max((28, *(len(_word(row.term)) for row in rows)))
@@ -164,9 +168,9 @@ def _print(comparison: Comparison) -> None:
 
 
 def _word(term: str) -> str:
-    """Return the readable name of a term, such as `tokens of the logged pool` for `tokens_of_logged_pool`.
+    """Return the readable name of a memory term, such as `tokens of the logged pool`.
 
-    Of alternative names (`a|b`) the first is used.
+    The key of that example is `tokens_of_logged_pool`. Of alternative names (`a|b`) the first is used.
     """
     name, space, how = term.partition(" (")
     name = name.partition("|")[0]
@@ -176,7 +180,7 @@ def _word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows grouped by term, with one row for ranks that have the same figures."""
+    """Return the compared terms grouped by term, with one row for all ranks that have the same figures."""
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
         out.setdefault((row.term, row.planned, row.logged), []).append(row)

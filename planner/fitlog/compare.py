@@ -1,4 +1,4 @@
-"""Comparison of one start-up log with the plan of its flags: every term of every rank, with a verdict."""
+"""Comparison of a start-up log with the plan for the log's flags, for each memory term of each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import gib
 
-# Flags of `tonnage plan` that the command accepts, and flags that a log may contain
+# ASKED has the flags of `tonnage plan` that fit-log accepts, _LOGGED the flags that a start-up log may contain.
 ASKED = (
     "gpu", "device_memory", "engine_version", "tensor_parallel_size", "gpu_memory_utilization", "dtype",
     "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpus",
@@ -43,9 +43,10 @@ _ASSUMED = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_
 FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 """Terms that only a run of the engine determines, by their names in a log."""
 _ENDLESS = 1 << 50  # stands for a device whose memory is not known
-# Relative difference between logs and figures from files alone: 0.1 % in tests/data/field_reports.jsonl
+# Logged weights may differ by this share from the size computed from files alone (0.1 % in
+# tests/data/field_reports.jsonl).
 _EXACT = 0.001
-# A larger ratio means another checkpoint or another format
+# A larger ratio of logged to planned weights means another checkpoint or another format.
 _OTHER_WEIGHTS = 1.25
 
 
@@ -56,7 +57,7 @@ class Row:
     Attributes:
         planned: the planned value, expected between `low` and `high`.
         logged: the value in the log, which is within `rounding` of the true value.
-        rank: name of the rank, or empty for the whole engine.
+        rank: name of the rank in the log, or empty for the whole engine.
     """
 
     term: str
@@ -69,7 +70,7 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Return whether the planned value is exact, so that it has no interval."""
+        """Return whether the planned value is exact, without an interval."""
         return self.low is None or self.high is None or self.low == self.high
 
     @property
@@ -82,7 +83,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Return `agrees`, `planned too high` or `planned too low`."""
+        """Return the comparison's result as text: `agrees`, `planned too high` or `planned too low`."""
         if self.agrees:
             return "agrees"
         return "planned too high" if self.planned > self.logged else "planned too low"
@@ -90,13 +91,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of one start-up log with its plan, term by term.
+    """The comparison of one engine's start-up log with its plan, term by term.
 
     Attributes:
-        rows: terms of the rank that decides.
-        ranks: terms of every rank, if there are several.
-        missing: terms that the log does not contain.
-        assumed: values that were assumed instead.
+        rows: compared memory terms of the rank with the smallest KV pool, and of the engine as a whole.
+        ranks: compared terms of every rank, if the engine has several.
+        missing: names of the terms that the log does not contain.
+        assumed: flags that neither log nor user gave, with the assumed values.
         digest: hash of the log's text.
     """
 
@@ -142,7 +143,8 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     """Plan with the flags of a log and compare the plan with the log.
 
     Raises:
-        TonnageError: something required is missing, or the deployment is not supported; the message names it.
+        TonnageError: the log lacks a required value, or the deployment is not supported; the message says
+            which.
     """
     model = args.model or found.model
     if model is None:
@@ -179,9 +181,9 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
 def _size(
     source: ModelSource, flags: Deployment, found: StartLog, args: argparse.Namespace, notes: list[str]
 ) -> tuple[Size, bool]:
-    """Return the plan's sizes, and whether its pool was computed from the device's memory.
+    """Return the plan's sizes, and whether the KV pool's size was computed from the device's memory.
 
-    Without a known device the log's pool is used instead. Notes are appended to `notes`.
+    If the device is not known, the pool size in the log is used instead. Notes are appended to `notes`.
     """
     sizer, sized = Sizer(source), True
     engine = engine_of(flags.engine)
@@ -207,7 +209,7 @@ def _size(
 
 
 def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Deployment:
-    """Return the flags that a log contains, completed by the user's options."""
+    """Return the deployment that a start-up log describes: the log's flags, completed by the user's options."""
     asked = given(args, Deployment)
     if "gpu" not in asked and "device_bytes" in found.figures:
         asked.setdefault("device_memory", int(found.figures["device_bytes"]))
@@ -217,7 +219,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
-    if engine_of(flags.engine).sized_by_context:  # allocates the whole context, however large the device is
+    if engine_of(flags.engine).sized_by_context:  # It allocates the context on any device.
         if flags.max_model_len is None:
             raise DeploymentError(
                 "the log says neither n_ctx nor the cells of a cache",
@@ -261,7 +263,7 @@ def _logged(name: str, said: Mapping[str, str]) -> Any:
 
 
 def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tuple[Deployment, list[str]]:
-    """Return flags with the quantization that the engine applied while loading, and notes about it.
+    """Return the flags with the quantization that the engine applied on loading, and notes about it.
 
     A quantization of the checkpoint itself is read from its config.
     """
@@ -324,7 +326,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
-    if (beside := stage.runtime.beside) is not None:  # captured outside the utilization limit
+    if (beside := stage.runtime.beside) is not None:  # The utilization limit excludes these.
         planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():
@@ -337,7 +339,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
 
 
 def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float, float]:
-    """Return (planned, logged, lower bound, upper bound) of the pool in bytes."""
+    """Return (planned, logged, lower bound, upper bound) of the KV pool's size in bytes."""
     planned = engine_of(size.chosen.flags.engine).logged_pool(size.chosen, stage.rank)
     if engine_of(size.chosen.flags.engine).sized_by_context:
         return planned, logged, planned, planned
@@ -346,7 +348,7 @@ def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float,
 
 
 def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
-    """Yield rows for blocks, tokens and concurrency, as planned and as computed from the logged pool."""
+    """Yield compared rows of KV blocks, tokens and concurrency, planned and computed from the logged pool."""
     held = size.held
     planned = {"num_blocks": held.num_blocks, "tokens": held.tokens, "max_concurrency": held.max_concurrency}
     pools = {
@@ -379,7 +381,7 @@ def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> It
 
 
 def _half_digit(name: str) -> float:
-    """Return half of the last printed digit: a concurrency has two decimals ("55.43x"), counts are exact."""
+    """Return half of a logged figure's last digit: concurrency has two decimals, counts are exact."""
     return 0.005 if name == "max_concurrency" else 0.0
 
 
@@ -389,20 +391,20 @@ def _held(size: Size, engine: Engine, pools: Mapping[str, tuple[float, float]], 
         int(pool + sign * rounding) // _stage(size, rank).block_bytes
         for rank, (pool, rounding) in pools.items()
     )
-    if given is not None and size.chosen.device_memory != _ENDLESS:  # the flag gives the exact bytes
+    if given is not None and size.chosen.device_memory != _ENDLESS:  # The flag gives the exact pool size.
         blocks = size.held.num_blocks
     return engine.capacity(size.pool, size.chosen, max(1, blocks))
 
 
 def _stage(size: Size, rank: str) -> Stage:
-    """Return the pipeline stage that a rank's name in the log contains; the first stage if it has none."""
+    """Return the pipeline stage in a rank's name in the log (PP1), the first stage if the name has none."""
     match = re.search(r"PP(\d+)", rank)
     place = int(match[1]) if match else 0
     return size.stages[min(place, len(size.stages) - 1)]
 
 
 def _deciding(found: StartLog) -> str:
-    """Return the rank with the smallest pool, or the most weights if no rank has a pool."""
+    """Return the name of the logged rank with the smallest KV pool, else of the rank with the most weights."""
 
     def key(name: str) -> tuple[float, float]:
         figures = found.ranks[name].figures
@@ -413,7 +415,7 @@ def _deciding(found: StartLog) -> str:
 
 def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
     if found.failure is not None:
-        return ()  # the start failed before these lines
+        return ()  # The start failed before the engine logged these terms.
     said = {name for rank in found.ranks.values() for name in rank.figures} | set(found.figures)
     out = [
         f"{name} ({how})" if how else name

@@ -1,8 +1,8 @@
 """Parsing of start-up logs into figures, separately for each rank and pipeline stage.
 
-Each engine recognizes its own lines. A log may have colours, prefixes of a container runtime, lines wrapped by
-a terminal or mail program, mixed lines of several ranks, several starts (the last one counts), or a failed
-start.
+The module of each engine parses that engine's log lines. A log may have colours, prefixes of a container
+runtime, lines wrapped by a terminal or mail program, mixed lines of several ranks, several starts (the last one
+counts), or a failed start.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.errors import ConfigError, printable
 
 MAX_LOG_BYTES = 256 << 20
-_LONGEST_RECORD = 200  # lines of a wrapped record; the longest seen (a configuration, 80 columns) has 60
+_LONGEST_RECORD = 200  # most lines of a wrapped record; the longest known one has 60 lines
 
-# Colours as sent to a terminal, as JSON and Java escape them, and as cat -v prints them
+# Colour codes in the spellings of terminals, JSON and Java escapes, and cat -v
 _COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033|#033|\^\[)\[[0-9;]*[mK]")
-# Beginning of a record: level and date, process name, progress bar, error, or a function of llama.cpp
+# Patterns of the beginning of a log record: level and date, process name, progress bar, error, or a function of
+# llama.cpp
 _LLAMA = "llama|llm|ggml|load|print_info|common|sched|srv|slot|main|build|system_info|clip|graph|create|set"
 _BEGINS = re.compile(
     r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[ :]+(?:\d|\[)|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"
@@ -34,7 +35,7 @@ _BEGINS = re.compile(
 _FAILURE = re.compile(
     r"(?:^|[\]:)] |\s)((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory\w*|Interrupt)|AssertionError): (.+)"
 )
-_GENERIC = (  # errors that only report another failure
+_GENERIC = (  # Errors with these words only report another failure.
     "initialization failed", "core proc", "failed to start", "KeyboardInterrupt", "died unexpectedly",
     "engine is dead", "Engine core",
 )  # fmt: skip
@@ -43,7 +44,7 @@ _RANK_FIGURES = (
     "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
     "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
 )  # fmt: skip
-_LEAST = ("tokens", "num_blocks", "max_concurrency")  # the smallest value of several replicas counts
+_LEAST = ("tokens", "num_blocks", "max_concurrency")  # The smallest value of all replicas counts.
 
 
 @dataclass(slots=True)
@@ -51,12 +52,12 @@ class StartLog:
     """The figures in the start-up log of an engine.
 
     Attributes:
-        ranks: figures of each rank, by its name in the log ("" if it has none).
-        figures: figures of the rank with the smallest pool, and of the engine as a whole.
+        ranks: figures of each rank, by the rank's name in the log ("" if the log names none).
+        figures: figures by name, of the rank with the smallest KV pool and of the engine as a whole.
         rounding: half of the last printed digit of each figure.
         failure: the error that stopped the start, or None.
         ready: whether the engine reported that it serves requests.
-        starts: number of starts in the log.
+        starts: number of engine starts in the log, of which the last counts.
         digest: hash of the log's text.
     """
 
@@ -96,7 +97,7 @@ def read_log(path: Path) -> StartLog:
 
 
 def parse_log(text: str) -> StartLog:
-    """Return the figures of the last start in a log's text."""
+    """Return the figures of the last engine start in the text of a log."""
     reader = _Reader()
     for record in records(text.splitlines()):
         reader.read(record)
@@ -106,7 +107,7 @@ def parse_log(text: str) -> StartLog:
 
 
 def records(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the records of a log without colours, with wrapped lines joined."""
+    """Yield the records of a log, without colour codes and with wrapped lines joined."""
     held: list[str] = []
     for raw in lines:
         line = _COLOURS.sub("", raw)
@@ -123,7 +124,7 @@ def records(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _Reader:
-    """A parser that assigns the mixed records of several ranks to their ranks."""
+    """A log parser that assigns the interleaved records of several ranks to these ranks."""
 
     def __init__(self) -> None:
         self._engines: list[Engine] = [e for name in ENGINES if (e := engine_of(name)).logs]
@@ -133,7 +134,7 @@ class _Reader:
     def _begin(self) -> None:
         self._flags: dict[str, str] = {}
         self._ranks: dict[str, LogFigures] = {}
-        self._names: dict[str, str] = {}  # process -> the rank it turned out to be
+        self._names: dict[str, str] = {}  # process -> its rank, known once a record names both
         self._failures: list[str] = []
         self._ready = False
 
@@ -157,7 +158,7 @@ class _Reader:
             self._failures.append(printable(f"{match[1].rpartition('.')[2]}: {match[2].strip()}"))
 
     def _rank(self, name: str, process: str) -> str:
-        """Return the key of a rank; a worker's lines name its process before they name its rank."""
+        """Return the key of a record's figures: its rank's name, or its process until that name is known."""
         if not process:
             return name
         if name:
@@ -172,7 +173,7 @@ class _Reader:
         return begins and any("weights_bytes" in rank.figures for rank in self._ranks.values())
 
     def settle(self) -> StartLog:
-        """Return the figures of the engine's start once all records are parsed."""
+        """Return the figures of the last engine start, after all records were read."""
         whole = StartLog(flags=self._flags, ready=self._ready, starts=self._starts)
         for rank in self._ranks.values():
             for engine in self._engines:

@@ -35,7 +35,8 @@ examples:
   tonnage dtype 70000 --format fp16  what overflow does
   tonnage dtype --format bf16 --bits 1,17,3   sign, exponent and mantissa fields -> value
 """
-# Decimal digits before or after the point. This is outside every format, and larger values round the same way.
+# Most decimal digits before or after the point. A larger number is outside every format, so it rounds as one
+# with this many digits.
 _MOST_DIGITS = 2000
 NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
 _SPELLED = {
@@ -57,7 +58,7 @@ def parser() -> Parser:
 
 
 def table() -> list[dict[str, Any]]:
-    """Return one row per number format with its fields, range and bytes."""
+    """Return one row per number format: exponent and mantissa bits, range, and bytes of a value."""
     rows: list[dict[str, Any]] = []
     for f in FLOATS:
         rows.append({
@@ -75,7 +76,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def read_value(text: str) -> Real:
-    """Parse the text of a number exactly; infinities, NaN and zeros are returned as floats.
+    """Parse the text of a number as an exact fraction; infinities, NaN and zeros are returned as floats.
 
     Raises:
         DeploymentError: the text is not a number, or is too long.
@@ -88,7 +89,7 @@ def read_value(text: str) -> Real:
     )  # fmt: skip
     try:
         number = Decimal(text.strip())
-    except InvalidOperation:  # also raised for an exponent of more than 18 digits
+    except InvalidOperation:  # Decimal also raises this for an exponent of more than 18 digits.
         rough = _float(text, wrong)
         number = Decimal((math.copysign(1, rough) < 0, (1,), _MOST_DIGITS if rough else -_MOST_DIGITS))
     if not number.is_finite() or number == 0:
@@ -109,7 +110,7 @@ def _float(text: str, wrong: DeploymentError) -> float:
 
 
 def value_rows(value: Real) -> list[dict[str, Any]]:
-    """Return one row per format with the stored value: fields, bits, relative error and kind of rounding."""
+    """Return one row per number format with the value that it stores: bits, relative error and rounding."""
     rows = []
     for f in FLOATS:
         rows.append(_row(f, value))
@@ -151,7 +152,7 @@ def _row(f: FloatFormat, value: Real) -> dict[str, Any]:
 
 
 def _relative(value: Real, stored: float) -> float | None:
-    """Return |stored - value| / |value|, or None where this is undefined."""
+    """Return the relative error |stored - value| / |value|, or None if it is undefined (zero, infinity)."""
     if not math.isfinite(stored) or not is_finite(value) or value == 0:
         return None
     return float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
@@ -200,7 +201,7 @@ def _as_value(word: str) -> str:
 
 
 def _format(name: str | None) -> str | None:
-    """Return the name in NAMES that the text of --format means, or None without --format.
+    """Return the number format (a name in NAMES) that the text of --format means, None without --format.
 
     Raises:
         DeploymentError: no format has that name.
@@ -250,7 +251,7 @@ def _run(args: argparse.Namespace) -> int:
 def _of_a_block(name: str | None) -> DeploymentError:
     """Return the error for a format that cannot store the given single value."""
     block = next((b for b in BLOCKS if b.name == name), None)
-    if block is None:  # an integer format, and infinity or NaN
+    if block is None:  # The format is an integer format, and the value is infinity or NaN.
         return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")
     hint = (
         "--format fp4_e2m1 shows an element"

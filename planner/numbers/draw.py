@@ -1,4 +1,4 @@
-"""Drawing of one value's bits, with the formula that computes the value from them."""
+"""Text drawing of a number's bits in a floating-point format, with the formula of its value."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, size_o
 
 
 def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
-    """Return terminal lines that show each field of a value and its meaning.
+    """Return terminal lines that show sign, exponent and mantissa of a stored value and their meaning.
 
     Args:
         f: the number format.
-        value: the exact value.
-        said: the text in which the value was given.
+        value: the exact value before rounding to the format.
+        said: the text in which the user gave the value.
     """
     sign, exponent, mantissa = f.encode(value)
     stored = f.decode(sign, exponent, mantissa)
-    after = " " * f.exponent  # from the exponent's first bit to the mantissa
+    after = " " * f.exponent  # These spaces align the mantissa's label under its first bit.
     lines = [
         f"{f.name}: 1 bit of sign, {f.exponent} of exponent (bias 2^{f.exponent - 1} - 1 = {f.bias}), "
         f"{f.mantissa} of mantissa",

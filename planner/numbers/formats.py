@@ -26,8 +26,9 @@ class FloatFormat:
     Attributes:
         stored_bits: bits that one value occupies in memory (tf32: 32).
         overflow: whether a value that is too large becomes infinity or the largest number.
-        top_exponent_is_number: whether the largest exponent field stands for numbers (E4M3, E2M1).
-        nan_at_top: whether only the pattern of all ones is NaN (E4M3).
+        top_exponent_is_number: whether the largest exponent field encodes finite numbers too (E4M3, E2M1), not
+            only infinity and NaN.
+        nan_at_top: whether only the pattern with all exponent and mantissa bits set is NaN (E4M3).
         scale: a note for the table of formats.
     """
 
@@ -42,7 +43,7 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """Return the bits of one value: sign, exponent and mantissa."""
+        """Return the number of bits of one value: sign, exponent and mantissa together."""
         return 1 + self.exponent + self.mantissa
 
     @property
@@ -72,7 +73,7 @@ class FloatFormat:
         return math.ldexp(1.0, 1 - self.bias - self.mantissa)
 
     def decode(self, sign: int, exponent: int, mantissa: int) -> float:
-        """Return the value of a sign, an exponent field and a mantissa field; it may be infinity or NaN."""
+        """Return the value, possibly infinity or NaN, of a sign bit, an exponent field and a mantissa field."""
         if not self.top_exponent_is_number and exponent == (1 << self.exponent) - 1:
             return math.nan if mantissa else (-math.inf if sign else math.inf)
         if self.nan_at_top and exponent == self.top and mantissa == (1 << self.mantissa) - 1:
@@ -124,7 +125,7 @@ class FloatFormat:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
 
     def formula(self, sign: int, exponent: int, mantissa: int) -> str:
-        """Return the formula that computes a value from its fields, with the numbers in it."""
+        """Return the formula, with numbers filled in, that gives a value from sign, exponent and mantissa."""
         value = self.decode(sign, exponent, mantissa)
         if not math.isfinite(value):
             return "exponent all ones"
@@ -133,7 +134,7 @@ class FloatFormat:
         return f"(-1)^{sign} x 2^({exponent} - {self.bias}) x (1 + {mantissa}/2^{self.mantissa})"
 
     def pattern(self, sign: int, exponent: int, mantissa: int) -> str:
-        """Return the three fields in binary, for example `0 10000000 1001...`."""
+        """Return sign, exponent and mantissa fields in binary, for example `0 10000000 1001...`."""
         return f"{sign} {exponent:0{self.exponent}b} {mantissa:0{self.mantissa}b}"
 
 
@@ -143,7 +144,7 @@ def is_finite(value: Real) -> bool:
 
 
 def size_of(value: Real) -> Real:
-    """Return the absolute value of a number."""
+    """Return the absolute value of a float or fraction."""
     return -value if value < 0 else value
 
 
@@ -183,7 +184,7 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A format in which a group of values shares a scale.
+    """A block format, in which a group of values shares a scale.
 
     Attributes:
         bits: bits of one value.
@@ -199,7 +200,7 @@ class Block:
 
     @property
     def bits_per_value(self) -> float:
-        """Return the bits of one value with its share of the scale."""
+        """Return the bits of one value plus its share of the group's scale."""
         return self.bits + self.scale_bits / self.group
 
 
@@ -217,6 +218,6 @@ def float_format(name: str) -> FloatFormat:
 
 
 def nearest_nf4(value: Real) -> tuple[int, float]:
-    """Return index and level of the nearest NF4 level to a value in [-1, 1] (divided by its block's absmax)."""
+    """Return (index, level) of the NF4 level nearest to a value in [-1, 1]."""
     index = min(range(16), key=lambda i: abs(NF4_LEVELS[i] - value))
     return index, NF4_LEVELS[index]

@@ -1,4 +1,4 @@
-"""A plan as settings of a deployment: `tonnage plan --emit helm-values | compose-env | k8s-resources`.
+"""Deployment settings computed from a plan, for `--emit helm-values | compose-env | k8s-resources`.
 
 The settings contain the plan's bytes. A container with less memory than planned is therefore rejected when the
 chart is rendered or the server starts, not killed by the kernel under load.
@@ -16,10 +16,11 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit, did_you_mean
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
 
-# Share of memory that a container gets beyond the plan's upper bounds, because page tables and kernel memory
+# A container's memory limit exceeds the plan's upper bound by this share, because page tables and kernel memory
 # count for its cgroup too. benchmarks/memory_limit.py runs servers under plan + 3 %.
 MEMORY_MARGIN = 0.03
-# Compose mounts /tmp and the home as tmpfs. The size of kernels compiled there for a GPU is an assumption.
+# Compose mounts /tmp and the home directory as tmpfs, which counts for the memory limit. The limit assumes 1
+# GiB for GPU kernels compiled into them.
 SCRATCH_BYTES = GiB
 
 
@@ -28,11 +29,11 @@ def emit(plan: Plan, form: str) -> str:
 
     Args:
         plan: the plan.
-        form: a key of FORMS.
+        form: `helm-values`, `compose-env` or `k8s-resources`.
 
     Raises:
         DoesNotFit: the plan does not fit.
-        DeploymentError: FORMS has no such form.
+        DeploymentError: `form` is none of these.
     """
     if form not in FORMS:
         raise DeploymentError(
@@ -46,7 +47,7 @@ def emit(plan: Plan, form: str) -> str:
 def memory_limit_bytes(plan: Plan) -> int | None:
     """Return the memory limit of a container in bytes, in whole MiB, or None if it is not known.
 
-    It is the upper bound of the plan on a CPU, or of the host memory beside GPUs, plus MEMORY_MARGIN.
+    The limit is the upper bound of the plan's memory plus MEMORY_MARGIN. With GPUs, only host memory counts.
     """
     if plan.host is None:
         _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
@@ -61,7 +62,7 @@ def memory_limit_bytes(plan: Plan) -> int | None:
 def shared_memory_bytes(plan: Plan) -> int | None:
     """Return the size of /dev/shm in bytes, in whole MiB, or None if a container's default of 64 MiB is enough.
 
-    Several ranks get at least 1 GiB with every engine. Returns None too if the need is not known.
+    With several ranks the size is at least 1 GiB, for every engine. Returns None also if the need is not known.
     """
     held = 0 if plan.host is None else ceil(plan.host.shared_bytes / MiB) * MiB
     return max(held, GiB if gpus(plan) > 1 else 0) or None
@@ -73,7 +74,7 @@ def gpus(plan: Plan) -> int:
 
 
 def _settings(plan: Plan) -> dict[str, object]:
-    """Return the settings with which `tonnage serve` computes the same plan again; None values are omitted."""
+    """Return the settings with which `tonnage serve` computes this plan again; a None means to omit it."""
     chosen = plan.deployment
     return {
         "device": chosen.device,
@@ -93,7 +94,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 
 
 def _own_quantization(plan: Plan) -> str | None:
-    """Return the quantization to request; None if the checkpoint is quantized already or not at all."""
+    """Return the quantization that the server applies on loading, None if it loads the weights as stored."""
     return (
         plan.deployment.quantization if plan.deployment.quantization in ("int8", "nf4", "nf4-double") else None
     )

@@ -1,4 +1,4 @@
-"""A plan as JSON: the stable format of `tonnage plan --json`."""
+"""Conversion of a plan to JSON, the stable output format of `tonnage plan --json`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tonnage.planner.plans import Plan, RankPlan
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the JSON object of a plan; future versions only add keys.
 
-    All sizes are integers in bytes. A figure that is not constant for a hybrid model is None; `groups` then has
-    the figures of each group.
+    All sizes are integers in bytes. `bytes_per_token` is None if it is not constant (sliding windows); `groups`
+    then has each group's figures.
     """
     cache, layout = plan.kv_cache, plan.kv_cache.layout
     return {
@@ -70,7 +70,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _host(host: HostMemory) -> dict[str, Any]:
-    """Return the host memory of one replica; figures are None if it is not known."""
+    """Return the JSON object of one replica's host memory; its figures are None if they are not known."""
     known = not host.unknown
     return {
         "memory_bytes": host.value if known else None,
@@ -84,7 +84,7 @@ def _host(host: HostMemory) -> dict[str, Any]:
 
 
 def _law(law: RequestLaw | None) -> dict[str, Any] | None:
-    """Return what a request needs for its lengths, or None if that is not known."""
+    """Return the KV cache bytes that a request needs, by its lengths, or None if they are not known."""
     if law is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""Plans and sweeps as plain tables in CSV or Markdown."""
+"""Tables of plans and sweeps, printed as CSV or Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Table:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return the components of the worst rank, followed by the capacity."""
+    """Return a plan as a table: memory components of the worst rank, then the KV pool's capacity."""
     rows: list[tuple[object, ...]] = [(name, size, note) for name, size, note in plan.memory_rows()]
     cache = plan.kv_cache
     rows += [

@@ -1,4 +1,4 @@
-"""A plan for people: a table with bars in a terminal, plain lines elsewhere."""
+"""Output of a plan as text: a table with bars in a terminal, plain lines into any other file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
 
 
 def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:
-    """Return a line that says the plan is for a CPU because no GPU was named, or None if a flag named a device.
+    """Return a line that says that the plan is for a CPU as no GPU was named, or None if a flag named one.
 
     Args:
         plan: the plan.

@@ -1,6 +1,6 @@
-"""Functions that the web page calls: the commands themselves and the choices of its lists.
+"""Python functions that the web page calls: the commands, and the entries of the page's lists.
 
-They run in the browser and need only the standard library.
+The functions run in the browser and need only the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tonnage.planner.source.resolve import forget, keep, resolve_model
 from tonnage.planner.training.setup import TrainingSetup
 
 _COMMANDS = {"plan": "tonnage.planner.command", "train": "tonnage.planner.training.command"}
-# The most useful values of each engine's --kv-cache-dtype; the flag accepts all of them.
+# Values of --kv-cache-dtype that the page offers for each engine; the flag accepts more.
 _KV_CACHE_DTYPES = {
     "vllm": ("fp8", "bfloat16", "float16", "nvfp4", "turboquant_k8v4", "turboquant_4bit_nc"),
     "sglang": ("fp8_e5m2", "fp8_e4m3"),
@@ -43,7 +43,7 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     argv = list(argv)
     if argv:
         with suppress(TonnageError):  # the command reports the error itself
-            keep(resolve_model(argv[0]))  # a long header is read only once
+            keep(resolve_model(argv[0]))  # The model is kept so that a long header is read only once.
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = import_module(_COMMANDS[command]).run(argv)
@@ -51,7 +51,7 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
 
 
 def choices() -> str:
-    """Return as JSON the entries of each list on the page."""
+    """Return as JSON the entries of each selection list on the page."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
@@ -70,7 +70,7 @@ def choices() -> str:
 
 
 def forget_model(path: str) -> None:
-    """Drop stored data of a model whose files are about to be written again."""
+    """Drop the stored config and headers of a model whose files are about to be written again."""
     forget(path)
     forget(str(Path(path).parent))
 
@@ -78,8 +78,8 @@ def forget_model(path: str) -> None:
 def register_partial(path: str, size: int) -> bool:
     """Register a file that holds the first bytes of a checkpoint and return whether its header is complete.
 
-    A GGUF header may need more bytes. A safetensors header states its length, so that the page provides all of
-    it.
+    A GGUF header may need more bytes. A safetensors header states its length, so the page provides the whole
+    header.
 
     Args:
         path: the file, which was just written.
@@ -100,7 +100,8 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
 
     Args:
         name: the model's name or address.
-        answers: status, headers, body and error of each request wanted before; empty at the beginning.
+        answers: (status, headers, body, error) of each request that the previous call asked for; empty at
+            first.
     """
     from tonnage.planner.page.hub import BrowserRemote, BrowserResponse  # loads an HTTP client: slow
 
@@ -131,7 +132,7 @@ def costs(gpus: int) -> str:
 
 
 def _versions() -> dict[str, list[str]]:
-    """Return the versions to choose from by engine, newest first; engines without versions are absent."""
+    """Return the versions of each engine that the page offers; engines without versions are absent."""
     newest = {name: engine_of(name).newest for name in ENGINES}
     found = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
     return found | {"vllm": releases()}

@@ -1,4 +1,4 @@
-"""The web page as a folder of static files for any web server."""
+"""Builder of the web page, a folder of static files for any web server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time stamp makes the archive reproduci
 
 
 def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> None:
-    """Write the page into a new or empty folder, or over an older page.
+    """Write the files of the web page into a new or empty folder, or over an older page.
 
     Args:
-        folder: the folder.
+        folder: the folder to write.
         pyodide: a folder with Pyodide's files; None uses the shipped or cached ones.
         kept: whether browsers store the page, so that it opens offline.
 
@@ -59,7 +59,7 @@ def _write(made: Path) -> None:
 
 
 def _keep(made: Path) -> None:
-    """Add a service worker that stores all files, and register it in the page."""
+    """Add a service worker that stores the page's files in the browser, and register it in the page."""
     names = ["./", *sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())]
     for path, empty, full in (
         (_DATA / _KEEPER, "const FILES = [];", f"const FILES = {json.dumps(names)};"),
@@ -71,21 +71,21 @@ def _keep(made: Path) -> None:
 
 
 def planner_files() -> dict[str, bytes]:
-    """Return path in the archive -> content of the planner's modules and data, without the page's own files."""
+    """Return the planner's modules and data files by archive path, without the page's own files."""
     root = Path(tonnage.planner.__file__).parent
     files = {
         f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()
         for path in sorted(root.rglob("*"))
         if path.suffix in (".py", ".json") and _DATA not in path.parents and "_tonnage" not in path.parts
     }
-    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # installation, checkout
+    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # installed, checkout
         if first.is_file():
             files["tonnage/__init__.py"] = first.read_bytes()
     return files
 
 
 def model_files() -> dict[str, bytes]:
-    """Return org/name/config.json -> content of the models that the page offers."""
+    """Return the config.json files of the models that the page offers, by path `org/name/config.json`."""
     found = sorted((_DATA / "models").glob("*.json"))
     return {f"{path.stem.replace('__', '/', 1)}/config.json": path.read_bytes() for path in found}
 

@@ -1,4 +1,4 @@
-"""The command `tonnage page`: serve the page locally, or write its files."""
+"""The command `tonnage page`, which serves the web page locally or writes its files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    """A server that listens on an IPv4 or IPv6 address."""
+    """An HTTP server with threads that listens on an IPv4 or IPv6 address."""
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self.address_family, *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]

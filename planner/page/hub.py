@@ -1,7 +1,7 @@
-"""Fetching a hub model on the web page, with the browser's own requests.
+"""Connection of the web page to a hub model, with HTTP requests that the browser makes.
 
-Python lists the requests that it needs and the page makes them, until the model is complete. Rules, limits and
-errors are the same as in headers/remote.py.
+Python lists the needed requests and the page makes them, until config and headers are complete. Rules, limits
+and errors are the same as in headers/remote.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BrowserResponse:
 
     Attributes:
         body: the content; for a range request only the range.
-        failed: the browser's error message if there was no response.
+        failed: the browser's error message if no response came, else empty.
     """
 
     status: int = 0
@@ -51,7 +51,7 @@ class BrowserRemote(Remote):
 
     Attributes:
         wanted: (address, Range header or "", maximum bytes) of each request to make next.
-        note: why the model was read from its index or config alone, or empty.
+        note: the reason why the model was read from its index or config alone, without headers; else empty.
     """
 
     def __init__(self, model: HubModel) -> None:
@@ -63,7 +63,7 @@ class BrowserRemote(Remote):
         self._headers: dict[str, tuple[HeaderTensor, ...]] = {}
 
     def advance(self, answers: list[BrowserResponse]) -> bool:
-        """Process the responses to the wanted requests and return whether the model is complete.
+        """Process the responses to the requests in `wanted`; return whether config and headers are complete.
 
         Raises:
             TonnageError: the model cannot be fetched.

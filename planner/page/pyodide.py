@@ -1,4 +1,4 @@
-"""Pyodide, the Python interpreter of the web page: finding its files and fetching them once."""
+"""Files of Pyodide, the web page's Python interpreter: search for an installed copy, or fetch by npm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = {
     "python_stdlib.zip": "fa1957e5777068fc4f7437f96d860ae2fbe9c19732ba06c84e004ec16dd7dd7a",
     "pyodide-lock.json": "5dc2fc119108bc148c7457dc86e7675b5c87e1cafd420b9c34c1eaef7b36c010",
 }
-SHIPPED = Path(__file__).parent / "data" / "pyodide"  # exists in wheels and images built after make pyodide
+SHIPPED = Path(__file__).parent / "data" / "pyodide"  # exists in builds after `make pyodide`
 
 
 class PageError(TonnageError):
@@ -30,7 +30,7 @@ class PageError(TonnageError):
 
 
 def pyodide_folder(given: str | None = None) -> Path:
-    """Return a folder with Pyodide's files: `given`, the shipped one, or the cached one, which npm fills once.
+    """Return a folder with Pyodide's files: `given`, else the shipped folder, else the cache.
 
     Raises:
         PageError: a file is missing or of another version, or npm is needed and missing.
@@ -48,7 +48,7 @@ def present() -> Path:
     """Return the shipped or cached folder with Pyodide's files, without fetching anything.
 
     Raises:
-        PageError: there is none, or a file is of another version.
+        PageError: no such folder exists, or a file is of another version.
     """
     for folder in (SHIPPED, _cached()):
         if folder.is_dir():
@@ -79,7 +79,7 @@ def checked(folder: Path) -> Path:
 
 
 def fetch(folder: Path) -> None:
-    """Fetch Pyodide (6 MB) by npm into a folder; on failure nothing is left there.
+    """Fetch Pyodide (6 MB) by npm into a folder; a failure leaves no partial folder.
 
     Raises:
         PageError: npm is missing or fails, or the folder cannot be written.
@@ -117,7 +117,7 @@ def _fill(folder: Path, npm: str) -> None:
                 if (member := archive.extractfile(f"package/{name}")) is not None:
                     (made / name).write_bytes(member.read())
         checked(made)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged folder may exist
+        shutil.rmtree(folder, ignore_errors=True)  # A damaged folder from an earlier run may exist.
         made.rename(folder)
 
 

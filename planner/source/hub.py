@@ -1,4 +1,4 @@
-"""Models of the hub, from the local hub cache or by HTTP range requests.
+"""Configs and tensor headers of hub models, from the local hub cache or by HTTP range requests.
 
 Only config.json, the index and the headers of safetensors files are fetched, no weights.
 """
@@ -51,12 +51,12 @@ def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
 
 
 def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict[str, Any], Checkpoint]:
-    """Return config.json and the tensor headers of a model through an open connection.
+    """Return config.json and the tensor headers of a model, read through a `Remote`.
 
     Args:
         model: the model's name and revision.
-        remote: the connection to its files.
-        headers: whether to read the headers; otherwise only the index.
+        remote: the connection to the model's files on the hub.
+        headers: whether to read the headers of the weight files; otherwise only the checkpoint's index is read.
 
     Raises:
         ModelNotFound: the model cannot be fetched.

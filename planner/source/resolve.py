@@ -20,12 +20,12 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model's config and the headers of its checkpoint; two sources are equal only if they are identical.
+    """A model's config and the headers of its checkpoint, compared by identity.
 
     Attributes:
         path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.
         tensors: headers of the checkpoint, or None without a readable checkpoint.
-        index: the checkpoint's index, if its files are not available.
+        index: the checkpoint's index, if the headers of its files are not available.
     """
 
     id: str
@@ -40,7 +40,7 @@ _KEPT: dict[str, ModelSource] = {}
 
 
 def keep(source: ModelSource) -> None:
-    """Make `resolve_model` return this source from now on; the browser page plans on each step of a slider."""
+    """Make `resolve_model` return this source for its id, since the browser page plans a model repeatedly."""
     _KEPT[source.id] = source
 
 
@@ -61,7 +61,7 @@ def cache_folder() -> Path:
         return Path(shared) / "tonnage"
     try:
         return Path.home() / ".cache" / "tonnage"
-    except RuntimeError:  # a container's user id without HOME and without an entry in passwd
+    except RuntimeError:  # This happens for a container's user id without HOME and without an entry in passwd.
         raise ModelNotFound(
             "this user has no home directory for the cache", field="model", hint="set TONNAGE_CACHE to a folder"
         ) from None
@@ -75,7 +75,7 @@ def demo_folder() -> Path:
 def resolve_model(model: str) -> ModelSource:
     """Find a model by its name and read its config.json and headers, never its weights.
 
-    `demo` is SmolLM2-135M-Instruct; until it is converted, the config in the package is used.
+    `demo` is SmolLM2-135M-Instruct; until this model is converted, its config in the package is used.
 
     Raises:
         ModelNotFound: no model has this name; the message says what to do.
@@ -133,8 +133,9 @@ def _demo() -> ModelSource:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a folder, extended by other files that affect memory.
 
-    These are `hf_quant_config.json` of ModelOpt (if the config has no quantization), the longest text of an
-    encoder in sentence_*_config.json, and the picture sizes in the processor's files.
+    These files are ModelOpt's `hf_quant_config.json` (if the config has no quantization),
+    sentence_*_config.json with an encoder's longest text, and the image processor's files with the picture
+    sizes.
     """
     config = load_config(folder / "config.json")
     beside = folder / "hf_quant_config.json"

@@ -1,4 +1,4 @@
-"""Values to plan side by side: several models, and comma-separated --gpu, --quantization and --kv-cache-dtype.
+"""Values to compare: several models, and comma-separated --gpu, --quantization and --kv-cache-dtype.
 
 `--gpu 2xa100-80g` means two GPUs of this type.
 """
@@ -25,10 +25,10 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The values given for each flag, in their order; an empty tuple if a flag was not given.
+    """The values that the user gave for each flag that a table varies; an empty tuple means none.
 
     Attributes:
-        gpus: name of a GPU and how many of them share a model, or None if no count was given.
+        gpus: (GPU name, number of these GPUs that share a model, None if no count was given).
     """
 
     models: tuple[str, ...]
@@ -53,7 +53,7 @@ class Choices:
 
 
 def read_choices(args: argparse.Namespace) -> Choices:
-    """Read the comma-separated values from parsed options, and leave the first value of each in the options.
+    """Read the comma-separated values of parsed options, and store each option's first value back in `args`.
 
     Raises:
         DeploymentError: a value is invalid or contradicts --tensor-parallel-size.
@@ -84,7 +84,7 @@ def read_choices(args: argparse.Namespace) -> Choices:
 
 
 def one_of(choices: Choices) -> None:
-    """Raise DeploymentError if several values were given for a question about one plan."""
+    """Raise DeploymentError if several values were given with an option that needs a single plan."""
     if choices.several:
         given = zip(("MODEL", "--gpu", "--quantization", "--kv-cache-dtype"), choices.lists, strict=True)
         field = next(name for name, values in given if len(values) > 1)
@@ -98,15 +98,15 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
         choices: the values that were given.
         deployment: the flags that are the same in every plan.
         every: GPUs to use if none was given.
-        whole: the grid of --sweep, in which every flag that was not given varies; or None.
+        whole: the grid of --sweep, in which every flag that was not given varies; None without --sweep.
     """
-    from tonnage.planner.sweep.grid import Grid  # 5 ms, unused by a single plan
+    from tonnage.planner.sweep.grid import Grid  # This import takes 5 ms, which a single plan does not need.
 
     ranks = deployment.tensor_parallel_size
     formats = tuple("as is" if name == UNQUANTIZED else name for name in choices.quantizations)
     for name in formats:
         if name != "as is":
-            quantized_to(name)  # raises for an unknown name
+            quantized_to(name)  # This call raises an error for an unknown name.
     caches = choices.kv_cache_dtypes or (deployment.kv_cache_dtype,)
     base = Grid(tuple(every), formats or ("as is",), caches, (ranks,))
     if whole is not None:
@@ -126,7 +126,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
 
 
 def _parts(text: str, name: str) -> list[str]:
-    """Return the values between commas, each parsed as the flag parses it."""
+    """Return the comma-separated values in `text`, each parsed as the flag `name` parses one value."""
     flag = flags_of(Deployment)[name]
     parts = [part.strip() for part in text.split(",")] if text else []
     if parts and not all(parts):

@@ -1,4 +1,4 @@
-"""`tonnage plan` for many plans: several models or values, `--sweep` and `--target-concurrency`."""
+"""Tables of plans in `tonnage plan`: several models or values, `--sweep` and `--target-concurrency`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import length_lines, price_lines, print_rows
 from tonnage.planner.units import parse_count
 
-_SHOWN = 12  # offers printed for --target-concurrency
-_TOP = 20  # rows of a sweep printed as text without --top
-_REASONS = 3  # most frequent reasons printed for combinations that were left out
+_SHOWN = 12  # The number of offers printed for --target-concurrency
+_TOP = 20  # The number of rows of a sweep printed as text without --top
+_REASONS = 3  # The number of reasons printed for combinations left out
 
 
 def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args: argparse.Namespace) -> int:
-    """Print the table of plans, or the offers that hold `wanted` sequences, and return the exit code.
+    """Print a table of plans, or the GPU offers that hold `wanted` sequences; return the exit code.
 
     Args:
         choices: the models and values to combine.
@@ -103,7 +103,7 @@ def _common_flags(
     """Return the flags that are the same in every row of a sweep.
 
     Raises:
-        DeploymentError: a flag has a value that a table cannot have.
+        DeploymentError: a flag has a value that is not valid in a table of plans.
     """
     alone = (
         ("device_memory", None, "a table uses the catalogue's memory of each GPU"),
@@ -117,7 +117,7 @@ def _common_flags(
     if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
         deployment = replace(deployment, engine="vllm")
     if deployment.calibration is not None:
-        read_calibration(deployment.calibration)  # raises once, not in each row
+        read_calibration(deployment.calibration)  # An invalid file raises an error here, not in each row.
     if wanted is not None and deployment.max_num_seqs is None:
         deployment = replace(deployment, max_num_seqs=wanted)
     return deployment
@@ -129,7 +129,7 @@ def _grids(choices: Choices, deployment: Deployment, wanted: int | None, every: 
         return grids(choices, deployment, [find_gpu("cpu")], None)
     gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name).runs]
     whole = default_grid(deployment, gpus)
-    if not every:  # another format needs another checkpoint, so that only --sweep offers it
+    if not every:  # Another format needs another checkpoint, so only --sweep offers it.
         whole = replace(whole, quantizations=("as is",))
     return grids(choices, deployment, gpus, whole)
 
@@ -175,7 +175,7 @@ def _print_all(
 
 
 def _notes(rows: Sequence[SweepRow]) -> list[str]:
-    """Return each note of a sweep's rows once."""
+    """Return the notes of a sweep's rows as lines, without duplicates."""
     return [f"Note: {note}" for note in dict.fromkeys(note for row in rows for note in row.notes)]
 
 

@@ -1,6 +1,6 @@
-"""Sweep over quantization, KV cache dtype, tensor parallelism and GPU, with one row per combination.
+"""Sweep over GPUs, tensor parallelism, KV cache dtypes and quantizations, one row per combination.
 
-Combinations share their parts (`parts.py`), so that a row takes 0.05 ms (benchmarks/plan_speed.py).
+Combinations share partial results (`parts.py`), so a row takes 0.05 ms (benchmarks/plan_speed.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tonnage.planner.sweep.rows import SweepRow
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values to combine in a sweep.
+    """The values of each flag that a sweep combines.
 
     Attributes:
         quantizations: values of --quantization, or "as is" for the checkpoint's own.
@@ -59,8 +59,8 @@ def sweep(
         source: the model.
         deployment: the flags that do not vary.
         grid: the values to combine.
-        lengths: (prompt, output) tokens of the requests to count.
-        prices: USD per hour by the GPU's name; these prices precede the lists.
+        lengths: (prompt, output) tokens of requests; each row says how many run at once.
+        prices: USD per hour of one GPU by its name; these prices replace the public lists.
 
     Raises:
         TonnageError: the model itself is not supported.
@@ -81,7 +81,7 @@ def sweep(
 def _planned_row(
     row: SweepRow, parts: Parts, gpu: Gpu, price: Cost | None, lengths: Sequence[tuple[int, int]]
 ) -> SweepRow:
-    """Return the sweep row of one combination with its figures.
+    """Plan one combination of a sweep and return `row` with the plan's figures.
 
     Raises:
         TonnageError: a part of the plan is not possible.
@@ -102,18 +102,18 @@ def _row(
     row: SweepRow, engine: Engine, architecture: Architecture, chosen: Resolved, pool: PoolSpec, stage: Stage,
     price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]], notes: tuple[str, ...],
 ) -> SweepRow:  # fmt: skip
-    """Return `row` with the figures that Sizer computes for a single plan.
+    """Return `row` with the figures of its plan, equal to a single plan's figures (`Sizer`).
 
     Args:
-        row: the row with the combined values.
+        row: the row with the combination's GPU, quantization, KV dtype and TP.
         engine: the engine.
         architecture: the model.
         chosen: the resolved flags.
         pool: geometry of the block pool.
         stage: memory that a rank holds beside the pool.
         price: hourly price of the GPUs, or None.
-        asked: the request law with (prompt, output) tokens of each request to count.
-        notes: notes of the row.
+        asked: (rules for the blocks of a request, prompt tokens, output tokens) of each request to count.
+        notes: notes to store in the row.
     """
     size, weights = stage.block_bytes, stage.loaded_bounds
     pool = engine.adjust_pool(architecture, chosen, pool, weights[0])

@@ -1,4 +1,4 @@
-"""Sort orders of a table of plans."""
+"""Sort orders of a table of plans, for --sort and --target-concurrency."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SORTS: dict[str, Callable[[SweepRow], float]] = {
 
 
 def check_sort(by: str) -> None:
-    """Raise DeploymentError unless `by` is a key of SORTS."""
+    """Raise DeploymentError unless `by` is a valid value of --sort."""
     if by not in SORTS:
         why = f"{by[:40]!r} is not one of {', '.join(SORTS)}"
         raise DeploymentError(why, field="--sort", hint=did_you_mean(by, SORTS))
 
 
 def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
-    """Sort rows by a key of SORTS; rows that do not fit come after all others, and failed ones last.
+    """Sort the rows of a sweep by a --sort key; rows that do not fit follow, and rejected rows are last.
 
     Without a key the order is unchanged.
     """
@@ -41,9 +41,9 @@ def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
 
 
 def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
-    """Return the rows that certainly run `concurrency` sequences at once, cheapest first.
+    """Return the sweep rows that certainly run `concurrency` sequences at once, cheapest first.
 
-    The lower bound of the pool decides, because hardware is bought on this answer.
+    The lower bound of the KV pool's size decides, because hardware is bought on this answer.
     """
     return sorted(
         (row for row in rows if row.fits and row.least_sequences >= concurrency), key=lambda r: r.cost

@@ -18,14 +18,14 @@ _LEGEND = (("weights", "weights"), ("activation", "runtime, LoRA slots and draft
 def write_sweep_page(
     path: str, model: str, rows: Sequence[SweepRow], engine: str, words: Sequence[str], lines: Sequence[str]
 ) -> None:
-    """Write a page with one row and one memory bar per combination.
+    """Write the HTML page of a sweep, with one table row and one memory bar per combination.
 
     Args:
         path: the file to write.
         model: names of the models.
         rows: the combinations.
         engine: name and version of the engine.
-        words: the command line.
+        words: words of the command line, which the page quotes.
         lines: paragraphs below the table.
     """
     many = len({row.model for row in rows}) > 1
@@ -94,7 +94,7 @@ def write_upgrade_page(
         terms: rows of that table.
         reasons: why one of the versions does not run the deployment.
         steps: (release with its changes, their effect on the plan).
-        words: the command line.
+        words: words of the command line, which the page quotes.
         facts: names and values at the top of the page.
     """
     body = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in terms)

@@ -1,6 +1,6 @@
-"""Parts of plans that the combinations of a sweep share, each computed once.
+"""Partial results that the plans of a sweep share, each computed once.
 
-Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batch), and the runtime terms on
+Weights depend on (quantization, TP), the KV pool's geometry on (KV dtype, TP, batch), and the runtime memory on
 (GPU, KV dtype, TP).
 """
 
@@ -37,13 +37,13 @@ V = TypeVar("V")
 
 
 class Parts:
-    """The cached parts that all plans of a sweep over one model share.
+    """The cached partial results that all plans of a sweep over one model share.
 
-    A part that cannot be computed raises its TonnageError again for every combination that uses it.
+    A result that cannot be computed raises its TonnageError again for every combination that uses the result.
     """
 
     def __init__(self, source: ModelSource, deployment: Deployment) -> None:
-        """Read the model whose plans share these parts.
+        """Read the model that is planned in every combination.
 
         Args:
             source: the model.
@@ -60,7 +60,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return the resolved flags of a combination without its quantization, and notes on changed values."""
+        """Return a combination's flags with all open values chosen, and notes on changed values."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
@@ -74,7 +74,7 @@ class Parts:
         return self._cached(("resolve", gpu.name, kv_dtype, ranks), make)
 
     def pool(self, chosen: Resolved) -> PoolSpec:
-        """Return the geometry of the block pool."""
+        """Return the geometry of the KV block pool: its layer groups, and the bytes of a block."""
 
         def make() -> PoolSpec:
             draft = add_draft(self._source, self.architecture, chosen.flags)
@@ -83,18 +83,18 @@ class Parts:
         return self._cached(("pool", *_pool_key(chosen)), make)
 
     def law(self, chosen: Resolved) -> RequestLaw:
-        """Return the rules by which a request's blocks follow from its lengths."""
+        """Return the rules that give a request's KV blocks from its prompt and output lengths."""
         return self._cached(
             ("law", *_pool_key(chosen)),
             lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
         )
 
     def weights(self, chosen: Resolved, scheme: str) -> tuple[HeldWeights, Added]:
-        """Return the weights on the device, and the bytes of LoRA slots and draft.
+        """Return the weights that a rank holds, and the bytes of LoRA slots and the speculative draft.
 
         Args:
             chosen: the resolved flags.
-            scheme: a value of --quantization, or "as is" for the checkpoint's own.
+            scheme: a value of --quantization, or "as is" for the checkpoint's own quantization.
         """
         asked = chosen.flags
         kernel = None if asked.gpu is None else self.engine.kernel_class(asked.gpu)
@@ -116,7 +116,7 @@ class Parts:
     def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
         """Return the engine's memory beside weights and pool: activations, framework, CUDA graphs.
 
-        Of all quantizations only MXFP4 changes it, because its experts need no buffer of their own.
+        Of all quantizations only MXFP4 changes this memory, because its experts need no buffer of their own.
         """
         flags = chosen.flags
         kind = "mxfp4" if self._quantization(scheme).scheme == "mxfp4" else None
@@ -132,7 +132,7 @@ class Parts:
         return self._cached(key, make)
 
     def support(self, chosen: Resolved, scheme: str) -> Support:
-        """Return whether the engine runs the combination, whatever the memory."""
+        """Return whether the engine supports the combination on its GPU, regardless of memory."""
         flags = chosen.flags
 
         def make() -> Support:
@@ -145,7 +145,7 @@ class Parts:
         return self._cached(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
 
     def _part(self, ranks: int) -> Architecture:
-        """Return the share of the model that one of `ranks` GPUs holds."""
+        """Return the part of the model's tensors that the first of `ranks` tensor-parallel GPUs holds."""
         flags = replace(self._deployment, tensor_parallel_size=ranks)
         return self._cached(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
 
@@ -164,11 +164,11 @@ class Parts:
 
 
 def _flag(scheme: str) -> str | None:
-    """Return the value of --quantization for a scheme of the grid."""
+    """Return the --quantization value for a scheme of a sweep; "as is" gives None."""
     return None if scheme == "as is" else scheme
 
 
 def _pool_key(chosen: Resolved) -> tuple[object, ...]:
-    """Return the values on which a pool's geometry depends."""
+    """Return the flag values on which the KV pool's geometry depends, as a cache key."""
     flags = chosen.flags
     return flags.kv_cache_dtype, flags.device, flags.tensor_parallel_size, chosen.max_num_batched_tokens

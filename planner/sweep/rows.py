@@ -1,4 +1,4 @@
-"""The row of a sweep."""
+"""The result row of one combination in a sweep."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One combination of a sweep with its figures; bytes are bytes of one GPU.
+    """One combination of a sweep with its planned figures; all sizes are bytes of one GPU.
 
     Attributes:
-        gpus: number of GPUs.
+        gpus: number of GPUs, all tensor-parallel.
         usd_per_hour: hourly price of all GPUs, or None if no list has one.
-        price_source: the price list.
-        refused: why no plan is possible; the other figures are then 0.
-        unsupported: why the engine does not run the combination on this GPU, whatever the memory.
-        stops: why the start fails although the memory suffices, and what would start.
-        notes: where the plan differs from the flags.
-        added_bytes: LoRA slots and the draft's weights.
+        price_source: name and date of the price list.
+        refused: the reason why no plan is possible, else empty; the figures are 0 without a plan.
+        unsupported: the reason why the engine does not run the combination on this GPU, whatever the memory;
+            else empty.
+        stops: the reason why the engine's start fails although the memory suffices, with a remedy; else empty.
+        notes: notes on flag values that the plan changed.
+        added_bytes: bytes of LoRA slots and of the speculative draft's weights.
         max_concurrency: sequences of max_model_len tokens that the pool holds.
-        least_concurrency: `max_concurrency` if the engine uses the upper bound of its memory.
+        least_concurrency: lower bound of `max_concurrency`, reached if other memory is at its upper bound.
         sequences: sequences that run at once, of max_model_len tokens or of the first requested length; at most
             --max-num-seqs.
-        least_sequences: `sequences` if the engine uses the upper bound of its memory.
-        requests: requests of each requested length that run at once.
-        requests_held: requests of each requested length that the pool alone would hold.
+        least_sequences: lower bound of `sequences`, reached if other memory is at its upper bound.
+        requests: for each requested length, the number of requests that run at once.
+        requests_held: for each requested length, the number of requests that the KV pool holds without
+            --max-num-seqs.
     """
 
     gpu: str
@@ -57,14 +59,14 @@ class SweepRow:
 
     @property
     def usd_per_sequence(self) -> float | None:
-        """Return the hourly price of one of `least_sequences`, or None if there is no price or no sequence."""
+        """Return the hourly price per sequence that certainly runs, None without a price or such a sequence."""
         if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
             return None
         return self.usd_per_hour / self.least_sequences
 
     @property
     def cost(self) -> tuple[int, float]:
-        """Return a sort key: rows with a price first, by price, and the others by their memory."""
+        """Return a sort key: rows with a price come first, by price; other rows follow by total GPU memory."""
         if self.usd_per_hour is not None:
             return 0, self.usd_per_hour
         return 1, float(self.gpus * self.total_bytes)

@@ -1,4 +1,4 @@
-"""Rows of a sweep as a text table with aligned columns, in a terminal and in a file."""
+"""Text table of a sweep's rows with aligned columns, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tonnage.planner.screen import Screen
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import GiB
 
-_Column = tuple[str, str, Callable[[SweepRow], str]]  # title, side, text of a row
+_Column = tuple[str, str, Callable[[SweepRow], str]]  # (title, aligned side, function from row to text)
 
 
 def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], file: TextIO) -> None:
     """Print the rows of a sweep as a text table.
 
-    Weights and pool are GiB of one GPU. Prices are USD per hour, of all GPUs of a row and of each sequence that
+    Weights and pool are GiB of one GPU. Prices are USD per hour, for all GPUs of a row and per sequence that
     certainly runs.
 
     Args:
-        rows: the rows.
+        rows: the rows of the sweep.
         lengths: (prompt, output) tokens of requests, which get one column each.
         file: the terminal or file.
     """
@@ -58,7 +58,7 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
 
 
 def device_cell(row: SweepRow) -> str:
-    """Return the GPU of a sweep row with its count."""
+    """Return the GPU of a sweep row with its count as text, such as `2 x l40s`."""
     return f"{row.gpus} x {row.gpu}" if row.gpus > 1 else row.gpu
 
 
@@ -83,7 +83,7 @@ def _price_each(row: SweepRow) -> str:
 
 
 def _at_once(place: int) -> Callable[[SweepRow], str]:
-    """Return the function that formats the requests with the length at index `place`."""
+    """Return the function that formats a row's count of requests with the `place`-th requested length."""
     return lambda row: _of(row.requests[place], row.requests_held[place])
 
 
@@ -101,7 +101,7 @@ def _count(figure: float) -> str:
 
 
 def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[str]:
-    """Return lines with the length of the counted sequences, which may differ between models."""
+    """Return text lines with the length of the sequences that the table counts, which may differ by model."""
     own = {row.model: row.max_model_len for row in rows if row.max_model_len}
     if lengths:
         prompt, output = lengths[0]
@@ -116,11 +116,11 @@ def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -
 
 
 def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:
-    """Return lines with the source of the prices, and the GPUs without one."""
+    """Return text lines with the sources of a table's prices, and the GPUs without a price."""
     sources: dict[str, list[str]] = {}
     for row in rows:
         if not row.total_bytes and row.refused:
-            continue  # the row has no GPU, or the model does not run on it
+            continue  # The row has no GPU, or the model does not run on it.
         cost = cost_of(row.gpu, row.gpus, prices)
         where = "no price" if cost is None else cost.source
         names = sources.setdefault(where, [])

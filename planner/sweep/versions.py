@@ -1,7 +1,7 @@
-"""`tonnage plan --compare A B`: the effect of an engine upgrade, term by term, with its reasons.
+"""Comparison of plans under two engine versions (`tonnage plan --compare A B`), with reasons.
 
-The deployment is planned under every version between the two at which a rule changed. Each difference is
-thereby attributed to a release.
+The deployment is planned under every version in between at which a planning rule changed. This attributes each
+difference to a release.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.sweep.page import write_upgrade_page
 from tonnage.planner.units import gib
 
-# Flags whose default depends on the version
+# Flags whose default value depends on the engine's version
 _DEFAULTS = (
     "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "enable_prefix_caching",
@@ -37,8 +37,8 @@ class ReleaseChange:
     """A release of an engine at which the plan changes.
 
     Attributes:
-        version: the release.
-        reasons: the changes in the engine.
+        version: version number of the release.
+        reasons: the changes in the engine that affect the plan.
         before: terms of the plan before the release.
         after: terms of the plan from the release on.
     """
@@ -56,7 +56,7 @@ class ReleaseChange:
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """The plans under two versions, and in order the releases between them that change the plan."""
+    """The plans of a deployment before and after an engine upgrade, and the releases that change the plan."""
 
     before: Plan
     after: Plan
@@ -67,13 +67,13 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
     """Plan a deployment under two versions and the versions between them.
 
     Args:
-        source: the model.
-        deployment: the flags.
+        source: the model's config and tensor headers.
+        deployment: the flags that both plans share.
         since: the version to upgrade from.
         until: the version to upgrade to.
 
     Raises:
-        DeploymentError: a text is no release, or the engine has no rules by version.
+        DeploymentError: a version is not a release, or no planning rule of the engine depends on its version.
         TonnageError: a plan under one of the two versions is not possible.
     """
     engine = engine_of(deployment.engine)
@@ -99,7 +99,7 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # no known rule: the version is rejected, or has no class for the model
+    if found != known:  # No known rule explains this difference.
         steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
@@ -139,10 +139,10 @@ def terms_of(plan: Plan) -> dict[str, Any]:
 
 
 def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Namespace) -> int:
-    """Print the comparison and return the exit code: 0 if both plans fit, else 1."""
+    """Print the comparison of the two --compare versions; return exit code 0 if both plans fit, else 1."""
     since, until = args.compare
     if args.engine is None and not any(engine_of(deployment.engine).newest):
-        deployment = replace(deployment, engine="vllm")  # as --sweep does
+        deployment = replace(deployment, engine="vllm")  # --sweep also plans for vllm by default.
     upgrade = compare_versions(source, deployment, since, until)
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     if args.html:
@@ -209,7 +209,7 @@ def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
 
 
 def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
-    """Return name, both figures and difference of each term that is not zero in both versions."""
+    """Return (name, figure before, figure after, difference) of each plan term that is not zero in both."""
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     return [
         (_term_name(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
@@ -228,7 +228,7 @@ def _reasons(upgrade: Upgrade, since: str, until: str) -> list[str]:
 
 
 def _steps(upgrade: Upgrade) -> list[tuple[str, str]]:
-    """Return (release with its reasons, changed terms) of each release."""
+    """Return (release with its reasons, changed plan terms) of each release, as texts."""
     lines = []
     for step in upgrade.steps:
         told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
@@ -256,7 +256,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _difference(before: Any, after: Any) -> str:
-    """Return the difference in percent, or as a factor if it is more than 2 or less than 0.5."""
+    """Return the change of a figure in percent, or as a factor if that is above 2 or below 0.5."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
     if not numbers or before == after or not before:
         return ""

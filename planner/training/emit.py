@@ -190,7 +190,7 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
-    """Return the fields of a `peft.LoraConfig` or `IA3Config`; QLoRA adds those of BitsAndBytesConfig."""
+    """Return the fields of a `peft.LoraConfig` or `IA3Config`; QLoRA adds a BitsAndBytesConfig."""
     if setup.method not in ("lora", "qlora", "ia3"):
         raise DeploymentError(f"--method {setup.method} has no adapters", field="--emit", hint="--method lora")
     targets = list(setup.target_modules or default_targets(setup, model_type) or ())
