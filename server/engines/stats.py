@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tonnage.cache.admission.cost import StepCost
 
 if TYPE_CHECKING:
-    # Imported for types only, because it imports compiled loops that `tonnage watch` never needs.
+    # Imported for types only, because `auto` imports compiled loops that `tonnage watch` never needs.
     from tonnage.cache.admission.auto import Auto
 
 ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome, reason, count) with outcome admit, wait or never

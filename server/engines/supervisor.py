@@ -195,7 +195,7 @@ class SupervisedEngine(Engine):
                 await engine.start()
             self._capacity, self._since = engine.capacity(), time.time()
         except TimeoutError as error:
-            if not deadline.expired():  # the engine raised it, not this timeout
+            if not deadline.expired():  # the engine itself raised the TimeoutError
                 raise
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(engine.stop(), _STOP_SECONDS)

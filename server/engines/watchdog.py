@@ -104,6 +104,6 @@ async def wait_until_hung(
             before = now
             processes.reset()
         elif most is not None:
-            checks = await asyncio.to_thread(processes.check, now)  # in a thread, because it reads /proc
+            checks = await asyncio.to_thread(processes.check, now)  # in a thread, because `check` reads /proc
             if checks >= most and messages() == now:
                 return checks * CHECK_SECONDS

@@ -16,10 +16,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Held(Protocol):
     """A compiled grammar that states its memory."""
 
-    held: int  # bytes
+    held: int  # memory of the compiled grammar in bytes
 
 
-# Every grammar in the cache or in use. A sequence keeps its grammar alive after the cache has evicted it.
+# All compiled grammars in the cache or in use. A sequence keeps its grammar alive after the cache has evicted
+# it.
 _LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
 _LIVE_LOCK = threading.Lock()  # compiler threads add to the set
 

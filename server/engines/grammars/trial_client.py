@@ -45,7 +45,7 @@ class _Job:
 
     grammar: Grammar
     tenant: str
-    askers: list[str] = field(default_factory=list)  # ids of these requests
+    askers: list[str] = field(default_factory=list)  # ids of the requests that wait for the result
 
 
 class TrialClient:
@@ -62,7 +62,7 @@ class TrialClient:
         self._folder, self._told = folder, told
         self._asked: deque[GenerationRequest | str | None] = deque()
         wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waker = io.FileIO(wake, "r+")  # closed with this object
+        self._waker = io.FileIO(wake, "r+")  # closes the event descriptor when this client is freed
         self._wake = self._waker.fileno()
         self._known: OrderedDict[Grammar, Tried] = OrderedDict()
         self._trial = _Trial(folder)

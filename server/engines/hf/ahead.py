@@ -34,8 +34,8 @@ from tonnage.server.engines.hf.compile import SAY_SECONDS, Part
 OK, FAILED = 0, 1
 _SECONDS = 40  # seconds of processor time that compiling for one instruction set takes
 
-# KV cache groups that most models have, in every admission mode. Code for other groups is compiled at a model's
-# first start.
+# The KV cache groups that most models have are compiled for every admission mode. Code for other groups is
+# compiled at a model's first start.
 _FULL, _SLIDING = KVGroup("full", (0,)), KVGroup("sliding", (1,), window=32)
 _LAYOUTS = tuple(KVLayout(groups, 16, 1, 1, 8, "float32", 4) for groups in ((_FULL,), (_FULL, _SLIDING)))
 _MANAGERS = [
@@ -166,7 +166,7 @@ def _tell(compiler: Compiler) -> None:
     """Print the number of compiled functions on stdout twice a second; the parent process reads it."""
     while True:
         done, of = compiler.progress()
-        # os.write, because an exit during print aborts Python.
+        # Call os.write instead of print, because Python aborts if the process exits during a print.
         os.write(1, f"{done} of {of} functions\n".encode())
         time.sleep(0.5)
 

@@ -22,11 +22,11 @@ class Batch:
     context length after this step.
     """
 
-    token_ids: Int64  # [T]
-    positions: Int64  # [T]
+    token_ids: Int64  # [T], tokens of all sequences, one after another
+    positions: Int64  # [T], position of each token in its sequence
     query_start: Int64  # [S + 1], cumulative query lengths
-    kv_len: Int64  # [S]
-    slots: tuple[Int64, ...]  # per group [T]
+    kv_len: Int64  # [S], context lengths after the step
+    slots: tuple[Int64, ...]  # per group [T], pool slot of each token
     tables: tuple[Int32, ...]  # per group [S, max blocks], block ids
     logits_at: Int64  # [L], indices in the flat batch of the tokens that need logits
     copies: tuple[BlockCopy, ...] = ()  # blocks to copy before the step writes K and V (copy-on-write)

@@ -129,7 +129,7 @@ class VLLMEngine(Engine):
 
         The names contain colons. promtool reports colons, because they are reserved for recording rules.
         """
-        # A dependency of vLLM, whose registry holds vLLM's metrics.
+        # prometheus_client is a dependency of vLLM, and its registry holds vLLM's metrics.
         from prometheus_client import REGISTRY, generate_latest
 
         return generate_latest(REGISTRY)

@@ -26,7 +26,7 @@ from tonnage.cache.blocks.state import UInt64Array
 from tonnage.cache.eviction.order import EvictionOrder
 from tonnage.planner.units import ceil_div
 
-# A child of the "vllm" logger, because vLLM configures only its own loggers.
+# This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
 # Interface that this module was written for: the methods that vLLM 0.30 to 0.33 call on a free queue, and the
@@ -210,7 +210,7 @@ class LearnedQueue:
         self._order = EvictionOrder(len(pool.blocks), size, ceil_div(manager.max_model_len, smallest))
         self.num_free_blocks = len(free)
         self.ahead = AHEAD
-        # By id of each request that holds blocks, the turn number of its conversation.
+        # Turn number of the conversation of each request that holds blocks, by request id.
         self.live: dict[str, int] = {}
         self._blocks = pool.blocks
         self._stack: list[Any] = free[::-1]  # free blocks without content; the last is handed out first
@@ -218,7 +218,7 @@ class LearnedQueue:
         self._chosen: list[int] = []
         # Ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order.
         self._taken: list[int] = []
-        # Request that gets its first blocks, and the ids of its prefix hit.
+        # The request that gets its first blocks now, and the block ids of its prefix hit.
         self._starting: tuple[Any, list[int]] | None = None
         self._forgotten: set[int] = set()  # ids of blocks in use whose cached content was dropped
         # vLLM's own queue, used after an exception in our code.
@@ -367,7 +367,7 @@ class LearnedQueue:
         """Record whether vLLM allocated the first blocks of the request that `starting` announced."""
         if self._plain is None and granted:
             try:
-                self._begin()  # reported already, unless vLLM neither took nor returned a block meanwhile
+                self._begin()  # does nothing if an earlier change of the queue has reported the request
             except Exception:
                 self._fail()
         self._starting = None

@@ -73,7 +73,7 @@ class GrammarState:
             if self.error is None and not self.done:
                 self._accept(token)
         if self.error is None and self.done:
-            if not self.request.is_finished():  # the request has no stop token that could end it
+            if not self.request.is_finished():  # no stop token could end the sequence, so end it here
                 self.error = COMPLETE
             # vLLM permits a stop token before min_tokens if no other token is possible
             # (MinTokensLogitsProcessor).

@@ -48,7 +48,7 @@ class QueuePositions:
         `embeds` says that the request is for an embedding, which has no output tokens.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if embeds:  # without output: count the last prompt token as the one output token
+        if embeds:  # no output: count the last prompt token as one output token
             prompt, output = max(1, prompt - 1), 1
         never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:

@@ -54,7 +54,7 @@ def why_not(name: str, wanted: Wanted, capability: tuple[int, int]) -> str | Non
     missing = _missing(name)
     if missing:
         return missing
-    # 7.0 is Triton's minimum; FlashAttention 2 and bfloat16 need 8.0
+    # Triton needs compute capability 7.0; FlashAttention 2 and bfloat16 need 8.0.
     least = (7, 0) if name == FLEX else (8, 0)
     if capability < least:
         return f"needs compute capability {least[0]}.{least[1]}, this is {capability[0]}.{capability[1]}"

@@ -36,7 +36,7 @@ class FlashInferAttention(PagedAttention):
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
         self._wrappers = wrappers
-        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # on the CPU, where FlashInfer plans
+        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # on the CPU, where plan() runs
         self._planned: dict[int, tuple[float, float | None]] = {}
 
     def read(
@@ -54,7 +54,7 @@ class FlashInferAttention(PagedAttention):
         Returns:
             The attention, in the shape of ``query``.
         """
-        # Planned once per step in practice: all layers of the known families have equal values.
+        # This is true once per group and step, because all layers of the known families have equal values.
         if self._planned.get(group) != (scaling, softcap):
             self._plan(group, query, scaling, softcap)
             self._planned[group] = (scaling, softcap)

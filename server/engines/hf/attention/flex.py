@@ -79,7 +79,7 @@ class FlexAttention(PagedAttention):
         buffers.fit(len(row), len(tiles))
         buffers.sequence[: len(row)] = self._put(row)
         buffers.position[: len(row)] = self._put(position)
-        # [T], the padded row of each query
+        # The padded row of each query, [T].
         self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)
         self._last = position.reshape(-1, TILE).max(1)  # last position in each tile; -1 for an unused tile
         self._masks = [self._mask(group, len(row)) for group in range(len(self.pages))]
@@ -89,7 +89,7 @@ class FlexAttention(PagedAttention):
 
     def _mask(self, group: int, rows: int) -> BlockMask:
         layout, pages, buffers = self.pool.layout, self.pages[group], self._buffers
-        # parts: K and V blocks of all layers, which lie side by side in a pool block.
+        # ``parts`` is the number of K and V blocks of all layers, which lie side by side in a pool block.
         size, parts = layout.block_size, 2 * layout.layer_slots
         sequence, position = buffers.sequence, buffers.position
         table, place, window = buffers.table[group], buffers.place, self.windows[group]

@@ -134,7 +134,7 @@ class GatherAttention:
         rows = self._put(self._pool.row_index(slots))
         if queries == 1 and valid.all():
             return Span(start, len(kv_len), 1, rows, None)
-        # [B, Q, 1], position of each query
+        # The position of each query, [B, Q, 1].
         query = first_query[:, None, None] + np.arange(queries)[None, :, None]
         see = (position[:, None, :] <= query) & valid[:, None, :]
         if window is not None:

@@ -16,7 +16,8 @@ from tonnage.server.engines.hf.kernels.linear import block_of_columns, matmul, p
 from tonnage.server.engines.hf.kernels.rows import add_row
 from tonnage.server.engines.hf.kernels.small import SERIAL, norm_rows, rotate_rows
 
-# Indices in the array of weight addresses. The address of a weight that the layer does not have is 0.
+# Names of the weights in the order of the array of weight addresses. The address of a weight that the layer
+# does not have is 0.
 WEIGHTS = (
     "input norm",
     "q",

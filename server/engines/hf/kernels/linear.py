@@ -17,8 +17,8 @@ from tonnage.server.engines.hf.kernels.vector import dot_tile
 
 _ZERO = np.float32(0)
 
-# A panel is the rows of x that are multiplied with one block of columns before the next block. It has at most
-# 64 rows and 128 KiB.
+# A panel is a set of rows of x that are multiplied with one block of columns before the next block. It has at
+# most 64 rows and 128 KiB.
 PANEL, PANEL_BYTES = 64, 1 << 17
 
 # A block has 16 columns of the output (16 rows of W), which stay in the first-level cache while all rows of x

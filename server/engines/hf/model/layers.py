@@ -67,7 +67,7 @@ def _parts(module: nn.Module) -> _Parts | None:
     if attention is None or gated is None:
         return None
     names = {"input norm": "input_layernorm", "mlp norm": "post_attention_layernorm"}
-    # Gemma also norms the outputs of attention and MLP before the residual sums
+    # Gemma also norms the outputs of attention and MLP before the residual sums.
     if hasattr(module, "pre_feedforward_layernorm"):
         names["attention norm"] = "post_attention_layernorm"
         names["mlp norm"], names["output norm"] = "pre_feedforward_layernorm", "post_feedforward_layernorm"

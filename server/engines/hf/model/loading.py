@@ -104,7 +104,7 @@ def _own_memory(model: torch.nn.Module) -> None:
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only: return freed loading buffers to the kernel
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -104,7 +104,7 @@ class Account:
         if scheduled is not None and len(self._slots) < len(running):
             known = self._slots
             fresh = list(takewhile(lambda request: request.request_id not in known, reversed(running)))
-            # Add them in order of their start, because a request may share blocks with an earlier one.
+            # Add entries in the order of start, because a request may share blocks with an earlier request.
             for request in reversed(fresh):
                 self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
         self._notice_freed(in_step=scheduled is not None)
@@ -248,7 +248,7 @@ class Account:
         if self._shared.get(block.block_id) == block.block_hash:
             return None
         known = self._owner.get(block.block_id)
-        # Nearly always the first id is the owner.
+        # Try the recorded owner first: nearly always it holds the block.
         for id in [known, *self._slots] if known in self._slots else self._slots:
             table = self._tables.get(id, ())
             if id != newcomer and index < len(table) and table[index] is block:

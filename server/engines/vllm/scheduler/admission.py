@@ -57,8 +57,8 @@ class VllmAdmission(AdmissionAdapter):
         compile_loops()  # compile now, so that no request waits for it
         # After a refusal, each departure of a request permits one new decision. All waiting requests are
         # decided on again after a departure and a quarter of `block_size` steps, because freed blocks may
-        # suffice for two requests.
-        # id of the request refused last, and the step of its refusal
+        # suffice for two requests. ``_refused`` has the id of the request refused last, and the step of its
+        # refusal.
         self._refused = ("", -self.limits.layout.block_size)
         self._head = ""  # id of the first waiting request that was not admitted
         self._short = 0  # number of blocks that the refused request lacked
@@ -255,7 +255,7 @@ class VllmAdmission(AdmissionAdapter):
         if granted is None:
             return allowed, []
         if self.policy.mode is not AdmissionMode.GUARANTEED:
-            # Grant all, because vLLM starts no request without free blocks.
+            # Grant all blocks to requests that start, because vLLM starts none without free blocks.
             granted[len(running) :] = wanted[len(running) :]
         short = np.flatnonzero(granted < wanted).tolist()
         stalled = [running[at] for at in short if at < len(running)]

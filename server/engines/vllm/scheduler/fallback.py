@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
 from tonnage.server.engines.vllm.scheduler.versions import KNOWN_VERSIONS
 
-# A child of the "vllm" logger, because vLLM configures only its own loggers.
+# This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-# A child of the "vllm" logger, because vLLM configures only its own loggers.
+# This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
 # Number of stack frames to search, from the hook in the pool up to the manager's allocate_slots (four or five

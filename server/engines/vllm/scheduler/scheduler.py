@@ -38,7 +38,7 @@ from tonnage.server.engines.vllm.scheduler.step_times import StepTimes
 from tonnage.server.engines.vllm.scheduler.versions import names_of
 from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_stats
 
-# A child of the "vllm" logger, because vLLM configures only its own loggers.
+# This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
 # Requests with another status wait for more than free blocks.
@@ -230,7 +230,8 @@ class AdmissionMixin(Scheduler):
                 continue
             if request.num_preemptions:
                 if request.num_stale_output_tokens and not request.drop_stale_output:
-                    # vLLM skips it too, because output tokens from before its preemption are still to come.
+                    # vLLM skips this request too, because output tokens from before its preemption are still to
+                    # come.
                     continue
                 if self._refuse_never(request):
                     continue
