@@ -1,1 +1,1 @@
-"""HTTP below the API: connection limits, disconnected and slow clients, and the rate of starting requests."""
+"""HTTP below the API: limits on connections and bodies, slow and disconnected clients, pacing of requests."""

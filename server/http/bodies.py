@@ -1,4 +1,4 @@
-"""Total size of the request bodies that arrive or wait to be parsed, over all connections."""
+"""Limit of the total size of request bodies, over all connections, while they arrive or wait to be parsed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TypeVar
 
 from tonnage.server.errors import ApiError, ErrorCode
 
-# The first bytes of a body are not counted, so that large bodies never keep out a small one. uvicorn buffers as
-# much per connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
+# The first bytes of each body are not counted, so that large bodies never cause the rejection of a small one.
+# uvicorn buffers as many bytes per connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
 FREE_BYTES = 65_536
-# Number of bodies of the largest size that may arrive at once. The default is 24 MiB in total, which a plan for
-# a CPU includes (planner/engines/runtime/api.py).
+# Number of bodies of the maximum size that may arrive at once. By default these are 24 MiB in total, which the
+# plan for a CPU includes (planner/engines/runtime/api.py).
 LARGEST_AT_ONCE = 3
 
 Parsed = TypeVar("Parsed")
 
 
 class BodyBytes:
-    """Bytes of request bodies held by one server, with their upper bound ``most``."""
+    """Counter of the request body bytes that one server holds now, with the upper bound ``most``."""
 
     def __init__(self, limit: int) -> None:
         self.most = LARGEST_AT_ONCE * limit
@@ -32,7 +32,7 @@ class BodyBytes:
         """Count the growth of one body from ``before`` to ``after`` bytes.
 
         Raises:
-            ApiError: All bodies together would exceed the bound (server_overloaded, a retry may succeed).
+            ApiError: All bodies together would exceed ``most`` bytes (server_overloaded, a retry may succeed).
         """
         more = max(0, after - FREE_BYTES) - max(0, before - FREE_BYTES)
         if self.held + more > self.most:
@@ -43,17 +43,17 @@ class BodyBytes:
         self.held += more
 
     def release(self, size: int) -> None:
-        """Stop counting a body of ``size`` bytes that was read or given up."""
+        """Subtract a body of ``size`` bytes that was parsed or discarded."""
         self.held -= max(0, size - FREE_BYTES)
 
     async def in_turn(self, size: int, parse: Callable[[], Parsed]) -> Parsed:
-        """Call ``parse`` for a body of ``size`` bytes, large bodies one at a time.
+        """Call ``parse`` for a body of ``size`` bytes; large bodies are parsed one at a time.
 
         After each large body the event loop gets as much time as the parsing took. Other requests therefore
         wait for at most one large body, however many arrive at once.
 
         Raises:
-            ApiError: All bodies together would exceed the bound.
+            ApiError: All bodies together would exceed ``most`` bytes.
         """
         if size <= FREE_BYTES:
             return parse()
@@ -64,8 +64,8 @@ class BodyBytes:
                 try:
                     return parse()
                 except Exception as error:
-                    # The error refers to the frames in which it is reported and logged. Without this, their
-                    # values and pydantic's records of invalid fields would wait for the garbage collector.
+                    # Free the memory now: the error refers to stack frames, whose values and records of invalid
+                    # fields would otherwise live until the garbage collector runs.
                     clear_frames(error.__traceback__)
                     error.__context__ = None
                     raise

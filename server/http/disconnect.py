@@ -1,7 +1,8 @@
-"""Cancellation of a request's work when its client disconnects, streamed or not.
+"""Cancellation of a request's work when its client disconnects, for streamed and other answers.
 
-The work races ASGI's ``http.disconnect``. Starlette's BaseHTTPMiddleware hides that message. A response that
-notices only a failed ``send`` would keep computing while nothing is sent.
+The work runs beside a task that waits for ASGI's ``http.disconnect``. Starlette's BaseHTTPMiddleware is not
+used, because it hides that message. A failed ``send`` would reveal a disconnect too late: nothing is sent while
+the engine computes.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ Result = TypeVar("Result")
 
 
 class ClientDisconnected(Exception):
-    """Error that the client closed the connection before its answer was complete."""
+    """Error that a client closed its connection before its answer was complete."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run ``work`` until it ends or the client disconnects.
+    """Run ``work`` and return its result, unless the client disconnects first.
 
     Args:
         receive: The ASGI receive of a request whose body has been read.
-        work: The coroutine; on a disconnect it is cancelled and its clean-up awaited.
+        work: The coroutine; on a disconnect it is cancelled, and its clean-up is awaited.
 
     Raises:
-        ClientDisconnected: The client disconnected first.
+        ClientDisconnected: The client disconnected before ``work`` ended.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnect(receive))
@@ -51,4 +52,4 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
         task.cancel()
         await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # retrieve it, so that asyncio does not report a failed clean-up again
+        task.exception()  # read the exception, so that asyncio does not report it as never retrieved

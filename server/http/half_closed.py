@@ -1,13 +1,14 @@
-"""Connections whose client has closed its sending half: detects whether the client still waits for its answer.
+"""Detection of whether a client that closed its sending half still waits for its answer.
 
-A disconnected client looks the same (one FIN) until the server writes to it: its host then answers with a
-reset, and the next write fails. A slow answer is therefore begun early, byte by byte. The bytes are the start
-that all answers share, or zeros before the size of the next chunk (RFC 9112, 7.1: chunk-size is 1*HEXDIG). An
-interim ``100 Continue`` would work too, but HTTP/1.0 has none, and Go's client accepts only five of them.
+A client that disconnects and one that only ends its sending both send one FIN. The server learns the difference
+when it writes: the host of a disconnected client answers with a reset, and the next write fails. A slow answer
+is therefore begun early, byte by byte. The bytes are the start that all answers share, or zeros before the size
+of the next chunk (RFC 9112, 7.1: chunk-size is 1*HEXDIG). An interim ``100 Continue`` would work too, but
+HTTP/1.0 has none, and Go's client accepts only five of them.
 
 RFC 9112 says that a half-closed connection does not imply that the client wants no answer
 (github.com/httpwg/http-core/issues/22). uvicorn, nginx (unless proxy_ignore_client_abort is set) and Go's
-net/http treat the FIN as a disconnect, which avoids the problem.
+net/http nevertheless treat the FIN as a disconnect.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import asyncio
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-START = b"HTTP/1.1 "  # the start of uvicorn's STATUS_LINE for every status
+START = b"HTTP/1.1 "  # uvicorn's STATUS_LINE begins with these bytes for every status
 
-# Delay before the first byte; it doubles for each further byte. Most answers need no such byte. A disconnected
-# client is detected by the second one, 0.15 s after the FIN (later on a connection with a long round trip).
+# Delay before the first probe byte; it doubles for each further byte. Most answers are sent before the first
+# byte is due. A disconnected client is detected by the second byte, 0.15 s after the FIN (later on a connection
+# with a long round trip).
 FIRST_SECONDS = 0.05
 
 
 class HalfClosed:
-    """Probe of a half-closed connection: writes the nine bytes of ``START`` one at a time, the last after 26 s.
+    """Probe that tells whether the client of a half-closed connection is still there.
 
-    Later, a stream's own events and keep-alive comments are the probe.
+    It writes the nine bytes of ``START`` one at a time, the last after 26 s. Once a stream has begun, its own
+    events and keep-alive comments act as the probe.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
@@ -38,14 +41,17 @@ class HalfClosed:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """Start probing the client; ``cycle`` is the request whose answer comes next on the connection."""
+        """Start probing the client of a request that waits for its answer.
+
+        ``cycle`` is uvicorn's object for the request whose answer comes next on the connection.
+        """
         self._cycle = cycle
         self._begun = None
         if self._timer is None:
             self._probe_in(FIRST_SECONDS)
 
     def stop(self) -> None:
-        """Stop probing, because the connection is lost."""
+        """Stop probing, because the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -57,7 +63,7 @@ class HalfClosed:
             return
         cycle = self._cycle
         if self._flow.write_paused:
-            pass  # the data that waits to be sent is the probe
+            pass  # data already waits to be sent, and sending it is the probe
         elif not cycle.response_started:
             if self._begun is None:
                 cycle.transport = self._begun = _StartedTransport(self._transport)
@@ -70,7 +76,10 @@ class HalfClosed:
 
 
 class _StartedTransport(asyncio.Transport):
-    """The transport of an answer whose first bytes are sent, with the methods that uvicorn's cycle uses."""
+    """A transport that skips the first bytes of an answer, because the probe has already sent them.
+
+    It has the methods that uvicorn's request cycle uses.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Buffers for streamed events that their clients have not read yet.
 
-A stream that waited for a slow client would hold its sequences and its place in the queue for as long as the
-client likes. Instead the stream continues, and its unread events are kept within a limit for all streams
-together.
+If a stream waited for a slow client, it would hold its sequences and its place in the queue until the client
+has read. Instead the stream continues, and its unread events are buffered. One limit applies to the buffers of
+all streams together.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from tonnage.planner.engines.runtime.api import OUTBOX_BYTES
 
 # OUTBOX_BYTES is the limit over all streams. With events of 250 bytes, one per token, a single slow client may
-# be 67,000 tokens behind, or each of 512 clients 130 tokens, besides the 64 KiB of its connection.
+# be 67,000 tokens behind, or 512 clients 130 tokens each. In addition, each connection buffers 64 KiB.
 
 
 class Outboxes:
-    """The outboxes of one server, which drop the slowest client when they exceed OUTBOX_BYTES."""
+    """The buffers (outboxes) of all streams of one server.
+
+    When together they exceed OUTBOX_BYTES, the client with the largest buffer is disconnected.
+    """
 
     def __init__(self) -> None:
         self.held = 0
-        self.idle = asyncio.Event()  # set while no client is behind
+        self.idle = asyncio.Event()  # set while every client has been sent all its events
         self.idle.set()
         self._behind: set[Outbox] = set()
 
     @property
     def behind(self) -> int:
-        """Number of streams whose clients have not been sent everything."""
+        """Number of streams with events that are not yet sent to their clients."""
         return len(self._behind)
 
     def hold(self, outbox: Outbox, size: int) -> None:
-        """Add ``size`` bytes of ``outbox`` to the total."""
+        """Count ``size`` more bytes buffered by ``outbox``; above the limit, disconnect the slowest clients."""
         self._behind.add(outbox)
         self.idle.clear()
         self.held += size
@@ -42,55 +45,58 @@ class Outboxes:
             max(self._behind, key=len).cut()
 
     def release(self, size: int) -> None:
-        """Subtract ``size`` bytes that were sent or discarded from the total."""
+        """Count ``size`` bytes less, because they were sent or discarded."""
         self.held -= size
 
     def end(self, outbox: Outbox) -> None:
-        """Remove an outbox whose client has received everything or disconnected."""
+        """Remove an outbox whose client has been sent everything or has disconnected."""
         self._behind.discard(outbox)
         if not self._behind:
             self.idle.set()
 
 
 class Outbox:
-    """Buffer of one stream, which sends events in the order of ``put``.
+    """Buffer of one stream's events, which sends them in the order of ``put``.
 
-    It works with connections of ``BoundedHttpProtocol``. Behind another ASGI server, each event waits for the
-    client.
+    It buffers only on connections of ``BoundedHttpProtocol``. With another ASGI server, each event waits until
+    the client can receive it.
 
     Args:
-        outboxes: The server's outboxes, which hold the total.
+        outboxes: The server's outboxes, which count the bytes of all streams.
         scope: The ASGI scope of the request.
         send: The ASGI send of the request.
     """
 
     def __init__(self, outboxes: Outboxes, scope: Scope, send: Send) -> None:
         self._all = outboxes
-        self._connection: Any = scope.get("tonnage.connection")  # BoundedHttpProtocol
+        # the BoundedHttpProtocol of this connection, or None
+        self._connection: Any = scope.get("tonnage.connection")
         self._send = send
         self._kept = bytearray()
         self._cut = False
-        self._writer: asyncio.Task[None] | None = None  # runs while the buffer holds bytes
+        # the task that sends buffered events; None while the buffer is empty
+        self._writer: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Return the bytes in the buffer."""
+        """Return the number of bytes in the buffer."""
         return len(self._kept)
 
     @property
     def behind(self) -> bool:
-        """Whether the client has not yet read what was sent, so that further events are buffered."""
+        """Whether events must be buffered, because the client has not yet read the earlier ones."""
         paused = self._connection is not None and self._connection.flow.write_paused
         return self._writer is not None or paused
 
     async def ready(self) -> None:
-        """Wait until the client has read its earlier answers on this connection."""
+        """Wait until the client has read the earlier answers on its connection."""
         if self._connection is not None:
             await self._connection.flow.drain()
 
     async def put(self, event: bytes) -> None:
-        """Send ``event``, or buffer it when the client is behind.
+        """Send ``event``, or buffer it when the client has not yet read earlier events.
 
-        For a dropped client the call never returns; it is cancelled, as after a disconnect.
+        For a client that was disconnected as too slow the call never returns. It is cancelled, as after any
+        disconnect.
         """
         if not self.behind:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
@@ -104,12 +110,13 @@ class Outbox:
             await asyncio.get_running_loop().create_future()
 
     async def flush(self) -> None:
-        """Wait until everything has been sent to the client."""
+        """Wait until all buffered events have been sent to the client."""
         if self._writer is not None:
-            await asyncio.wait((self._writer,))  # a cancelled caller must not cancel the writer
+            # wait() does not cancel the writer when its caller is cancelled
+            await asyncio.wait((self._writer,))
 
     def cut(self) -> None:
-        """Abort the connection and discard the buffered events."""
+        """Disconnect the client and discard the buffered events."""
         self._cut = True
         self._forget()
         self._connection.transport.abort()
@@ -129,8 +136,8 @@ class Outbox:
     async def _write(self) -> None:
         while self._kept:
             await self._connection.flow.drain()
-            # Send complete events, because some clients treat a chunk as one event; a larger event is sent in
-            # pieces.
+            # Send whole events, because some clients take each chunk for one event. Only an event above the
+            # size limit is split.
             end = self._kept.rfind(b"\n\n", 0, HIGH_WATER_LIMIT) + 2
             piece = bytes(self._kept[: end if end > 1 else HIGH_WATER_LIMIT])
             del self._kept[: len(piece)]

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with limits on connections, heads and trailers, and with errors in OpenAI's envelope.
+"""uvicorn's HTTP protocol with limits on connections, heads and trailers, and with errors in OpenAI's format.
 
-uvicorn (0.54, protocols/http/httptools_impl.py) limits neither the size nor the time of heads and trailers. It
-has no limit of connections, and waits forever for a client that does not read. It answers bytes that are not
-HTTP with text/plain.
+uvicorn (0.54, protocols/http/httptools_impl.py) limits neither size nor duration of heads and trailers. It has
+no limit of connections, and waits forever for a client that does not read. Its answer to bytes that are not
+HTTP is text/plain.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tonnage.server.errors import ApiError, ErrorCode, envelope, headers
 from tonnage.server.http.half_closed import HalfClosed
 
-MAX_HEAD_BYTES = 65_536  # h11's default (max_incomplete_event_size), used by uvicorn's other protocol
-HEAD_SECONDS = 20.0  # nginx's client_header_timeout is 60, gunicorn's worker timeout 30; enough for a slow line
-WRITE_SECONDS = 60.0  # nginx's send_timeout: how long a client may read nothing of its answer
+# the default of h11 (max_incomplete_event_size), on which uvicorn's other HTTP protocol is based
+MAX_HEAD_BYTES = 65_536
+# Enough time for a slow line; nginx's client_header_timeout is 60 s and gunicorn's worker timeout 30 s.
+HEAD_SECONDS = 20.0
+WRITE_SECONDS = 60.0  # how long a client may read nothing of its answer; the same as nginx's send_timeout
 
-# Four times the queue's default of 512 sequences: requests that wait, and as many again for rejections and
-# probes. uvicorn's backlog is 2,048 too.
+# Limit of connections: four times the queue's default of 512 sequences. It leaves room for waiting requests,
+# rejections and probes. uvicorn's backlog is 2,048, too.
 MAX_CONNECTIONS = 2048
-# Number of connections closed at once above the limit. Searching 2,048 connections for the longest idle takes a
-# millisecond. Done once for each of 4,000 simultaneous connections, it delayed /health by 14 s
+# Number of connections closed at once above the limit. Finding the longest idle of 2,048 connections takes a
+# millisecond. Done once for each of 4,000 simultaneous connections, the search delayed /health by 14 s
 # (benchmarks/abuse.py connections, load 12).
 CLOSED_AT_ONCE = 64
-# Open files kept free of the process limit. With the hf engine 18 files are open (/proc/PID/fd of the API
-# process). The others are for an engine that starts while another one ends, for logs, and for connections being
-# closed.
+# File descriptors that connections must leave unused. With the hf engine the server itself has 18 files open
+# (/proc/PID/fd of the API process). The rest is for an engine that starts while another one ends, for logs, and
+# for connections that are being closed.
 RESERVED_FILES = 64
-# Requests accepted before the answer to the first; then the connection is closed. uvicorn has no limit: 128 KB
-# with 4,738 heads blocked the event loop for 124 ms (11 ms with 16), and the pipeline could grow without end.
+# Number of requests that a connection may send before the first is answered; above it the connection is closed.
+# uvicorn has no limit: 128 KB with 4,738 heads blocked the event loop for 124 ms (11 ms with 16 heads), and the
+# pipeline could grow without end.
 MAX_PIPELINED = 16
 
 
 def max_connections() -> int:
-    """Return the limit of connections: MAX_CONNECTIONS, or fewer when the limit of open files is low.
+    """Return the maximum number of connections: MAX_CONNECTIONS, or fewer when the process may open few files.
 
     Without a free file descriptor the server could accept no connection at all.
     """
@@ -51,17 +54,18 @@ def max_connections() -> int:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One HTTP connection with limits on time and bytes.
+    """One HTTP/1.1 connection, with limits on the time and bytes of heads, trailers and unread answers.
 
-    A head may take HEAD_SECONDS from its first byte; the first head, from the start of the connection.
+    A head may take HEAD_SECONDS from its first byte; for the first head the time starts with the connection.
     MAX_HEAD_BYTES limits a head, the trailers, and any other bytes between two pieces of a body.
     """
 
-    _around = 0  # bytes received since the last piece of a body, or the end of a head or message
-    _trailers = 0  # bytes of this message's trailer fields
+    # number of bytes received since the last piece of a body, or since the end of a head or message
+    _around = 0
+    _trailers = 0  # number of bytes in the current message's trailer fields
     _in_head = True
     _refused = False
-    _since = 0.0  # time when it began to wait for a request, or for its client to read
+    _since = 0.0  # since when the connection waits for a request, or for its client to read (monotonic seconds)
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
@@ -75,7 +79,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer of the first head, and close idle connections when there are too many."""
+        """Start the time limit of the first head; close other connections when there are too many."""
         super().connection_made(transport)
         self._since = time.monotonic()
         self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
@@ -93,7 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # -- receiving ---------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes and enforce the limit outside bodies."""
+        """Parse received bytes, and enforce the size limit on bytes outside of request bodies."""
         if self._refused:
             return
         self._around += len(data)
@@ -102,11 +106,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_large())
         answered = self.cycle is None or self.cycle.response_complete
         if self._late is None and answered and not self._refused and self in self.connections:
-            # The next head has begun, or these are bytes of a body that is not read.
+            # The bytes begin the next head, or belong to a body that is no longer read, so a time limit starts.
             self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes the connection
-        """Return whether the connection stays open, because a complete request still waits for its answer.
+        """Return whether to keep a half-closed connection, because a complete request waits for its answer.
 
         TLS has no half-closed state: asyncio and uvloop close such a connection.
         """
@@ -126,39 +130,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
-        """Begin a message and offer the connection to the outbox of its answer."""
+        """Begin a request, and put this connection into its scope for the Outbox of its answer."""
         super().on_message_begin()
         self.scope["tonnage.connection"] = self  # type: ignore[typeddict-unknown-key]  # http/outbox.py
         self._in_head = True
         self._trailers = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Pass on a header; count a trailer without passing it on."""
+        """Pass a header to uvicorn; a trailer is only counted."""
         if self._in_head:
             super().on_header(name, value)
-        else:  # a trailer, which no endpoint uses; the headers have already been acted on
+        # No endpoint uses trailers. They come after the body, when the headers have already been processed.
+        else:
             self._trailers += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        """Enforce the limit of the head and start the request."""
+        """Enforce the size limit of the head and start the request."""
         self._in_head = False
         self._around = 0
         self._stop_late()
         if not self.flow.write_paused:
-            self._stop_stalled()  # a new answer begins, so old unsent bytes do not mean a stalled client
+            # a new answer begins, so earlier bytes that are still unsent do not mean a stalled client
+            self._stop_stalled()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEAD_BYTES:
             self._refuse(_too_large())
         if not self._refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a piece of the body, unless the request is rejected."""
+        """Pass a piece of the body to uvicorn, unless the request is rejected."""
         self._around = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the message; stop reading after MAX_PIPELINED requests without an answer."""
+        """End the request; read no more from a connection with MAX_PIPELINED unanswered requests."""
         self._around = 0
         if not self._refused and self._trailers <= MAX_HEAD_BYTES:
             super().on_message_complete()
@@ -167,13 +173,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refused = True
 
     def send_400_response(self, msg: str) -> None:
-        """Reject bytes that are not HTTP, in OpenAI's envelope."""
+        """Reject bytes that are not HTTP with an error in OpenAI's format."""
         self._refuse(ApiError(ErrorCode.MALFORMED_HTTP, "the bytes received are not an HTTP/1.1 request"))
 
     def _head_is_late(self) -> None:
         self._late = None
         if not self.transport.is_closing():
-            self.transport.close()  # without an answer, because the connection never sent a request
+            self.transport.close()  # no answer is sent, because the client never sent a complete head
 
     def _stop_late(self) -> None:
         if self._late is not None:
@@ -185,7 +191,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _make_room(self) -> None:
         """Close the connections that have waited longest for a request, or for their client to read.
 
-        When all connections work on a request, reject this one.
+        When every connection has a request in progress, reject this new connection instead.
         """
         others = [
             each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self
@@ -206,21 +212,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # -- sending -----------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Start the timer of a client that does not read."""
+        """Start the time limit for a client that does not read its answer."""
         super().pause_writing()
         self._since = time.monotonic()
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        """Stop the timer of a client that reads again."""
+        """Stop the time limit of a client that reads again."""
         super().resume_writing()
         self._stop_stalled()
 
     def on_response_complete(self) -> None:
-        """Start waiting for the next request, with a time limit on unsent bytes."""
+        """End an answer: wait for the next request, and start the time limit of bytes not yet sent."""
         self._since = time.monotonic()
         super().on_response_complete()
-        self._watch_sending()  # unsent bytes have a time limit too; otherwise close() would wait forever
+        # without a time limit, close() would wait forever for a client that does not read
+        self._watch_sending()
 
     def _watch_sending(self) -> None:
         self._stop_stalled()
@@ -229,7 +236,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stalled = self.loop.call_later(WRITE_SECONDS, self._still_unsent, unsent)
 
     def _still_unsent(self, before: int) -> None:
-        """Drop a client that has read nothing since the last check; its request ends as after a disconnect."""
+        """Disconnect a client that has read nothing since the last check, when ``before`` bytes were unsent.
+
+        Its request ends as after any disconnect.
+        """
         self._stalled = None
         if self.transport.get_write_buffer_size() < before:
             self._watch_sending()
@@ -244,7 +254,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # ----------------------------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
-        """Send ``error`` as the last answer of this connection, unless another answer has already begun."""
+        """Send ``error`` as the last answer of this connection and close it.
+
+        When another answer has already begun, the connection is closed without the error.
+        """
         if self._refused:
             return
         self._refused = True

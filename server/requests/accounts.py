@@ -1,4 +1,7 @@
-"""Accounting of the API's requests: received = stop + length + aborted + rejected + error + in flight."""
+"""Accounting of the API's requests: received = stop + length + aborted + rejected + error + in flight.
+
+Each received request is either in flight or has exactly one of these outcomes.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,27 @@ from tonnage.server.security.tenants import ANONYMOUS, Tenant
 
 
 class Accounts(RequestCounts):
-    """Counts and latencies of all requests of one app."""
+    """Counts and latencies of all requests of one app, and its requests in flight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.idle = asyncio.Event()  # set while nothing is in flight
+        self.idle = asyncio.Event()  # set while no request is in flight
         self.idle.set()
-        self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
-        self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
-        self._open: dict[Ticket, None] = {}  # the requests in flight, in order of arrival
-        self._reserved = 0  # tokens that the requests in flight may need, prompt and completion
+        # listeners called when a request goes to the engine
+        self.on_submit: list[Callable[[Ticket], None]] = []
+        # listeners called once for each request, when it has its outcome
+        self.on_finish: list[Callable[[Ticket], None]] = []
+        # the requests in flight, in order of arrival; the dict serves as an ordered set
+        self._open: dict[Ticket, None] = {}
+        self._reserved = 0  # upper bound of the tokens of all requests in flight, prompt and completion
         self._drain = DrainEstimate()
 
     def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANONYMOUS) -> Ticket:
-        """Count a new request and return its ticket, which must be finished exactly once."""
+        """Count a new request and return its Ticket, on which an outcome must be recorded exactly once."""
         if not self.in_flight:
-            self._drain = DrainEstimate()  # an idle time, in which nothing could end, must not lower the rate
+            # Restart the estimate after an idle time: in it no request could end, which would lower the
+            # measured rate.
+            self._drain = DrainEstimate()
         self.received += 1
         self.in_flight += 1
         self.idle.clear()
@@ -38,7 +46,10 @@ class Accounts(RequestCounts):
         return ticket
 
     def oldest(self) -> tuple[float | None, float | None]:
-        """Return the age in seconds of the oldest admitted request and of the oldest waiting one, or None."""
+        """Return the ages in seconds of the oldest admitted request and of the oldest waiting request.
+
+        An age is None when there is no such request.
+        """
         now = time.monotonic()
         found: dict[bool, float] = {}
         for ticket in self._open:
@@ -48,16 +59,16 @@ class Accounts(RequestCounts):
         return found.get(True), found.get(False)
 
     def retry_after(self) -> float:
-        """Return the seconds until the reservations of all requests in flight are freed, 1 to 60.
+        """Return the estimated seconds, from 1 to 60, until all requests in flight have freed their tokens.
 
-        The estimate uses the rate at which reservations were freed recently. Before two completions there is no
-        rate, and it is 1, the smallest value of Retry-After.
+        The estimate uses the rate at which reservations were freed recently. Before two requests have ended, no
+        rate is known and the result is 1, the smallest value of Retry-After.
         """
         seconds = self._drain.seconds(self._reserved, time.monotonic())
         return 1.0 if seconds is None else min(60.0, max(1.0, seconds))
 
     def check(self) -> None:
-        """Raise AssertionError when a received request was lost or counted twice."""
+        """Raise AssertionError when a received request has been lost or was counted twice."""
         counted = sum(self.outcomes.values()) + self.in_flight
         if self.received != counted:
             raise AssertionError(f"received {self.received} requests, counted {counted}: {self.outcomes}")
@@ -78,9 +89,9 @@ class Accounts(RequestCounts):
 
 
 class Ticket:
-    """One request, from its arrival to its single outcome.
+    """The record of one request, from its arrival to its single outcome.
 
-    ``submission`` and ``counts`` are set when the request goes to the engine, ``error`` when it fails.
+    ``submission`` and ``counts`` are set when the request goes to the engine, and ``error`` when it fails.
     """
 
     __slots__ = (
@@ -105,17 +116,17 @@ class Ticket:
         self._accounts = accounts
         self._start = time.monotonic()
         self.arrived = time.time()
-        self.admitted = False  # whether the engine reported the admission of one of its prompts
+        self.admitted = False  # whether the engine has admitted at least one of the request's prompts
         self.endpoint = endpoint
         self.request_id = request_id
         self.tenant = tenant
         self.first_token_seconds: float | None = None
-        self.seconds = 0.0  # from arrival to outcome
+        self.seconds = 0.0  # seconds from the arrival to the outcome
         self.outcome: Outcome | None = None
         self.error: ApiError | None = None
         self.submission: Submission | None = None
         self.counts: TokenCounts | None = None
-        self.reserved = 0  # tokens it may need, set when it goes to the engine
+        self.reserved = 0  # upper bound of the request's tokens, set when it goes to the engine
 
     def submitted(self) -> None:
         """Record that the request goes to the engine."""
@@ -126,25 +137,28 @@ class Ticket:
             listener(self)
 
     def queued(self, seconds: float) -> None:
-        """Record that a prompt was admitted after ``seconds`` in the queue."""
+        """Record that the engine admitted a prompt after ``seconds`` in its queue."""
         self.admitted = True
         self._accounts.queue_wait.observe(seconds)
 
     def finish(self, outcome: Outcome) -> None:
-        """Record the outcome, unless the request already has one."""
+        """Record the outcome of the request, unless it already has one."""
         if self.outcome is None:
             self.outcome = outcome
             self.seconds = time.monotonic() - self._start
             self._accounts._close(self, outcome)
 
     def fail(self, error: ApiError, outcome: Outcome) -> None:
-        """Record ``outcome`` together with the error that the client receives."""
+        """Record ``outcome`` together with the error sent to the client, unless the request has an outcome."""
         if self.outcome is None:
             self.error = error
             self.finish(outcome)
 
     def timed_out(self, seconds: float | None) -> ApiError:
-        """Return the error for a request over its time limit; a retry may help when it was never admitted."""
+        """Return the error for a request that exceeded its time limit of ``seconds``.
+
+        If the request has no token yet, the error suggests a retry.
+        """
         if self.first_token_seconds is None:
             return ApiError(
                 ErrorCode.QUEUE_TIMEOUT,
@@ -157,7 +171,11 @@ class Ticket:
         )
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
-        """Record ``count`` tokens of a sequence that arrived at ``now``, after previous ones at ``last``."""
+        """Record the latency of ``count`` new tokens of a sequence.
+
+        They arrived at ``now``, and the sequence's previous tokens at ``last`` (None for its first); both are
+        monotonic seconds.
+        """
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._start
             self._accounts.time_to_first_token.observe(self.first_token_seconds)

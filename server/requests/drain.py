@@ -1,4 +1,7 @@
-"""Estimate of the time until reserved memory is free again, from recently freed reservations."""
+"""Estimate of the time until reserved memory is free again, from recently freed reservations.
+
+Admission reserves memory for a request; the reservation is freed when the request ends.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,22 @@ from collections import deque
 
 
 class DrainEstimate:
-    """Estimate of the seconds until reservations are freed, from the last ``window`` requests that ended.
+    """Estimator of the seconds until reservations are freed, from the last ``window`` requests that ended.
 
-    The estimate is for ``Retry-After``. Ended requests free their reservations, so their rate is the rate at
-    which a queue of reservations drains. The unit is blocks or tokens, the same in all calls.
+    The estimate is for ``Retry-After``. A request that ends frees its reservation, so the rate of freed
+    reservations is also the rate at which waiting requests can be admitted. Amounts are in blocks or in tokens,
+    but in the same unit in all calls.
     """
 
     def __init__(self, window: int = 64) -> None:
         self._ended: deque[tuple[float, int]] = deque(maxlen=max(2, window))
 
     def ended(self, blocks: int, now: float) -> None:
-        """Record that a request ended at ``now`` (seconds) and freed its reservation of ``blocks``."""
+        """Record that a request ended at ``now`` (monotonic seconds) and freed its ``blocks`` reserved blocks."""
         self._ended.append((now, blocks))
 
     def seconds(self, blocks: int, now: float) -> float | None:
-        """Return the seconds until ``blocks`` more are freed, or None before the rate is known."""
+        """Return the estimated seconds until ``blocks`` more are freed, or None when no rate is known yet."""
         if len(self._ended) < 2:
             return None
         first = self._ended[0][0]

@@ -21,16 +21,17 @@ REQUEST_DURATION_BUCKETS = (
 
 
 class Histogram:
-    """Counts of durations by bucket; written and read on the event loop only, so it has no lock."""
+    """Counts of durations by bucket; only the event loop's thread uses it, so it has no lock."""
 
     __slots__ = ("borders", "counts", "total")
 
     def __init__(self, borders: Sequence[float]) -> None:
         self.borders = tuple(borders)
-        self.counts = [0] * (len(self.borders) + 1)  # the last bucket is above every border
+        # one more than the borders: the last bucket counts durations above every border
+        self.counts = [0] * (len(self.borders) + 1)
         self.total = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Count ``times`` durations of ``seconds``."""
+        """Count a duration of ``seconds``, ``times`` times."""
         self.counts[bisect_left(self.borders, seconds)] += times
         self.total += seconds * times

@@ -1,4 +1,4 @@
-"""The part of a request that goes to the engine, and the counts of its tokens."""
+"""The part of an API request that goes to the engine, and the counts of its tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tonnage.server.engines.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request to the engine: ``n`` completions of each prompt.
+    """The part of an API request that goes to the engine: ``n`` completions of each of its prompts.
 
     Attributes:
         prompts: Token ids of each prompt.
         params: Sampling parameters.
-        n: Completions per prompt.
+        n: Number of completions per prompt.
         stop: Strings that end a completion; they are not part of its text.
-        cache_salt: The request's own salt for prefix caching.
-        priority: The requested priority; None for the tenant's.
-        special_tokens: Whether special tokens are part of the text, for parsers of tool calls.
-        all_tokens: Whether deltas without text are yielded too, for parsers of tool calls.
-        lora: Name of the adapter; empty for the model itself.
+        cache_salt: A salt from the request, which limits prefix cache hits to requests with the same salt.
+        priority: The requested priority; None uses the tenant's default.
+        special_tokens: Whether the text includes special tokens, which some parsers of tool calls need.
+        all_tokens: Whether tokens without text are reported as well, which some parsers of tool calls need.
+        lora: Name of the LoRA adapter; empty for the base model.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -35,29 +35,33 @@ class Submission:
 
     @property
     def sequences(self) -> int:
-        """Number of completions over all prompts."""
+        """Number of completions over all prompts: ``n`` for each prompt."""
         return len(self.prompts) * self.n
 
     @property
     def most_tokens(self) -> int:
-        """Upper bound of the tokens it may use: every prompt once, every completion at its full length."""
+        """Upper bound of the request's tokens: each prompt once, and each completion at ``max_tokens``."""
         return sum(map(len, self.prompts)) + self.sequences * self.params.max_tokens
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Token counts of a submission so far; a stop token counts as a completion token, as in OpenAI's usage."""
+    """Token counts of a request so far.
+
+    A stop token counts as a completion token, as in OpenAI's usage.
+    """
 
     prompt: int = 0
-    choices: list[int] = field(default_factory=list)  # completion tokens of each choice
-    cached: dict[int, int] = field(default_factory=dict)  # prompt number -> tokens from the prefix cache
+    choices: list[int] = field(default_factory=list)  # number of completion tokens of each choice
+    # index of a prompt -> number of its tokens found in the prefix cache
+    cached: dict[int, int] = field(default_factory=dict)
 
     @property
     def completion(self) -> int:
-        """Completion tokens of all choices."""
+        """Number of completion tokens of all choices."""
         return sum(self.choices)
 
     @property
     def cached_total(self) -> int:
-        """Prompt tokens of all prompts that came from the prefix cache."""
+        """Number of prompt tokens, over all prompts, that were found in the prefix cache."""
         return sum(self.cached.values())

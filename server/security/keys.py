@@ -1,6 +1,7 @@
-"""API keys, each of which identifies a tenant; only their SHA-256 is kept, and compared in constant time.
+"""API keys, each of which identifies a tenant.
 
-A plain hash is sufficient, because API keys are long random strings and not passwords.
+The server keeps only the SHA-256 of each key and compares it in constant time. A plain hash is sufficient,
+because API keys are long random strings and not passwords.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ _MIN_KEY_LENGTH = 8
 
 
 class _Entry(BaseModel):
-    """One ``[[key]]`` of a key file, with ``key`` in plain text or its ``sha256`` in hexadecimal."""
+    """One ``[[key]]`` table of a key file; it has the ``key`` itself or its ``sha256`` in hexadecimal."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # A slash separates the tenant's name from a request's own salt (tenants.py), so names have none.
+    # Names contain no slash, because a slash separates the tenant's name from the request's own salt
+    # (tenants.py).
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     key: Annotated[str, Field(min_length=_MIN_KEY_LENGTH, max_length=1024)] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
@@ -40,18 +42,18 @@ class KeyRing:
     """The API keys of one server; a server without keys accepts every request."""
 
     def __init__(self, tenants: Iterable[tuple[bytes, Tenant]] = ()) -> None:
-        self._tenants = tuple(tenants)  # (SHA-256 of the key, tenant)
+        self._tenants = tuple(tenants)  # pairs of the SHA-256 of a key and the key's tenant
 
     def __len__(self) -> int:
         return len(self._tenants)
 
     def tenant(self, key: bytes) -> Tenant | None:
-        """Return the tenant of a key, or None.
+        """Return the tenant that an API key identifies, or None for an unknown key.
 
-        Every key is compared, so the time reveals nothing about similar keys.
+        The key is compared with every known key, so the time taken reveals nothing about them.
 
         Args:
-            key: The bytes of the header; a key that is not ASCII is UTF-8.
+            key: The key's bytes as sent in the header, UTF-8 if it is not ASCII.
         """
         digest = hashlib.sha256(key).digest()
         found = None
@@ -124,5 +126,6 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
 
 
 def _digest(key: str) -> bytes:
-    # surrogateescape keeps bytes of the environment that are not UTF-8 unchanged, so that they can match
+    # surrogateescape restores bytes of an environment variable that are not UTF-8, so that such a key can
+    # match.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -19,11 +19,11 @@ from tonnage.server.errors import ApiError, ErrorCode, render
 from tonnage.server.security.keys import KeyRing
 from tonnage.server.security.rejection_limits import RejectionLimits
 
-# Paths without a key, because an orchestrator's probes have none.
+# Paths that need no API key, because an orchestrator's health probes send none.
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 # Paths that show the counts of all tenants.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
-# Paths that a person opens in a browser, and the files of these pages.
+# Paths that users open in a browser; the pages' own files are below ASSETS.
 BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json", "/plan"}
 ASSETS = ("/docs/", "/plan/")
 _BASIC_CHALLENGE = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password"'}
@@ -32,21 +32,24 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Middleware that adds X-Request-Id (given or new) to each response, and delays repeated rejections."""
+    """ASGI middleware that adds X-Request-Id to each response, and delays rejections that are too frequent.
+
+    The id is the client's own X-Request-Id, or a new one.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._limits = RejectionLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app with a request id in the scope."""
+        """Call the app with a request id in the scope, which is also a header of the response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
         scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        # A stream that has begun sends its chunks directly. Middleware reads only the start of a response, and
-        # passing each token through all of it would take a twentieth of the token's time.
+        # A stream sends its chunks through this ``send``, past the middleware, which needs only the start of a
+        # response. Passing each token through all middleware would take a twentieth of the time of the token.
         scope["tonnage.send"] = send
 
         async def named(message: Message) -> None:
@@ -61,14 +64,14 @@ class RequestId:
 
 
 class Authentication:
-    """Middleware that requires ``Authorization: Bearer KEY`` and puts the key's tenant into the scope.
+    """ASGI middleware that requires ``Authorization: Bearer KEY`` and puts the key's tenant into the scope.
 
-    A browser cannot send that header by itself. For its pages it may send the key as the password of ``Basic``,
-    and is asked for it. Other paths do not accept ``Basic``, because a browser repeats it for requests of other
-    sites.
+    A browser cannot send that header by itself. For pages it is asked for ``Basic`` authentication, with the
+    key as the password. Other paths do not accept ``Basic``, because a browser would also send it with requests
+    that other sites cause.
 
-    With several keys, only keys with ``metrics = true`` may read the metrics; ``tonnage.sees_all`` in the scope
-    is whether this key may. ``on_refused`` is called for each rejected request.
+    With several keys, only keys with ``metrics = true`` may read the metrics. ``tonnage.sees_all`` in the scope
+    says whether the key may. ``on_refused`` is called for each rejected request.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Authentication:
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an authenticated request on; reject another one."""
+        """Call the app for an authenticated request or a public path; reject any other request."""
         if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
@@ -96,9 +99,10 @@ class Authentication:
         if tenant is None:
             message = "incorrect API key" if header.partition(" ")[0] else "you did not provide an API key"
             error = ApiError(ErrorCode.INVALID_API_KEY, f"{message}; send Authorization: Bearer KEY")
-            # A browser requests a page as HTML; the files that a page loads come with a sec-fetch-mode header.
+            # A browser asks for HTML when it opens a page, and sends sec-fetch-mode when the page loads its
+            # files.
             from_page = browser and ("text/html" in headers.get("accept", "") or "sec-fetch-mode" in headers)
-            if from_page and not header:  # a browser's first request never has the header, so it is not logged
+            if from_page and not header:  # not logged, because a browser's first request never has the header
                 await render(error, _BASIC_CHALLENGE)(scope, receive, send)
                 return
             await self._refuse(error, scope, _BASIC_CHALLENGE if from_page else None)(scope, receive, send)
@@ -126,10 +130,13 @@ def _for_browsers(path: str) -> bool:
 
 
 def _key(header: str, basic: bool) -> bytes:
-    """Return the key in an Authorization header, or empty bytes; ``basic`` also accepts it as a password."""
+    """Return the key in an Authorization header, or empty bytes when there is none.
+
+    With ``basic``, the password of ``Basic`` authentication is accepted as the key, too.
+    """
     scheme, _, value = header.partition(" ")
-    # Starlette decodes headers as Latin-1, so encoding restores the bytes. Only blanks are stripped, because
-    # U+00A0 and U+0085 are white space in Latin-1 and parts of characters in UTF-8.
+    # Starlette decodes headers as Latin-1, so encoding as Latin-1 restores the bytes. strip() removes only
+    # blanks: U+00A0 and U+0085 are white space in Latin-1, but may be parts of UTF-8 characters.
     sent = value.strip(" \t").encode("latin-1")
     if scheme.lower() == "bearer":
         return sent

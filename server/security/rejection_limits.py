@@ -1,4 +1,4 @@
-"""Rate limits for rejected requests, which throttle clients that retry immediately."""
+"""Rate limits for rejected requests, which slow down clients that retry immediately."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 
 from starlette.types import Scope
 
-# Rejecting a request takes about a millisecond of the single thread that serves all clients. One client's
-# rejections may use a fifth of that. Without the limit, 64 clients that retried at once were rejected 617 times
-# a second, and /health answered after 340 ms (benchmarks/abuse.py priority, load 5).
+# Rejecting a request takes about a millisecond of the thread that serves all clients. A client's rejections may
+# use a fifth of that thread's time. Without the limit, 64 clients that retried at once were rejected 617 times
+# a second, and /health answered only after 340 ms (benchmarks/abuse.py priority, load 5).
 REJECTIONS_PER_SECOND = 200
-BURST = 50  # rejections without delay after a quiet time, so that a few mistakes are answered at once
-# Upper bound of a delay. With more clients than REJECTIONS_PER_SECOND x MAX_DELAY_SECONDS, the limit of
-# connections applies.
+# After a quiet time, this many rejections are sent without delay, so that a few mistakes are answered at once.
+BURST = 50
+# Upper bound of a rejection's delay. When more clients than REJECTIONS_PER_SECOND x MAX_DELAY_SECONDS are
+# waiting, the limit of connections takes effect instead.
 MAX_DELAY_SECONDS = 5.0
 
 
@@ -21,10 +22,11 @@ class RejectionLimits:
     """Rate limits for rejected requests: one per tenant, and one shared by requests without a valid key."""
 
     def __init__(self) -> None:
-        self._due: dict[str, float] = {}  # time of each client's next rejection
+        # tenant's name (empty without a valid key) -> monotonic time at which its next rejection may be sent
+        self._due: dict[str, float] = {}
 
     async def wait(self, scope: Scope) -> None:
-        """Wait until this request's rejection may be sent."""
+        """Wait until the rejection of this request may be sent under its tenant's rate limit."""
         tenant = scope.get("tonnage.tenant")
         name = "" if tenant is None else tenant.name
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tenants: the owners of requests, with the share of the server that each may use."""
+"""Tenants: the owners of requests, and the part of the server's capacity that each may use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from tonnage.server.errors import ApiError, ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An owner of requests, identified by an API key.
+    """An owner of requests, such as a team or an application, identified by an API key.
 
     Attributes:
-        name: The key's name; empty without keys.
-        priority: Default priority of its requests, and the best one that they may request. Lower runs first.
-        cache_salt: Salt that separates its cached prefixes from other tenants'; empty to share them.
-        max_num_seqs: Limit of its sequences in flight; None for no limit.
-        tokens_per_minute: Limit of its prompt and completion tokens per minute; None for no limit.
-        metrics: Whether it may read the counts of all tenants.
+        name: Name of the tenant in the key file; empty on a server without keys.
+        priority: Default priority of the tenant's requests, and the best priority that they may request. Lower
+            values run first.
+        cache_salt: Salt that separates the tenant's cached prefixes from other tenants'; empty to share
+            prefixes.
+        max_num_seqs: Limit of the tenant's sequences in flight; None for no limit.
+        tokens_per_minute: Limit of the tenant's prompt and completion tokens per minute; None for no limit.
+        metrics: Whether the key may read the metrics of all tenants.
     """
 
     name: str = ""
@@ -29,22 +31,22 @@ class Tenant:
     metrics: bool = False
 
     def salt(self, requested: str) -> str:
-        """Return the salt of a request whose own salt is ``requested``; salts of two tenants never collide.
+        """Return the prefix cache salt of a request, which also separates this tenant from others.
 
-        A tenant's name is not empty and has no slash (keys.py), so the part before the first slash identifies
-        the tenant. A tenant that shares its prefixes has an empty part there, so it cannot produce another's
-        salt.
+        ``requested`` is the request's own salt. A tenant's name is not empty and has no slash (keys.py), so the
+        part before the first slash identifies the tenant. For a tenant that shares its prefixes this part is
+        empty, so its requests cannot produce another tenant's salt.
         """
         if self.cache_salt or (self.name and requested):
             return f"{self.cache_salt}/{requested}"
         return requested
 
     def priority_of(self, requested: int | None) -> int:
-        """Return the priority of a request: ``requested``, or the tenant's own for None.
+        """Return the priority of a request: ``requested``, or the tenant's default if it is None.
 
-        A priority better than the tenant's own would overtake tenants that the operator has ranked before it:
-        one step is worth seconds of waiting (`tonnage.cache.admission.types.AGEING_SECONDS`), -1000 is worth
-        hours. Without keys no tenants are ranked, so a request may have any priority.
+        A priority better than the tenant's own would let its requests overtake tenants that the operator ranked
+        higher. One step is worth seconds of waiting (`tonnage.cache.admission.types.AGEING_SECONDS`), so -1000
+        is worth hours. Without keys no tenants are ranked, so a request may have any priority.
 
         Raises:
             ApiError: The priority is better than the tenant's own.
@@ -67,12 +69,15 @@ ANONYMOUS = Tenant()
 @dataclass(slots=True)
 class _Account:
     sequences: int = 0
-    tokens: float = 0.0  # tokens left, refilled at tokens_per_minute / 60 per second
+    tokens: float = 0.0  # tokens that the tenant may still use; tokens_per_minute / 60 are added per second
     filled: float = 0.0
 
 
 class Quotas:
-    """Use of the quotas by each tenant, on one event loop without locks; ``tenants`` is the number of keys."""
+    """The quota that each tenant has used; ``tenants`` is the number of keys.
+
+    All methods run on one event loop, so there are no locks.
+    """
 
     def __init__(self, tenants: int = 0) -> None:
         self.tenants = tenants
@@ -81,22 +86,23 @@ class Quotas:
     def check_share(
         self, tenant: Tenant, sequences: int, queued: int, queue: int, drain_seconds: float
     ) -> None:
-        """Check the fair share of a tenant without its own limit.
+        """Check that a request leaves other tenants a fair share of the queue.
 
-        It may hold as many of the queue's places as it leaves free: alone it gets half, two tenants get a third
-        each, and a place is always left for the next (dynamic thresholds with alpha 1: Choudhury and Hahne,
-        "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking
-        6(2), 1998). A first sequence needs only a free place.
+        A tenant without a limit of its own may hold at most as many places in the queue as remain free. Alone
+        it gets half, two tenants get a third each, and a place is always left for the next tenant. The rule is
+        dynamic thresholds with alpha 1 (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory
+        Packet Switches", IEEE/ACM Transactions on Networking 6(2), 1998). A tenant's first sequence needs only
+        a free place.
 
         Args:
-            tenant: The tenant.
-            sequences: The sequences of its new request.
-            queued: Sequences of all tenants in the queue.
-            queue: Places in the queue.
-            drain_seconds: Estimated wait, for Retry-After.
+            tenant: The tenant that sends the request.
+            sequences: Number of sequences of the new request.
+            queued: Number of sequences of all tenants in the queue.
+            queue: Number of places in the queue.
+            drain_seconds: Estimated seconds until a place is free, for Retry-After.
 
         Raises:
-            ApiError: 429, to retry later or never.
+            ApiError: The request exceeds the share (status 429), now or, without Retry-After, always.
         """
         if self.tenants < 2 or tenant.max_num_seqs is not None:
             return
@@ -113,10 +119,11 @@ class Quotas:
             )
 
     def enter(self, tenant: Tenant, sequences: int, tokens: int, drain_seconds: float) -> None:
-        """Charge ``sequences`` and at most ``tokens`` to the tenant's quota.
+        """Charge ``sequences`` and ``tokens``, the request's upper bound, to the tenant's quota.
 
         Raises:
-            ApiError: 429 and nothing is charged; without Retry-After when the request exceeds the whole quota.
+            ApiError: The request exceeds what is left of the quota (status 429), and nothing is charged. There
+                is no Retry-After when the request exceeds the whole quota.
         """
         account = self._account(tenant)
         limit = tenant.max_num_seqs
@@ -144,7 +151,7 @@ class Quotas:
         account.sequences += sequences
 
     def leave(self, tenant: Tenant, sequences: int, unused_tokens: int) -> None:
-        """Return the sequences and the unused tokens of a request to the tenant's quota."""
+        """Return an ended request's sequences and the tokens that it did not use to the tenant's quota."""
         account = self._account(tenant)
         account.sequences -= sequences
         if tenant.tokens_per_minute is not None:
