@@ -1,1 +1,4 @@
-"""The sub-commands that load a model or ask a server: each module has ``run(argv) -> exit code``."""
+"""The sub-commands that load a model or query a server.
+
+Each module has a function ``run(argv)``, which returns the exit code.
+"""

@@ -1,4 +1,4 @@
-"""The table of planned and measured bytes, and whether each difference is within its bound."""
+"""The table that compares planned with measured bytes, and checks each difference against its bound."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, TextIO
 
 from tonnage.planner.engines.runtime.api import LIMIT_BYTES
 
-# Relative bound for all processes. Weights and pool are exact, but libraries' allocations are forecast.
+# Accepted relative difference for all processes. Weights and KV pool must match exactly, but allocations of
+# libraries are only estimated.
 PROCESS_BOUND = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """A row of planned and measured bytes; `bound` is the largest accepted relative difference."""
+    """One line of a comparison: planned and measured bytes.
+
+    `bound` is the largest accepted relative difference.
+    """
 
     name: str
     planned: int
@@ -24,12 +28,12 @@ class ComparisonRow:
 
     @property
     def difference(self) -> int | None:
-        """Return measured minus planned bytes, or None when not measured."""
+        """Return measured minus planned bytes, or None when the row has no measurement."""
         return None if self.measured is None else self.measured - self.planned
 
     @property
     def within(self) -> bool:
-        """Return whether the difference is within its bound; a row without a measurement is."""
+        """Return whether the difference is within its bound; a row without a measurement always is."""
         return self.difference is None or abs(self.difference) <= self.bound * self.planned
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,22 +42,23 @@ class ComparisonRow:
 
 
 def process_row(engine: str, device: str, used: int, measured: int | None) -> ComparisonRow:
-    """Return the row of all processes under a load without grammars and large request bodies.
+    """Return the row that compares the memory of all processes, for a load without grammars and large bodies.
 
-    A plan for a CPU keeps memory free for grammars and bodies, which this load does not use.
+    A plan for a CPU reserves memory for grammars and request bodies. This load does not use it, so it is
+    subtracted.
 
     Args:
-        engine: the engine of the plan.
-        device: its device.
-        used: bytes of the whole plan.
-        measured: peak bytes of all processes.
+        engine: name of the plan's engine.
+        device: type of the plan's device, such as "cpu".
+        used: planned bytes, without the bytes that the plan leaves free.
+        measured: measured peak of all processes in bytes, None when not measured.
     """
     kept_free = LIMIT_BYTES if engine in ("hf", "vllm") and device == "cpu" else 0
     return ComparisonRow("process", used - kept_free, measured, PROCESS_BOUND)
 
 
 def print_table(rows: Iterable[ComparisonRow], file: TextIO | None = None) -> None:
-    """Print the rows in aligned columns: bytes in full and in MiB (2^20), differences with sign."""
+    """Print the rows in aligned columns: bytes exactly and in MiB (2^20), differences with a sign."""
     out = sys.stdout if file is None else file
     table = [("", "planned", "measured", "difference", "")]
     for row in rows:

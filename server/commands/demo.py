@@ -39,12 +39,12 @@ QUESTIONS = (
     "Bread is made from flour,",
     "The days of the week are Monday,",
 )
-_STARTS_WITHIN = 300.0  # seconds; enough for a cold disk and two busy cores
+_STARTS_WITHIN = 300.0  # seconds; a cold disk and two busy cores do not need longer
 _STOPS_WITHIN = 30.0
 
 
 class DemoFailed(TonnageError):
-    """An error for a demo server that misbehaved; its own messages are above."""
+    """An error for a demo server that failed; the server's own messages are printed before it."""
 
     code = "demo_failed"
 
@@ -80,10 +80,10 @@ def run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Yield the address and process of a ready server; kill the server at exit."""
+    """Start the demo server, and yield its address and process when it is ready; stop it at exit."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf"]
     command += ["--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", DEMO_POOL]
-    # variables set for another server must not change the demo
+    # Settings in the environment may be for another server, so they are removed.
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -93,7 +93,7 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     try:
         assert process.stdout is not None
         url = ""
-        for line in process.stdout:  # the plan, then the address
+        for line in process.stdout:  # the server prints its plan, and then the address on which it listens
             print(line, end="", flush=True)
             if line.startswith("listening on "):
                 url = line.split()[-1]
@@ -112,7 +112,8 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN
-    while process.poll() is None and time.monotonic() < deadline:  # the server prints its own progress
+    # no progress is shown here, because the server prints its own
+    while process.poll() is None and time.monotonic() < deadline:
         if url and _is_ready(url):
             return
         time.sleep(0.1)
@@ -134,10 +135,10 @@ def _is_ready(url: str) -> bool:
 
 
 async def _ask(url: str) -> list[str]:
-    """Return the completions in the order of the questions, all requested at once."""
-    import openai  # the extra demo is optional
+    """Send all questions at once, and return the completions in the order of the questions."""
+    import openai  # imported here, because the extra demo is optional
 
-    # Without proxies of the environment, and without retries, which would hide an error.
+    # The client ignores the environment's proxies, and does not retry, because a retry would hide an error.
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="unused",
@@ -168,7 +169,7 @@ async def _ask(url: str) -> list[str]:
 
 
 def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
-    """Return the rows of revision 0 of the plan and the measurements in /memory."""
+    """Return the rows that compare revision 0 of the plan with the measured bytes, both from /memory."""
     rank = report["plan"]["ranks"][report["plan"]["worst_rank"]]
     measured = report["measured"]
     used = rank["total_bytes"] - rank["free_bytes"]
@@ -179,7 +180,8 @@ def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
     ]
 
 
-# An opener without the environment's proxies, which must not handle loopback.
+# An opener that ignores the environment's proxies, because a proxy cannot reach this machine's loopback
+# address.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

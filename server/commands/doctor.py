@@ -25,7 +25,7 @@ from tonnage.server.parsers import doctor as parser
 
 OK = 0
 
-# The packages that decide which backends and formats work.
+# Packages whose presence decides which backends and formats work.
 PACKAGES = (
     "tonnage",
     "torch",
@@ -39,8 +39,8 @@ PACKAGES = (
 )
 
 
-# dtype, KV cache dtype, block size and head size of the shown attention: a GPU's defaults and the most common
-# head size.
+# The attention kernels are shown for this dtype, KV cache dtype, block size and head size: a GPU's defaults and
+# the most common head size.
 _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
 
 
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         TonnageError: the model is unknown.
     """
     arguments = parser().parse_args(argv)
-    # first, so that an unknown model fails at once
+    # This comes first, so that an unknown model fails at once.
     source = resolve_model(arguments.model) if arguments.model else None
     found = devices()
     report: dict[str, Any] = {
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the CPU, and the GPUs that torch finds if it is installed, with bytes of memory.
+    """Return the CPU, and the GPUs if torch is installed and finds any, with their memory in bytes.
 
     The CPU's memory is the container's limit, if there is one.
     """
@@ -103,8 +103,9 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, for each device, the attention kernels that the hf backend tries in order, and why not others."""
-    from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not  # imports torch
+    """Return, by device, the attention kernels that the hf backend tries, in order, and why it skips others."""
+    # imported here, because this module imports torch
+    from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not
 
     found: dict[str, dict[str, Any]] = {}
     for device in devices:
@@ -121,7 +122,7 @@ def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _machine_code() -> str:
-    """Return whether compiled code of the block manager and the CPU kernels exists for this machine."""
+    """Return a line that says whether this machine has compiled code of the block manager and CPU kernels."""
     level = level_here()
     if level is not None and is_there(level, named()):
         return f"compiled ahead for {level.name}"
@@ -167,12 +168,15 @@ def _model(source: ModelSource) -> dict[str, Any]:
 
 
 def _honours() -> dict[str, frozenset[str]]:
-    """Return the fields of SamplingParams that each backend honours."""
+    """Return the names of the SamplingParams fields that each backend honours, by backend."""
     return {"hf": hf_capabilities().honours, "vllm": HONOURED_BY_VLLM, "fake": Capabilities().honours}
 
 
 def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-    """Return how a request field is treated. `backends` honour it; all others reject it by name."""
+    """Return the treatment of a request field as a JSON object.
+
+    `backends` lists the backends that honour the field; every other backend rejects it by name.
+    """
     shown: dict[str, Any] = {"class": rule.standing.value}
     if rule.standing is Standing.HONOURED:
         able = ["vllm"] if path == "/v1/embeddings" else list(honours)
@@ -185,7 +189,7 @@ def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> 
 
 
 def _condition(rule: dict[str, Any]) -> str:
-    """Return the backends that honour the field, and its condition on the model."""
+    """Return the backends that honour the field, and what the field requires of the model, as text."""
     if rule["class"] != Standing.HONOURED.value:
         return ""
     return "; ".join(filter(None, (", ".join(rule["backends"]), rule.get("why", ""))))

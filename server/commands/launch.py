@@ -1,4 +1,4 @@
-"""Steps that serve and verify share: flags, the plan before loading, and the engine."""
+"""Steps that serve and verify share: settings, the plan before loading, and creation of the engine."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ _SECRETS = ("TONNAGE_API_KEY",)
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Return the settings from flags, environment and file, and remove API keys from the environment.
+    """Load the settings from flags, environment and file, and remove API keys from the environment.
 
-    An engine process runs a model's code and would inherit the keys, which it does not need.
+    An engine process may run code from a model's repository. It would inherit the keys, which it does not need.
 
     Raises:
         DeploymentError: a setting is invalid.
     """
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     settings = load_settings(arguments.config, **given)
-    for name in [name for name in os.environ if name.upper() in _SECRETS]:  # pydantic ignores the case
+    # pydantic reads variables whatever the case of their names, so all spellings are removed
+    for name in [name for name in os.environ if name.upper() in _SECRETS]:
         del os.environ[name]
     return settings
 
 
 def select_backend(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
-    """Return the settings with the backend that `auto` selects, and the source of the model.
+    """Return the settings, with the backend `auto` replaced by the selected one, and the model's source.
 
     The selected backend is printed to `file`.
 
@@ -81,20 +82,20 @@ def select_backend(settings: Settings, file: TextIO) -> tuple[Settings, ModelSou
 
 
 def plan_for_loading(settings: Settings, source: ModelSource, file: TextIO) -> Plan:
-    """Return the plan of the model to load, after printing it to `file`.
+    """Make the plan for the model to load, print it to `file`, and return it.
 
-    A missing demo model is created.
+    If the demo model is missing, it is downloaded or converted first.
 
     Args:
-        settings: the settings.
-        source: the source of their model.
-        file: receives the plan.
+        settings: the settings of the server.
+        source: the files or headers of the model that the settings name.
+        file: where the plan is printed.
 
     Raises:
-        DoesNotFit: the plan does not fit; nothing has been loaded.
+        DoesNotFit: the plan does not fit into the device's memory; nothing has been loaded.
         DeploymentError: the plan needs more memory than the machine or its container has, or the hf engine
             cannot load the model.
-        ModelNotFound: a hub model is not on this machine. The plan has not been printed.
+        ModelNotFound: a hub model is not on this machine; in this case no plan is printed.
     """
     deployment = settings.deployment()
     if settings.backend != "fake":
@@ -120,7 +121,8 @@ def plan_for_loading(settings: Settings, source: ModelSource, file: TextIO) -> P
 def _require_here(source: ModelSource) -> None:
     """Raise ModelNotFound for a hub model that is not on this machine.
 
-    A plan needs only the headers of the hub, but loading needs the files.
+    A plan needs only the headers of the model's files, which the hub serves, but loading needs the files
+    themselves.
     """
     if Path(source.path).exists():
         return
@@ -133,7 +135,7 @@ def _require_here(source: ModelSource) -> None:
 
 
 def _check_host(deployment: Deployment) -> None:
-    """Raise DeploymentError for a plan with more CPU memory than this machine has."""
+    """Raise DeploymentError when a plan for a CPU has a larger memory budget than this machine or container."""
     if deployment.device != "cpu" or deployment.device_memory is None:
         return
     here = host_memory()
@@ -146,10 +148,10 @@ def _check_host(deployment: Deployment) -> None:
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:
-    """Return the engine of `--backend`.
+    """Return an engine of the kind that `--backend` names, not yet started.
 
     Raises:
-        DeploymentError: the backend lacks a configured feature.
+        DeploymentError: the engine does not support a configured feature.
     """
     asked = settings.deployment()
     policy = Policy(
@@ -195,19 +197,23 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             quantization=quantization,
         )  # fmt: skip
     if settings.backend == "fake":
-        from tonnage.server.engines.fake import FakeEngine  # imports numba and the block manager
+        # imported here, because it imports numba and the block manager
+        from tonnage.server.engines.fake import FakeEngine
 
         return FakeEngine(plan, policy=policy)
-    from tonnage.server.engines.hf.engine import HFEngine  # numba takes 0.2 s, which --help does not need
+    # imported here, because numba takes 0.2 s, which --help does not need
+    from tonnage.server.engines.hf.engine import HFEngine
 
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
 
 
 def _made_by_vllm(model: str, asked: str | None) -> str | None:
-    """Return vLLM's name of the quantization to apply while loading, or None for the checkpoint's own format.
+    """Return vLLM's name of the quantization that vLLM must apply while loading.
+
+    Returns None when the checkpoint is already quantized, or when no quantization is `asked` for.
 
     Raises:
-        DeploymentError: vLLM cannot apply the quantization, so the plan would not match the model.
+        DeploymentError: vLLM cannot apply the quantization, so the plan would not match the loaded model.
     """
     config = resolve_model(model).config
     if asked is None or read_quantization(config, None).scheme != "none":
@@ -218,7 +224,10 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
 
 
 def _is_embedding_model(plan: Plan) -> bool:
-    """Return whether the model is an encoder, or was saved by sentence-transformers (modules.json)."""
+    """Return whether the model makes embeddings.
+
+    It does if it is an encoder, or was saved by sentence-transformers (modules.json).
+    """
     return not plan.kv_cache.layout.groups or (Path(plan.model.path) / "modules.json").is_file()
 
 
@@ -234,7 +243,7 @@ def _sharing(settings: Settings, plan: Plan) -> Sharing:
 
 
 class ProgressDisplay:
-    """A progress display on stderr: a spinner on a terminal, else lines after 2, 10, 30, ... s."""
+    """A progress display on stderr: a spinner on a terminal, else a line after 2, 10, 30, ... seconds."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -242,7 +251,7 @@ class ProgressDisplay:
         self._next = 2.0
         self._status: Any = None
         if redraws(sys.stderr):
-            from rich.console import Console  # only on a terminal
+            from rich.console import Console  # imported here, because only output on a terminal needs rich
 
             spinner = "dots" if shades(sys.stderr) == SHADES else "line"
             self._status = Console(stderr=True).status(what, spinner=spinner)
@@ -257,7 +266,7 @@ class ProgressDisplay:
             self._status.stop()
 
     def tick(self) -> None:
-        """Update the display; call this often."""
+        """Update the display; the caller does this several times per second."""
         seconds = time.monotonic() - self._since
         if self._status is not None:
             self._status.update(f"{self._what} ({seconds:.0f} s)")

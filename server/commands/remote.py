@@ -1,4 +1,4 @@
-"""Functions of the commands that ask a running server: the API key, the timeout and the loop."""
+"""Functions that the commands for a running server share: API key, timeout, and the loop of observations."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LEAST, _MOST = 0.1, 86_400.0
 
 
 def client_of(arguments: argparse.Namespace) -> Client:
-    """Return the client for the server in the arguments.
+    """Return an HTTP client for the server that the command line names.
 
-    The API key comes from --api-key, or is the first key in TONNAGE_API_KEY.
+    The API key is that of --api-key, or else the first key in TONNAGE_API_KEY.
 
     Raises:
         DeploymentError: the URL, the key or the timeout is invalid.
     """
-    from tonnage.server.watch.client import Client  # --help does not need it
+    from tonnage.server.watch.client import Client  # imported here, because --help does not need it
 
     timeout = seconds(arguments.timeout, "--timeout")
     key = arguments.api_key or os.environ.get("TONNAGE_API_KEY", "").split(",")[0].strip() or None
@@ -44,12 +44,13 @@ def follow(
     """Show observations until Ctrl-C or SIGTERM; return 0, or 1 when the server cannot be read.
 
     Args:
-        observe: returns an observation.
-        screen: the main output.
+        observe: makes one observation of the server and returns it.
+        screen: the output on stdout: lines of text or a terminal screen.
         interval: seconds between two observations, None for a single one.
-        beside: a second output. With it the loop also waits for a server that does not answer yet.
+        beside: a second output, such as an exporter, or None. With a second output the loop also waits for a
+            server that does not answer yet.
     """
-    from tonnage.server.watch.client import WatchError  # --help does not need it
+    from tonnage.server.watch.client import WatchError  # imported here, because --help does not need it
     from tonnage.server.watch.loop import watch
 
     outputs = [screen] if beside is None else [screen, beside]
@@ -60,12 +61,12 @@ def follow(
     except WatchError as error:
         print(f"tonnage: {error}", file=sys.stderr)
         return FAILED
-    except (KeyboardInterrupt, SystemExit):  # the normal end
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM are the normal end of the command
         return OK
 
 
 def seconds(text: str, field: str) -> float:
-    """Return the seconds in a command-line argument.
+    """Return a command-line argument as a number of seconds; `field` names the option in errors.
 
     Raises:
         DeploymentError: it is not a number between 0.1 and 86,400.

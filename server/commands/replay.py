@@ -1,4 +1,4 @@
-"""``tonnage replay``: a request trace through the server's own admission and block manager, without a GPU."""
+"""``tonnage replay``: run a request trace through the server's admission and block manager, without a GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         raise DeploymentError(
             f"{arguments.scale} is not a positive finite factor", field="--scale", hint="for example 10"
         )
-    # Imported here because --help does not need them.
+    # Imported here, because --help does not need these modules.
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.page import page
     from tonnage.cache.replay.search import search_engines
@@ -101,8 +101,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
-    """Return the configuration of the simulator for a plan and a trace."""
-    from tonnage.cache.replay.simulator import Setup  # imports numba, which --help does not need
+    """Return the configuration of the replay's simulator for a plan and a trace."""
+    # imported here, because it imports numba, which --help does not need
+    from tonnage.cache.replay.simulator import Setup
 
     limits, most = limits_of(plan), positive(arguments.max_tokens, "--max-tokens")
     return Setup(
@@ -115,7 +116,8 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         policy=_policy(arguments),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
-        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),  # make_plan has filled it in
+        # make_plan has replaced None by the engine's default
+        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
     )
 
 
@@ -124,7 +126,8 @@ def _policy(arguments: argparse.Namespace) -> Policy:
 
 
 def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
-    from tonnage.cache.replay.step_time import StepTime  # imports numba, which --help does not need
+    # imported here, because it imports numba, which --help does not need
+    from tonnage.cache.replay.step_time import StepTime
 
     bandwidth = _speed(arguments.memory_bandwidth, 1e9, "--memory-bandwidth")
     flops = _speed(arguments.flops, 1e12, "--flops")
@@ -150,10 +153,10 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
 
 
 def positive(text: str | None, field: str) -> int | None:
-    """Return a count of at least one, or None for None.
+    """Return a command-line argument as an integer of at least one, or None if it is absent.
 
     Raises:
-        DeploymentError: the text is not such a count; the error names `field`.
+        DeploymentError: the text is no integer of at least one; the error names `field`.
     """
     return None if text is None else parse_count(text, field)
 
@@ -169,7 +172,8 @@ def _speed(value: float | None, unit: float, field: str) -> float | None:
 
 
 def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:
-    from tonnage.cache.replay.result import quantiles  # imports numba, which --help does not need
+    # imported here, because it imports numba, which --help does not need
+    from tonnage.cache.replay.result import quantiles
 
     def times(values: list[float]) -> str:
         return ", ".join(f"{name} {value:,.3f} s" for name, value in quantiles(values).items()) or "-"
@@ -201,8 +205,9 @@ def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple
 
 
 def _states(setup: Setup) -> str:
-    """Return how the prefix cache handles recurrent states, or nothing for a model without them."""
-    from tonnage.cache.blocks.groups import can_cache_states, num_states  # numpy, which --help does not need
+    """Return a text on how the prefix cache handles recurrent states; empty for a model without states."""
+    # imported here, because it imports numpy, which --help does not need
+    from tonnage.cache.blocks.groups import can_cache_states, num_states
 
     if not setup.enable_prefix_caching or num_states(setup.layout) == 0:
         return ""
@@ -221,11 +226,11 @@ def _said(quiet: bool) -> Callable[[int, float], None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function that updates a progress bar on a terminal, or None elsewhere."""
+    """Yield a function that updates a progress bar, or None when stderr is not a terminal."""
     if not redraws(sys.stderr):
         yield None
         return
-    from rich.console import Console  # only for the bar
+    from rich.console import Console  # imported here, because only the progress bar needs rich
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -1,7 +1,7 @@
-"""``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many servers of this plan a load needs.
+"""``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many replicas of a plan a load needs.
 
-The plan is the same as ``tonnage plan`` makes with these flags. The trace is replayed at the given rate through
-the server's admission and block manager, with more replicas until waits are short enough.
+The plan is the one that ``tonnage plan`` makes with the same flags. The trace is replayed at the given rate
+through the server's admission and block manager. The number of replicas grows until waits are short enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit
 
 ENOUGH, NOT_ENOUGH = 0, 1
 
-# Options of tonnage plan that conflict with --replicas.
+# Options of `tonnage plan` that cannot be combined with --replicas.
 _OTHERS = (
     "sweep", "target_concurrency", "compare", "request", "explain", "serve_line", "emit", "markdown", "csv",
     "html",
@@ -23,7 +23,7 @@ _OTHERS = (
 
 
 def run(argv: list[str]) -> int:
-    """Print the number of replicas; return 0, or 1 when no number is enough.
+    """Print the number of replicas that the load needs; return 0, or 1 when no number is enough.
 
     Raises:
         TonnageError: the input is invalid.
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         raise DeploymentError(
             f"{arguments.rate} is not a positive finite number", field="--rate", hint="give requests per second"
         )
-    # imported here because --help does not need them
+    # imported here, because --help does not need these modules
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace

@@ -1,4 +1,4 @@
-"""``tonnage serve``: plan, print the plan, load the model and serve. The pool has the planned size."""
+"""``tonnage serve``: print the plan, load the model with a KV pool of the planned size, and serve the API."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 log = logging.getLogger("tonnage.server")
 
-# Seconds for the last bytes of drained responses; longer responses are cut off.
+# Seconds that uvicorn gives responses for their last bytes after the drain; longer responses are cut off.
 _GRACE_SECONDS = 1
 
-# Intervals of 50 ms in which a slow client can still read the last event of its response.
+# Number of waits of 50 ms for slow clients, which can still read the last event of their responses.
 _LAST_EVENT_TURNS = 100
 
-# Connections accepted in one iteration of the event loop. When 512 clients connect at once, the worst and the
-# second worst probe of /health take 101 to 1,263 and 19 to 37 ms with 1, 65 to 299 and 19 to 72 ms with 4, 114
-# to 383 and 37 to 162 ms with 8 (benchmarks/server.py, load 5 to 6).
+# Connections accepted in one iteration of the event loop. With 512 clients connecting at once, probes of
+# /health were delayed as follows (worst, second worst): 1 per iteration: 101 to 1,263 ms, 19 to 37 ms; 4 per
+# iteration: 65 to 299 ms, 19 to 72 ms; 8 per iteration: 114 to 383 ms, 37 to 162 ms (benchmarks/server.py, load
+# 5 to 6).
 ACCEPTED_A_ROUND = 4
 
 
@@ -63,7 +64,8 @@ def run(argv: list[str]) -> int:
         print(settings.model_dump_json(indent=2))
         return OK
     bound_heap()
-    load_keys(settings.api_key, settings.api_key_file)  # an invalid key fails before the model is loaded
+    # only a check, so that an invalid key fails before the model is loaded
+    load_keys(settings.api_key, settings.api_key_file)
     _check_tls(settings)
     configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:
@@ -81,7 +83,8 @@ def run(argv: list[str]) -> int:
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
-            ws="none",  # no endpoint uses WebSockets, and uvicorn's WebSocket protocol has no limits
+            # WebSockets are off: no endpoint uses them, and uvicorn's WebSocket protocol has no limits
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -99,7 +102,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check_tls(settings: Settings) -> None:
-    """Raise DeploymentError for a certificate or key file that cannot be read."""
+    """Raise DeploymentError for a TLS certificate or key file that cannot be read."""
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise DeploymentError("needs a certificate", field="ssl_keyfile", hint="add --ssl-certfile")
     for field in ("ssl_certfile", "ssl_keyfile"):
@@ -113,10 +116,10 @@ def _check_tls(settings: Settings) -> None:
 
 
 def _load(config: uvicorn.Config) -> None:
-    """Read the certificate and its key.
+    """Load the TLS certificate and its key.
 
     Raises:
-        DeploymentError: they cannot be used.
+        DeploymentError: the certificate or the key is invalid, or they do not belong together.
     """
     try:
         config.load()
@@ -129,18 +132,21 @@ def _load(config: uvicorn.Config) -> None:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server without uvicorn's signal handlers, which waits for responses that it cut off."""
+    """A uvicorn server without uvicorn's signal handlers.
+
+    When it stops, it lets clients read the last event of responses that were cut off.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers: the command's own handlers drain requests first."""
+        """Install no signal handlers, because the command's own handlers first drain the requests in flight."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down and wait up to 5 s for slow clients to read their last event.
 
-        uvicorn alone cancels long responses and closes at once, which loses the error event behind full
-        buffers.
+        uvicorn's own shutdown cancels long responses and closes their connections at once. A slow client would
+        then not get the error event that ends its response.
         """
         await super().shutdown(sockets)
         for _ in range(_LAST_EVENT_TURNS):
@@ -150,10 +156,10 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, opened before the model loads so that a port in use fails at once.
+    """Return a listening socket; called before the model loads, so that a port in use fails at once.
 
     Raises:
-        DeploymentError: host or port cannot be used; the error names which.
+        DeploymentError: host or port cannot be used; the error names the one at fault.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -165,7 +171,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(2048)  # uvicorn's own backlog; from now on no other process gets the port
+        # the length of the backlog is uvicorn's; from here on no other process can use the port
+        sock.listen(2048)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -181,16 +188,20 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accepting(sock: socket.socket) -> list[socket.socket]:
-    """Return the socket and copies of it, to be served together; the server closes them all.
+    """Return the listening socket and duplicates of it, so that more connections are accepted at once.
 
-    uvloop (libuv 1.52, uv__server_io) accepts one connection per socket in an iteration of the event loop,
-    asyncio all waiting ones. With 512 clients at once a probe of /health waited 512 iterations.
+    In one iteration of the event loop, uvloop (libuv 1.52, uv__server_io) accepts one connection per socket,
+    while asyncio accepts all waiting ones. With one socket and 512 clients at once, a probe of /health waited
+    512 iterations. The server closes all the sockets.
     """
     return [sock, *(sock.dup() for _ in range(ACCEPTED_A_ROUND - 1))]
 
 
 class _Stop:
-    """The end of the server and its cause: a signal, a failed start, or an engine that died too often."""
+    """Handler of the server's stop, which records the cause.
+
+    The cause is a signal, a failed start, or an engine that died too often.
+    """
 
     def __init__(self, drain_seconds: float) -> None:
         self.server: uvicorn.Server | None = None
@@ -201,16 +212,17 @@ class _Stop:
         self._draining: asyncio.Task[None] | None = None
 
     def on_error(self, error: TonnageError) -> None:
-        """Stop the server because of an error."""
+        """Record the error that is the cause, and stop the server."""
         self.error = error
         self._exit()
 
     def on_signal(self, number: int) -> None:
-        """Drain at the first signal, stop at once at the second."""
+        """Drain the requests in flight at the first stop signal; stop at once at the second."""
         if self._draining is not None:
             assert self.state is not None
             if not self._draining.done():
-                self._draining.cancel()  # otherwise it would log that all requests have ended
+                # cancelled, because it would otherwise log that all requests have ended
+                self._draining.cancel()
                 log.warning("second stop signal: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()
             return
@@ -250,7 +262,8 @@ async def _announce(state: ServerState, address: str) -> None:
 
 
 def _exit_code(stop: _Stop) -> int:
-    if stop.error is not None and stop.signal is None:  # a signal while loading also sets an error
+    # after a signal the exit code is the signal's, since a signal while loading also sets an error
+    if stop.error is not None and stop.signal is None:
         print(f"tonnage: {stop.error}", file=sys.stderr)
         unexpected = type(stop.error) in (TonnageError, EngineDead)
         return FAILED if unexpected else BAD_INPUT

@@ -17,7 +17,7 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     again = arguments.watch or arguments.interval is not None
     interval = seconds(arguments.interval or _BETWEEN, "--interval") if again else None
-    # Imported here because --help does not need them.
+    # Imported here, because --help does not need these modules.
     from tonnage.server.watch.screens import Lines, Screen, draws
     from tonnage.server.watch.status import drawn, observe, plain, to_dict
 

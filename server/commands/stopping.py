@@ -1,4 +1,4 @@
-"""A context manager that lets a command clean up on SIGTERM."""
+"""A context manager that makes SIGTERM unwind the stack, so that a command cleans up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Unwind the stack on SIGTERM as on Ctrl-C, so that no child process or partial file remains."""
+    """Raise an exception on SIGTERM, as Ctrl-C does, so that no child process or partial file remains."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,7 +1,7 @@
-"""``tonnage plan MODEL --trace FILE``: how many requests of a trace run at once.
+"""``tonnage plan MODEL --trace FILE``: how many requests with the lengths in a trace can run at once.
 
-The plan is the same as ``tonnage plan`` makes with these flags. Only the lengths in the trace are used, while
-`tonnage replay` also uses arrivals and prefixes.
+The plan is the one that ``tonnage plan`` makes with the same flags. Only the lengths in the trace are used,
+while `tonnage replay` also uses arrival times and common prefixes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tonnage.planner.units import parse_count
 
 
 def run(argv: list[str]) -> int:
-    """Print the plan with the concurrency for a trace, and return `tonnage plan`'s exit code.
+    """Print the plan with the number of requests that run at once; return the exit code of `tonnage plan`.
 
     Raises:
         TonnageError: the input is invalid.
@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
         if getattr(arguments, name):
             why = f"needs a single plan; --{name.replace('_', '-')} gives a table of plans"
             raise DeploymentError(why, field="--trace", hint="leave one out")
-    # imported here because --help does not need them
+    # imported here, because --help does not need these modules
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.trace import read_trace
 

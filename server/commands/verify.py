@@ -29,7 +29,7 @@ WITHIN, OUTSIDE = 0, 1
 
 
 def run(argv: list[str]) -> int:
-    """Verify the plan; return 0 when every difference is within its bound, else 1.
+    """Compare the plan with a loaded model; return 0 when every difference is within its bound, else 1.
 
     Raises:
         TonnageError: the input is invalid.
@@ -40,7 +40,8 @@ def run(argv: list[str]) -> int:
         settings, source = select_backend(settings, sys.stderr if arguments.json else sys.stdout)
         plan = plan_for_loading(settings, source, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
-        # The app is created but not served, because plan and measurement include the API process.
+        # The app is created but serves no port. It must exist, because plan and measurement include the API
+        # process.
         api = create_app(settings, engine)
         try:
             rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
@@ -83,13 +84,15 @@ async def _measure(engine: Engine, settings: Settings) -> list[ComparisonRow]:
             await engine.stop()
         finally:
             start.cancel()
-            await asyncio.gather(start, return_exceptions=True)  # a start that Ctrl-C cancelled fails
+            # Exceptions are ignored, because a start that Ctrl-C cancelled raises one.
+            await asyncio.gather(start, return_exceptions=True)
 
 
 async def _full_batch(engine: Engine) -> None:
-    """Run the largest number of sequences at once, with prompts that exceed the token budget of one step.
+    """Run as many sequences as the batch can hold; their prompts together exceed one step's token budget.
 
-    The plan contains the activations of such a step, so the peak must include one.
+    The plan includes the activations of a step with a full budget, so the measured peak must include such a
+    step.
     """
     deployment = engine.plan.deployment
     sequences = deployment.max_num_seqs or 1
@@ -97,7 +100,7 @@ async def _full_batch(engine: Engine) -> None:
     pool = engine.plan.kv_cache.tokens // sequences - engine.plan.kv_cache.layout.block_size - _NEW_TOKENS
     budget = 2 * (deployment.max_num_batched_tokens or 0) // sequences
     if not engine.plan.kv_cache.layout.groups:
-        pool = longest  # an encoder needs no KV blocks
+        pool = longest  # an encoder model needs no KV blocks, so only the length limits a prompt
     length = max(1, min(longest, pool, max(16, budget)))
     draw = random.Random(0)
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0)
@@ -115,7 +118,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[ComparisonRow]:
-    """Return the planned bytes (revision 0, before the load) and the measured bytes."""
+    """Return the rows that compare planned bytes (revision 0, before the load) with measured bytes."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [
@@ -123,7 +126,7 @@ def rows(engine: Engine) -> list[ComparisonRow]:
         ComparisonRow("KV pool", plan.rank.kv_pool_bytes, memory.kv_pool),
         process_row(plan.deployment.engine, plan.deployment.device, plan.rank.used_bytes, memory.process_peak),
     ]
-    # Bytes of a token slot in the allocated pool, independent of the plan.
+    # Bytes of one token slot in the pool that the engine allocated; the value does not come from the plan.
     slots = capacity.num_blocks * capacity.block_size
     per_slot = None if memory.kv_pool is None else memory.kv_pool // slots
     found.append(ComparisonRow(_token_name(plan), layout.bytes_per_block // layout.block_size, per_slot))

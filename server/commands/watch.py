@@ -1,4 +1,4 @@
-"""``tonnage watch``: a running vLLM, SGLang, llama.cpp or Tonnage server beside its plan."""
+"""``tonnage watch``: a running vLLM, SGLang, llama.cpp or Tonnage server beside the plan for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BETWEEN = "5"
 
 
 def run(argv: list[str]) -> int:
-    """Watch a server; return 0, or 1 when the server cannot be read.
+    """Watch a server until the command is stopped; return 0, or 1 when the server cannot be read.
 
     Raises:
         TonnageError: the input is invalid.
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     port = None if arguments.port is None else parse_port(arguments.port)
     if port is not None and arguments.once:
         raise DeploymentError("cannot be combined with --port", field="--once", hint="leave one out")
-    # Imported here because --help does not need them.
+    # Imported here, because --help does not need these modules.
     from tonnage.server.watch.export import Exporter
     from tonnage.server.watch.screens import Lines, Screen, draws
     from tonnage.server.watch.text import drawn, lines, to_dict

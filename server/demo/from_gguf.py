@@ -22,13 +22,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tonnage.planner.headers.gguf import GGUFHeader, read_gguf
 from tonnage.planner.headers.gguf_config import config_from_gguf, state_dict_name
 
-_LONGEST = 2**20  # limit of the items in an array, above the size of a vocabulary and its merges
-_CONTROL = 3  # LLAMA_TOKEN_TYPE_CONTROL (llama.cpp, include/llama.h)
-_PIECE = 2**20  # bytes of the file dequantized at a time
+# Arrays of the GGUF header may have at most this many items, more than a vocabulary or its merges have.
+_LONGEST = 2**20
+_CONTROL = 3  # token type of special tokens: LLAMA_TOKEN_TYPE_CONTROL (llama.cpp, include/llama.h)
+_PIECE = 2**20  # number of bytes of the file that are dequantized at a time
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write weights, tokenizer and configs to a new ``folder``, for a Llama with a byte-level vocabulary."""
+    """Write weights, tokenizer and configs of a .gguf file to a new ``folder``.
+
+    The model must be a Llama with a byte-level vocabulary.
+    """
     header = read_gguf(gguf, _LONGEST)
     config = config_from_gguf(header, gguf.name)
     folder.mkdir()
@@ -48,7 +52,7 @@ def _sorted(header: GGUFHeader, model_type: str) -> list[tuple[str, int]]:
 
 
 def _safetensors_header(header: GGUFHeader, model_type: str) -> bytes:
-    """Return the header (safetensors 0.8): its length in 8 bytes, then JSON padded to a multiple of 8."""
+    """Return the header of a safetensors file (0.8): 8 bytes of length, then JSON padded to a multiple of 8."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, at in _sorted(header, model_type):
@@ -63,7 +67,10 @@ def _safetensors_header(header: GGUFHeader, model_type: str) -> bytes:
 def _pieces(
     header: GGUFHeader, gguf: Path, config: dict[str, Any]
 ) -> Iterator[tuple[NDArray[np.uint8], GGMLQuantizationType]]:
-    """Yield all tensors in file order as blocks of rows [rows, bytes per row], each with its type."""
+    """Yield the data of all tensors in file order, in blocks of rows.
+
+    Each block is a pair of an array [rows, bytes per row] and its quantization type.
+    """
     data = np.memmap(gguf, np.uint8, "r", header.data_start)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for _, at in _sorted(header, config["model_type"]):
@@ -72,8 +79,9 @@ def _pieces(
             tensor.shape[0] if len(tensor.shape) > 1 else 1, -1
         )
         if count := heads.get(tensor.name.split(".")[-2]):
-            # llama.cpp rotates adjacent pairs, transformers the two halves of a head. llama.cpp's converter has
-            # interleaved the rows of the halves (convert_hf_to_gguf.py, permute); this restores their order.
+            # For rotary embeddings llama.cpp rotates adjacent pairs, and transformers the two halves of a head.
+            # llama.cpp's converter therefore interleaved the rows of the halves (convert_hf_to_gguf.py,
+            # permute); this restores their order.
             rows = rows.reshape(count, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
         step = max(1, _PIECE // rows.shape[1])
         for row in range(0, len(rows), step):
@@ -81,7 +89,10 @@ def _pieces(
 
 
 def _bfloat16(rows: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.uint16]:
-    """Return the values' bfloat16 bits, rounded to nearest, ties to even, as torch does; no value is NaN."""
+    """Return the dequantized values as bfloat16 bits, rounded to nearest, ties to even, as torch does.
+
+    No value is NaN.
+    """
     values = rows.view(np.float32) if kind == GGMLQuantizationType.F32 else dequantize(rows, kind)
     bits = values.view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
@@ -89,7 +100,10 @@ def _bfloat16(rows: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np
 
 
 def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer as transformers reads it (5.19, integrations/gguf/gguf_tokenizer_mapping.py)."""
+    """Return the tokenizer in the .gguf file's metadata.
+
+    It equals the tokenizer that transformers makes (5.19, integrations/gguf/gguf_tokenizer_mapping.py).
+    """
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -107,7 +121,8 @@ def _save_configs(metadata: dict[str, Any], config: dict[str, Any], folder: Path
     def given(key: str) -> Any:
         return metadata[f"{config['model_type']}.{key}"]
 
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # transformers' and GGUF's names
+    # transformers' name of a special token -> GGUF's name
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     ids = {f"{name}_token_id": metadata[f"tokenizer.ggml.{theirs}_token_id"] for name, theirs in names.items()}
     rope = {"rope_theta": given("rope.freq_base"), "rope_type": "default"}
     more = {"rms_norm_eps": given("attention.layer_norm_rms_epsilon"), "rope_parameters": rope}

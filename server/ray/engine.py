@@ -1,4 +1,4 @@
-"""The engine protocol over a Ray Serve handle, so that replicas have the same API in front as one engine."""
+"""An engine that sends requests to Ray Serve replicas, so that one API serves many replicas like one engine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, PoolStats, total
 from tonnage.server.ray.replica import ReplicaReport
 
-# Prometheus needs no shorter interval. A broadcast is a control-plane operation in Ray, so not per request.
+# Interval of asking the replicas for reports. Prometheus needs no shorter one, and each broadcast is a
+# control-plane operation of Ray, too costly to make per request.
 _REPORT_SECONDS = 1.0
 
 
 class RayEngine(Engine):
-    """All replicas behind a handle to an `EngineReplica` deployment, each with the same plan.
+    """An engine that consists of all replicas behind a Ray handle to the `EngineReplica` deployment.
 
-    A replica that dies ends its requests with EngineDead. The others continue, and Ray replaces it.
+    All replicas have the same plan. When a replica dies, its requests end with EngineDead. The other replicas
+    continue, and Ray replaces the dead one.
     """
 
     def __init__(self, plan: Plan, handle: DeploymentHandle) -> None:
@@ -46,21 +48,21 @@ class RayEngine(Engine):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of each replica."""
+        """Return the plan, which is the same for every replica."""
         return self._plan
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return the capabilities that all replicas have."""
+        """Return the capabilities that all replicas have in common."""
         return common(report.capabilities for report in self._reports)
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:
-        """Return the latest reports of the replicas, at most one second old."""
+        """Return the latest report of each replica, at most one second old."""
         return self._reports
 
     async def start(self) -> None:
-        """Wait until the first replica is ready; Ray itself restarts replicas that fail."""
+        """Wait until the first replica is ready; Ray restarts replicas that fail to start."""
         while not self._reports:
             await self._ask()
             await asyncio.sleep(0.1)
@@ -76,7 +78,7 @@ class RayEngine(Engine):
             answers = await self._handle.broadcast("report").results_async(
                 timeout_s=5 * _REPORT_SECONDS, return_exceptions=True
             )
-        except (RayError, RayServeException, TimeoutError):  # no replica is alive
+        except (RayError, RayServeException, TimeoutError):  # no replica is alive yet
             answers = []
         self._reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
         if self._reports:
@@ -118,7 +120,10 @@ class RayEngine(Engine):
                 self._idle.set()
 
     def _refuse(self, request: GenerationRequest) -> None:
-        """Raise an error for a request that cannot be sent: no replica is ready, or no pool can hold it."""
+        """Raise an error for a request that cannot be sent to a replica.
+
+        No replica may be ready, or no replica's pool may ever hold the request.
+        """
         if not self._stats.ready:
             raise QueueFull("no replica is ready")
         if self._draining:
@@ -129,18 +134,14 @@ class RayEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Do nothing: a request ends when its iterator is closed, and only its replica knows it."""
+        """Do nothing: closing its iterator already ends a request on its replica."""
 
     def stats(self) -> EngineStats:
-        """Return the statistics of all replicas together, from their latest reports."""
+        """Return the sum of all replicas' statistics, from their latest reports."""
         return self._stats
 
     def capacity(self) -> Capacity:
-        """Return the blocks of all replicas and their shortest max_model_len.
-
-        Raises:
-            QueueFull: no replica is ready.
-        """
+        """Return the capacity of all replicas: the sum of their blocks, and the shortest max_model_len."""
         if not self._reports:
             raise QueueFull("no replica is ready")
         return Capacity(
@@ -151,14 +152,14 @@ class RayEngine(Engine):
         )
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests and wait until none is unfinished, at most `seconds`."""
+        """Accept no more requests, and wait at most `seconds` until all accepted requests have ended."""
         self._draining = True
         if self._live:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
-        """Stop asking for reports; Ray stops the replicas."""
+        """Stop asking the replicas for reports; Ray itself stops the replicas."""
         self._draining = True
         if self._reporter is not None:
             self._reporter.cancel()

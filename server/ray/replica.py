@@ -1,7 +1,7 @@
 """An engine in a Ray Serve replica, with /metrics, /memory and /ready of its own.
 
-The API calls the replica through a Ray handle, with parsed requests. The replica's HTTP page shows the memory
-of its one process to Prometheus and operators.
+The API calls the replica through a Ray handle, with requests that are already parsed. The replica also serves
+HTTP, so that Prometheus and operators see the memory of its process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tonnage.server.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The state of a replica; `address` is host:port of its HTTP page."""
+    """The state of one replica, which it reports to the API; `address` is host:port of its HTTP endpoints."""
 
     replica_id: str
     address: str
@@ -40,18 +40,19 @@ class ReplicaReport:
 
 
 class EngineReplica:
-    """One engine for `settings` and `plan`, healthy for Ray while the engine is ready."""
+    """A Ray Serve replica that runs one engine; Ray takes the replica for healthy while the engine is ready."""
 
     async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = make_engine(settings, plan)
-        # Without the generating endpoints: their requests would bypass queue, quotas and accounts of the API.
+        # The generating endpoints are left out, because their requests would bypass the queue, quotas and
+        # accounts of the API.
         self._app = create_app(settings, self._engine, operations_only=True)
-        # Ray's address of this node, so that the page is reachable only where the other nodes are.
+        # The replica listens only on this node's address in the Ray cluster, which the other nodes can reach.
         self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
         config = uvicorn.Config(
             self._app,
             http=BoundedHttpProtocol,
-            ws="none",  # as tonnage serve
+            ws="none",  # no endpoint uses WebSockets, as in tonnage serve
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -76,7 +77,11 @@ class EngineReplica:
             ) from None
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk | TonnageError]:
-        """Yield the chunks of a request; a rejection is the last item, which keeps its type and numbers."""
+        """Yield the chunks of a request.
+
+        If the engine rejects it, the last item is the error. Ray would lose the type and numbers of a raised
+        error.
+        """
         try:
             async for chunk in self._engine.generate(request):
                 yield chunk
@@ -84,7 +89,7 @@ class EngineReplica:
             yield refusal
 
     async def report(self) -> ReplicaReport:
-        """Return the state of this replica for `RayEngine`."""
+        """Return the state of this replica, for which `RayEngine` asks."""
         host, port = self._socket.getsockname()[:2]
         return ReplicaReport(
             replica_id=ray.serve.get_replica_context().replica_id.unique_id,
@@ -95,12 +100,12 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return the unreserved blocks and the waiting requests for the router."""
+        """Return the unreserved blocks and the number of waiting requests, which Ray passes to the router."""
         stats = self._engine.stats()
         return {"headroom_blocks": stats.pool.headroom, "waiting": stats.waiting}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the waiting requests and the reserved share of the pool for the autoscaler, as in /metrics."""
+        """Return the number of waiting requests and the reserved share of the pool, for the autoscaler."""
         stats = self._engine.stats()
         return {"waiting": stats.waiting, "promised_share": stats.pool.reserved_share}
 

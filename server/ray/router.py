@@ -1,7 +1,7 @@
-"""Request routing on Ray Serve: to the replica with the longest cached prefix of the prompt, else by headroom.
+"""Routing of requests to Ray Serve replicas: longest cached prefix of the prompt first, else most headroom.
 
-Ray's own prefix router needs `ray[llm]` and a ``.prompt`` or ``.messages`` on the call, while ours gets token
-ids. `ray.serve.request_router` is alpha in Ray 2.60, hence the pin in ``make test-ray``.
+Ray's own prefix router needs `ray[llm]` and calls with ``.prompt`` or ``.messages``, while the calls here have
+token ids. `ray.serve.request_router` is alpha in Ray 2.60, hence the pin in ``make test-ray``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tonnage.server.engines.request import GenerationRequest
 
-CHUNK_TOKENS = 64  # coarser than a block of 16: a shorter common prefix is not worth a longer queue
-REMEMBERED_CHUNKS = 1 << 17  # 8 Mi tokens of prompts, about 20 MiB here
-# Above this difference in queue length the prefix is ignored: a hit saves one prefill, a queue costs many.
+# Prefixes are compared in chunks of this many tokens, coarser than blocks of 16: a shorter common prefix is not
+# worth a longer queue.
+CHUNK_TOKENS = 64
+REMEMBERED_CHUNKS = 1 << 17  # The router remembers this many chunks: 8 Mi tokens of prompts, in about 20 MiB.
+# A replica's cached prefix is ignored when its queue is longer than the shortest by more than this. A hit saves
+# one prefill, whereas a long queue costs many.
 MAX_QUEUE_LEAD = 8
 
 
 def chain(token_ids: tuple[int, ...], salt: str) -> list[int]:
-    """Return a 64-bit hash for each full chunk of the prompt, over all tokens up to the chunk's end."""
+    """Return a 64-bit hash for each full chunk of the prompt, over all tokens up to the chunk's end.
+
+    Equal hashes therefore mean equal prefixes with the same salt.
+    """
     tokens = np.asarray(token_ids, np.int32)
     value = xxhash.xxh3_64_intdigest(salt.encode())
     hashes = []
@@ -33,14 +39,18 @@ def chain(token_ids: tuple[int, ...], salt: str) -> list[int]:
 
 
 class PrefixMemory:
-    """A map of prefixes to the replica that computed them last: chunk hash -> replica id, with LRU eviction."""
+    """A map from the hash of a prefix to the id of the replica that computed it last, with LRU eviction."""
 
     def __init__(self, size: int = REMEMBERED_CHUNKS) -> None:
         self._size = size
         self._owner: OrderedDict[int, str] = OrderedDict()
 
     def matched(self, hashes: list[int]) -> dict[str, int]:
-        """Return the leading chunks of this prompt that each replica has computed, without a gap."""
+        """Return how many of the prompt's leading chunks are remembered for each replica.
+
+        `hashes` are the chunk hashes of the prompt. The count ends at the first chunk that no replica has
+        computed.
+        """
         found: dict[str, int] = {}
         for count, value in enumerate(hashes, start=1):
             owner = self._owner.get(value)
@@ -50,7 +60,7 @@ class PrefixMemory:
         return found
 
     def remember(self, hashes: list[int], replica_id: str) -> None:
-        """Note that a replica computes a prompt with these chunk hashes."""
+        """Record that a replica computes a prompt with these chunk hashes."""
         for value in hashes:
             self._owner[value] = replica_id
             self._owner.move_to_end(value)
@@ -61,7 +71,8 @@ class PrefixMemory:
 def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, float]) -> list[str]:
     """Return the replica ids, best first: longest matched prefix, then most headroom, then shortest queue.
 
-    A replica whose queue is longer than the shortest by more than MAX_QUEUE_LEAD is ranked without its prefix.
+    A replica whose queue is longer than the shortest by more than MAX_QUEUE_LEAD is ranked as if it had no
+    matched prefix.
     """
     shortest = min(queues.values(), default=0)
 
@@ -74,18 +85,19 @@ def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, f
 
 
 class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
-    """A request router for Ray Serve that ranks single replicas, best first."""
+    """A request router for Ray Serve that ranks the replicas by cached prefix and headroom, best first."""
 
     def initialize_state(self, **_: Any) -> None:
-        """Create the router's state; Ray calls this."""
+        """Create the router's state; Ray calls this method once."""
         self._memory = PrefixMemory()
-        # Unfinished requests by replica, counted here because reports are one second old.
+        # Number of unfinished requests by replica, counted here because the replicas' reports are up to one
+        # second old.
         self._sent: dict[str, int] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the candidates in order, one for each rank."""
+        """Return the candidate replicas, best first, each in a list of its own."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         hashes = _hashes(pending_request)
         queues = {key: self._sent.get(key, 0) for key in replicas}
@@ -96,13 +108,13 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         return [[replicas[key]] for key in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note that a request was sent to a replica."""
+        """Record that a request was sent to a replica."""
         key = replica_id.unique_id
         self._sent[key] = self._sent.get(key, 0) + 1
         self._memory.remember(_hashes(pending_request), key)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str, *_: Any, **__: Any) -> None:
-        """Note that a replica finished a request."""
+        """Record that a request ended on a replica."""
         key = replica_id.unique_id
         self._sent[key] = max(0, self._sent.get(key, 0) - 1)
 

@@ -20,7 +20,7 @@ class DrainEstimate:
         self._ended: deque[tuple[float, int]] = deque(maxlen=max(2, window))
 
     def ended(self, blocks: int, now: float) -> None:
-        """Record that a request ended at ``now`` (monotonic seconds) and freed its ``blocks`` reserved blocks."""
+        """Record that a request ended at ``now`` (monotonic seconds) and freed ``blocks`` reserved blocks."""
         self._ended.append((now, blocks))
 
     def seconds(self, blocks: int, now: float) -> float | None:

@@ -1,7 +1,7 @@
-"""A model's chat template, which turns messages into the text of a prompt, in Jinja's sandbox.
+"""A model's chat template, which formats messages as the text of a prompt; it runs in Jinja's sandbox.
 
 Templates are written for ``apply_chat_template`` of transformers (5.19, utils/chat_template_utils.py). The
-environment here offers the same names without importing transformers.
+Jinja environment here offers the same names without importing transformers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from tonnage.planner.errors import ConfigError, TonnageError
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-# Exceptions that a template may raise for messages and arguments that it was not written for.
+# Exceptions that a template may raise when messages or arguments are not as it expects.
 _FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
 
 class TemplateRefused(TonnageError):
-    """Error for messages that the template rejects, such as roles that do not alternate."""
+    """Error for messages that the chat template rejects, such as roles that do not alternate."""
 
     code = "invalid_value"
 
 
 class ChatTemplate:
-    """A compiled template with its special tokens; ``tool_source`` is its variant for requests with tools."""
+    """A compiled chat template with the model's special tokens.
+
+    ``tool_source`` is the source of a variant for requests with tools, or None.
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
@@ -45,7 +48,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        # Jinja's own tojson escapes HTML, which templates do not expect.
+        # Jinja's own filter tojson escapes HTML, which templates do not expect.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -53,7 +56,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             with_tools = source if tool_source is None else tool_source
             self._tool_template = environment.from_string(with_tools)
-            # A template that never uses ``tools`` would silently drop them.
+            # whether the template uses ``tools``; otherwise it would silently ignore a request's tools
             self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"line {error.lineno}: {error.message}", field="chat_template") from None
@@ -61,10 +64,10 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, file: Path | None = None) -> ChatTemplate | None:
-        """Load a model's chat template, or return None when the model has none.
+        """Load a model's chat template; return None when the model has none.
 
-        The source is ``file``, else chat_template.jinja (with additional_chat_templates/tool_use.jinja), else
-        chat_template of tokenizer_config.json.
+        The source is ``file``, if given. Else it is chat_template.jinja (with
+        additional_chat_templates/tool_use.jinja), or else the entry chat_template of tokenizer_config.json.
 
         Raises:
             ConfigError: A file or template is invalid.
@@ -80,7 +83,7 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise ConfigError("not a JSON object", field="tokenizer_config.json")
         source, with_tools = config.get("chat_template"), None
-        if isinstance(source, list):  # several templates, each with a name
+        if isinstance(source, list):  # the entry is a list of several templates, each with a name
             named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
             source, with_tools = named.get("default"), named.get("tool_use")
         if (folder / "chat_template.jinja").is_file():
@@ -103,14 +106,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **more: Any,
     ) -> str:
-        """Return the prompt's text; raises TemplateRefused with the template's own message."""
+        """Return the text of the prompt for a conversation; ``more`` are further variables of the template.
+
+        Raises:
+            TemplateRefused: The template rejects the conversation; the error has the template's own message.
+        """
         template = self._tool_template if tools else self._template
         try:
             return template.render(
                 **self._special_tokens,
                 **more,
                 messages=messages,
-                tools=tools or None,  # None, not undefined: templates test "tools is not none"
+                # None instead of an undefined variable, because templates test "tools is not none"
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -133,7 +141,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {}
     for name in _SPECIAL_TOKENS:
         value = config.get(name)
-        if isinstance(value, dict):  # an AddedToken in JSON form
+        if isinstance(value, dict):  # a special token that is stored as the JSON form of an AddedToken
             value = value.get("content")
         if isinstance(value, str):
             tokens[name] = value
@@ -157,11 +165,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Jinja tag ``{% generation %}``, which marks assistant text for training and here renders its body."""
+    """Jinja extension for the tag ``{% generation %}``, which marks assistant text for training.
+
+    Prompts need no marks, so the tag only renders its body.
+    """
 
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a plain set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Parse the tag and return the nodes up to ``endgeneration``."""
+        """Parse the tag, and return the nodes of its body up to ``endgeneration``."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,4 +1,4 @@
-"""A context in which transformers parses a .gguf file only once."""
+"""A context manager in which transformers parses a .gguf file once instead of three times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cached_gguf_reader() -> Iterator[None]:
     (modeling_gguf_pytorch_utils.py, load_gguf_checkpoint and get_gguf_hf_weights_map). For SmolLM2-135M this
     takes two thirds of the load time.
     """
-    import gguf  # an optional dependency
+    import gguf  # imported here, because gguf is an optional dependency
 
     originals = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader, gguf.get_tensor_name_map = cache(originals[0]), cache(originals[1])  # type: ignore[assignment, misc]

@@ -1,7 +1,7 @@
 """The tokenizer of a .gguf file as tokenizer.json, converted once by transformers in a separate process.
 
-``python -m tonnage.server.text.gguf_tokenizer FILE FOLDER`` is that process, because the API process imports no
-torch.
+The process runs ``python -m tonnage.server.text.gguf_tokenizer FILE FOLDER``. It is separate, because the API
+process must not import torch.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ def _make(given: Path, made: Path) -> None:
             )
         try:
             Path(work, "made").rename(made)
-        except OSError:  # another process has made the folder meanwhile
+        except OSError:  # another process has made the folder in the meantime
             if not (made / "tokenizer.json").is_file():
                 raise
 
 
 def main(gguf: Path, folder: Path) -> None:
     """Convert the tokenizer of ``gguf`` and save it with its EOS ids in ``folder``."""
-    from transformers import AutoTokenizer  # only the converting process imports torch
+    # imported here, because transformers imports torch, and only the converting process may
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)

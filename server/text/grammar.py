@@ -1,4 +1,4 @@
-"""Grammars that constrain the text of an answer; engines compile them, and tool-call parsers create them."""
+"""Grammars that constrain the text of an answer; engines compile them, and tool-call parsers create some."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Literal
 
 from tonnage.planner.errors import TonnageError
 
-# The error of a request whose constraints leave no token to sample.
+# Error message for a request whose constraints leave no token to sample.
 NO_TOKEN = "grammar, min_tokens, logit_bias and penalties together allow no token"
 
-# Limit of a grammar's text in UTF-8, for every kind. It is OpenAI's limit of the names and values in a JSON
-# schema (its guide to structured outputs: 120,000 characters).
+# Limit of a grammar's text in bytes of UTF-8, for every kind of grammar. It is OpenAI's limit for the names and
+# values in a JSON schema (its guide to structured outputs: 120,000 characters).
 MAX_BYTES = 120_000
 
 
 class GrammarTooLong(TonnageError):
-    """Error for a grammar whose text exceeds the limit; it is not sent to an engine."""
+    """Error for a grammar whose text exceeds the size limit and is therefore not sent to an engine."""
 
     code = "invalid_value"
 
@@ -26,8 +26,8 @@ class Grammar:
     """A constraint on the text of an answer.
 
     Attributes:
-        kind: The form of ``text``. ``grammar`` is Lark or EBNF; ``structural_tag`` is xgrammar's JSON for text
-            with parts in a given form, such as tool calls.
+        kind: The language in which ``text`` is written. ``grammar`` is Lark or EBNF; ``structural_tag`` is
+            xgrammar's JSON for text with parts in a given form, such as tool calls.
         text: A JSON schema, a regex, a JSON array of strings (``choice``) or a grammar; empty for
             ``json_object``.
     """

@@ -1,4 +1,4 @@
-"""``--shared-system-prompt``: the common first tokens of all prompts with a given system prompt."""
+"""The common first tokens of all prompts with the same system prompt, for ``--shared-system-prompt``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tonnage.server.text.tokenizer import Tokenizer
 def shared_prefix(
     path: Path, folder: Path, block_size: int, chat_template: Path | None = None
 ) -> tuple[int, ...]:
-    """Return the first tokens of every chat with the system prompt in ``path``.
+    """Return the first tokens that all chats with the system prompt in the file ``path`` share.
 
-    Without a chat template (the model's or a file's), they are the tokens of a completion that begins with the
-    text.
+    Without a chat template (of the model, or in the file ``chat_template``), they are the tokens with which a
+    completion's prompt begins when it begins with this text.
 
     Raises:
-        DeploymentError: The tokens do not fill one block.
+        DeploymentError: The file cannot be read, or its tokens do not fill one KV block of ``block_size``
+            tokens.
     """
     field = "shared_system_prompt"
     try:

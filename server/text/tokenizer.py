@@ -12,15 +12,18 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from tonnage.planner.errors import CheckpointError, ConfigError
 
-# U+FFFD at the end of a text may be an unfinished character. Byte-fallback decoders show a whole run of byte
-# tokens this way until its last character is complete. A run of this length is invalid bytes that no token will
-# complete.
+# U+FFFD at the end of a text may be a character whose last bytes are still missing. Byte-fallback decoders show
+# several U+FFFD until the character is complete. A run of this length is invalid bytes, which no further token
+# will complete.
 _MAX_HELD = 64
-_PROMPT_END = 8  # tokens of the prompt's end: two characters of four single bytes
+# Number of tokens at the prompt's end that decoding needs: two characters of four tokens, each of a single
+# byte.
+_PROMPT_END = 8
 _REPLACEMENT = "\ufffd"
 
-# Tokens for fill-in-the-middle: before the prompt, before the suffix and before the answer. Sources: StarCoder
-# and Granite code (arXiv:2305.06161); Qwen2.5-Coder and CodeGemma (model cards); DeepSeek-Coder (its README).
+# Special tokens for fill-in-the-middle: before the prompt, before the suffix and before the answer. Sources:
+# StarCoder and Granite code (arXiv:2305.06161); Qwen2.5-Coder and CodeGemma (model cards); DeepSeek-Coder (its
+# README).
 _FIM_TOKENS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -29,18 +32,20 @@ _FIM_TOKENS = (
 
 
 class Tokenizer:
-    """The tokenizer in a model folder, with the ids of the tokens that end a text."""
+    """The tokenizer from a model folder, with the ids of the end-of-sequence (EOS) tokens."""
 
     def __init__(self, rust: RustTokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._rust = rust
         self.eos_token_ids = eos_token_ids
         self._byte_level = "ByteLevel" in repr(rust.decoder)
-        # The plain ByteLevel decoder joins the bytes of the tokens, so a text is the sum of its pieces.
+        # True for the plain ByteLevel decoder, which joins the bytes of tokens: a text is then the sum of its
+        # tokens.
         self.joins_bytes = repr(rust.decoder).startswith("ByteLevel(")
         self._special = {
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
         }
-        self._shown_bytes: dict[int, bytes] = {}  # cache by token; empty bytes for special tokens
+        # cache of shown_bytes: token id -> bytes that it adds to a text, empty for special tokens
+        self._shown_bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -60,28 +65,35 @@ class Tokenizer:
             )
         try:
             rust = RustTokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
+        except Exception as error:  # the tokenizers library raises plain Exception for an invalid file
             raise CheckpointError(f"{path}: {str(error)[:200]}", field="tokenizer.json") from None
-        # Turn off the file's training settings, which would silently cut long prompts and pad short ones.
+        # The file's truncation and padding are training settings, which would silently cut long prompts and pad
+        # short ones.
         rust.no_truncation()
         rust.no_padding()
         return cls(rust, _eos_token_ids(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the model's own tokenizer adds."""
+        """Return the token ids of a text.
+
+        By default they include the special tokens that the model's own tokenizer adds, such as the begin token.
+        """
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode several texts, for a thread beside the event loop.
+        """Return the token ids of several texts, without blocking other threads.
 
-        tokenizers 0.23 releases the GIL in its batch methods only, not in ``encode`` and ``decode``.
+        tokenizers 0.23 releases the GIL only in its batch methods, not in ``encode`` and ``decode``.
         """
         found = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
     def fill_in_the_middle(self, prompt: str, suffix: str) -> str | None:
-        """Return the prompt to generate text between the two, or None when the model has no tokens for it."""
+        """Return the prompt that makes the model generate the text between ``prompt`` and ``suffix``.
+
+        Returns None when the model has no fill-in-the-middle tokens.
+        """
         for before, after, middle in _FIM_TOKENS:
             if all(self._rust.token_to_id(token) is not None for token in (before, after, middle)):
                 return f"{before}{prompt}{after}{suffix}{middle}"
@@ -103,7 +115,10 @@ class Tokenizer:
         return text
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text (byte-level decoders only); none for a special token."""
+        """Return the bytes that a token adds to a text without special tokens; empty for a special token.
+
+        Only tokenizers with a byte-level decoder support this.
+        """
         found = self._shown_bytes.get(token_id)
         if found is None:
             found = b"" if token_id in self._special else self.token_bytes(token_id)
@@ -116,14 +131,15 @@ class Tokenizer:
         return text
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself, for a thread beside the event loop."""
+        """Return the text of each token, decoded on its own, without blocking other threads."""
         texts: list[str] = self._rust.decode_batch([[token] for token in token_ids], skip_special_tokens=False)
         return texts
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, even if they are only part of a character."""
+        """Return the bytes that a token stands for, which may be only a part of a character."""
         token = self._rust.id_to_token(token_id) or ""
-        if len(token) == 6 and token.startswith("<0x"):  # byte fallback token of a SentencePiece vocabulary
+        # a byte-fallback token of a SentencePiece vocabulary, such as <0x0A>
+        if len(token) == 6 and token.startswith("<0x"):
             return bytes([int(token[3:5], 16)])
         if self._byte_level and all(character in _BYTE_OF for character in token):
             return bytes(_BYTE_OF[character] for character in token)
@@ -131,7 +147,10 @@ class Tokenizer:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's table of printable characters to bytes; bytes that do not print begin at U+0100."""
+    """Return GPT-2's table from printable characters to the bytes that they stand for.
+
+    Printable bytes stand for themselves; all others have characters from U+0100.
+    """
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -163,14 +182,20 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
 def detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, special_tokens: bool = False
 ) -> Detokenizer | ByteDetokenizer:
-    """Return the detokenizer of one answer after its prompt, with or without special tokens in the text."""
+    """Return an incremental detokenizer for one answer.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt_token_ids: The prompt, whose end may affect how the first generated token is decoded.
+        special_tokens: Whether the text includes special tokens.
+    """
     if tokenizer.joins_bytes:
         return ByteDetokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
     return Detokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
 
 
 class ByteDetokenizer:
-    """Incremental detokenizer for byte-level BPE, with a tenth of the general one's work."""
+    """Incremental detokenizer for byte-level BPE, which does a tenth of the work of ``Detokenizer``."""
 
     __slots__ = ("_decode", "_shown_bytes")
 
@@ -179,27 +204,27 @@ class ByteDetokenizer:
     ) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._shown_bytes = tokenizer.token_bytes if special_tokens else tokenizer.shown_bytes
-        # The answer may complete a character that the prompt began.
+        # Decode the prompt's end first, because the answer may complete a character that the prompt began.
         self._decode(b"".join(map(self._shown_bytes, prompt_token_ids[-_PROMPT_END:])))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add the answer's next ``token_ids`` and return the text that is complete; it may be empty."""
+        """Add the answer's next ``token_ids`` and return the new text, up to its last complete character."""
         return self._decode(b"".join(map(self._shown_bytes, token_ids)))
 
     def flush(self) -> str:
-        """End the answer and return the text held back."""
+        """End the answer and return the text that was held back as an incomplete character."""
         return self._decode(b"", True)
 
 
 class Detokenizer:
-    """Incremental detokenizer for any decoder; it never returns part of a character.
+    """Incremental detokenizer for tokenizers with any decoder; it never returns a part of a character.
 
-    The pieces, including that of ``flush``, join to the text of all ids decoded at once. Each step decodes only
-    the last few tokens. ``_ids`` begins where a piece began, because decoders treat their first token specially
-    (SentencePiece strips its space).
+    The pieces of text, including that of ``flush``, join to the text of all ids decoded at once. Each step
+    decodes only the last few tokens. ``_ids`` begins where a piece began, because decoders treat their first
+    token specially (SentencePiece strips its space).
 
     ``tokenizers.decoders.DecodeStream`` is not used. It has no flush, so an answer cut inside a character loses
-    its end, and it raises an error when a decoder rewrites earlier text.
+    its end. It also raises an error when a decoder rewrites earlier text.
     """
 
     __slots__ = ("_decode", "_ids", "_read", "_shown")
@@ -209,11 +234,12 @@ class Detokenizer:
     ) -> None:
         self._decode = tokenizer.decode_all if special_tokens else tokenizer.decode
         self._ids = _context(tokenizer, prompt_token_ids)
-        self._read = len(self._ids)  # tokens of the window whose text was returned
-        self._shown = len(self._decode(self._ids)) if self._ids else 0  # characters returned
+        self._read = len(self._ids)  # number of tokens in _ids whose text has been returned
+        # number of characters of the decoded _ids that have been returned
+        self._shown = len(self._decode(self._ids)) if self._ids else 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add the answer's next ``token_ids`` and return the text that is complete; it may be empty."""
+        """Add the answer's next ``token_ids`` and return the new text, up to its last complete character."""
         self._ids.extend(token_ids)
         text = self._decode(self._ids)
         unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -230,7 +256,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """End the answer and return the text held back."""
+        """End the answer and return the text that was held back as an incomplete character."""
         text = self._decode(self._ids)
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
@@ -238,9 +264,10 @@ class Detokenizer:
 
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """Return the shortest end of the prompt that begins with a complete character.
+    """Return the last tokens of the prompt that are decoded together with the answer.
 
-    Decoding after it keeps the leading space of the first generated token.
+    They are the fewest that begin with a complete character. Decoding after them keeps the leading space of the
+    first generated token.
     """
     for size in range(1, min(_PROMPT_END, len(prompt_token_ids)) + 1):
         ids = list(prompt_token_ids[-size:])
@@ -251,10 +278,11 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]
 
 
 class StopStrings:
-    """A filter that cuts a text before the first stop string, wherever the text is split into pieces.
+    """A filter that ends a text before its first stop string; the text arrives in pieces.
 
-    Text that may begin a stop string is held back. The stop string that is complete first applies, and of
-    several that end together the longest. The result therefore does not depend on the split.
+    Text that may be the beginning of a stop string is held back. The stop string that is complete first takes
+    effect; if several are complete at the same character, the longest does. The result therefore does not
+    depend on how the text is split into pieces.
     """
 
     __slots__ = ("_held", "_stop", "stopped")
@@ -266,11 +294,14 @@ class StopStrings:
 
     @property
     def active(self) -> bool:
-        """Whether there is any stop string."""
+        """Whether the request has any stop string."""
         return bool(self._stop)
 
     def push(self, piece: str) -> str:
-        """Return the text that may be shown now; sets ``stopped`` when a stop string is complete."""
+        """Add the next piece of text and return the text that may be shown now.
+
+        Sets ``stopped`` when a stop string is complete.
+        """
         if not self._stop or self.stopped:
             return "" if self.stopped else piece
         text = self._held + piece
@@ -284,7 +315,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return the text held back, when the answer ended without a stop string."""
+        """Return the text that is still held back when the answer ended without a stop string."""
         held, self._held = self._held, ""
         return held
 

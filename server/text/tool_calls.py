@@ -1,4 +1,4 @@
-"""Tool calls as values, and the interface of the parsers that find them in generated text."""
+"""Data types of tool calls, and the interface of the parsers that find calls in generated text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, Protocol
 
 from tonnage.server.text.grammar import Grammar
 
-# A function in the format of chat templates: {"type": "function", "function": {name, description, parameters}}.
+# A function tool as the dict that chat templates expect: {"type": "function", "function": {name, description,
+# parameters}}.
 ToolDict = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of call number ``index``; only the first piece has its ``id`` and ``name``."""
+    """A piece of an answer's tool call; ``index`` is the number of the call in the answer.
+
+    Only the first piece of a call has its ``id`` and ``name``.
+    """
 
     index: int
     arguments: str = ""
@@ -25,7 +29,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Call:
-    """A complete call; ``arguments`` is JSON as the model wrote it."""
+    """A complete tool call; ``arguments`` is the JSON text that the model wrote."""
 
     id: str
     name: str
@@ -33,33 +37,39 @@ class Call:
 
 
 class CallReader(Protocol):
-    """Parser of the calls in one answer; each method returns the text outside of calls, and the calls."""
+    """Interface of a parser that separates the tool calls in one answer from the rest of its text.
+
+    Each method returns the text outside of calls, and the calls.
+    """
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
-        """Parse more of the answer; ``finished`` marks its end."""
+        """Parse the next part of the answer; ``finished`` says whether it is the last."""
 
     def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
-        """Parse a complete answer."""
+        """Parse the complete text of an answer."""
 
 
 class ToolParser(Protocol):
-    """Support for the call format of one model family (``tonnage.server.engines.vllm.tool_parser``)."""
+    """Interface to the tool-call format of one model family.
+
+    ``tonnage.server.engines.vllm.tool_parser`` implements it with vLLM's parsers.
+    """
 
     def use(
         self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool
     ) -> ToolUse:
-        """Return how a request with these tools is generated and parsed."""
+        """Return how a request with these tools is prompted, generated and parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A request's use of tools in its prompt, generation and parsing.
+    """How a request uses tools in its prompt, its generation and the parsing of its answer.
 
     Attributes:
-        shown: The tools that the chat template shows.
-        grammar: The grammar of the answer, or None.
+        shown: The tools that the chat template shows to the model.
+        grammar: The grammar that the answer must match, or None.
         special_tokens: Whether the parser needs special tokens in the text.
-        reader: Factory of a parser per answer; None when no calls are expected.
+        reader: Function that creates the parser of one answer; None when no calls are expected.
     """
 
     shown: tuple[ToolDict, ...] = ()
@@ -69,12 +79,12 @@ class ToolUse:
 
 
 def new_call_id() -> str:
-    """Return a new random id of a call."""
+    """Return a new random id for a tool call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
-    """Join ``deltas`` into one piece per call."""
+    """Return ``deltas`` with all pieces of a call joined into one piece per call."""
     pieces: dict[int, CallDelta] = {}
     for delta in deltas:
         if begun := pieces.get(delta.index):
@@ -84,7 +94,7 @@ def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 
 def calls_of(deltas: Sequence[CallDelta]) -> list[Call]:
-    """Join ``deltas`` into complete calls."""
+    """Return the complete calls that the pieces ``deltas`` make up."""
     calls: dict[int, Call] = {}
     for delta in deltas:
         call = calls.setdefault(delta.index, Call(delta.id or new_call_id(), "", ""))
