@@ -65,7 +65,7 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
         # Imported here, because zmq belongs to the optional extra "events".
         import zmq
 
-        # This module imports zmq and msgspec at its top.
+        # Imported here, because kv_events imports zmq and msgspec, which are optional.
         from tonnage.server.engines.kv_events import KVEventPublisher
 
         try:

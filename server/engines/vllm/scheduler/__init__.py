@@ -1,4 +1,4 @@
-"""Tonnage's admission inside vLLM.
+"""Tonnage's admission inside vLLM: a scheduler class that decides which requests start in a step.
 
 Start it with ``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``.
 
@@ -6,8 +6,8 @@ Start it with ``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.sch
 ``scheduler``         `TonnageScheduler`: hides requests that may not take part in a step from vLLM
 ``admission``         which requests start and which skip a step: `tonnage.cache.admission` with vLLM's figures
 ``account``           the blocks that running requests hold and may still need
-``groups``            vLLM's KV cache groups in the terms of admission
-``options``           ``--additional-config '{"tonnage": {...}}'`` and ``TONNAGE_*``
+``groups``            vLLM's KV cache groups as admission sees them
+``options``           options from ``--additional-config '{"tonnage": {...}}'`` and ``TONNAGE_*``
 ``report``            counts and blocks for our metrics
 ``pool``              vLLM's cached blocks and their evictions
 ``step_times``        the duration of each step
