@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean, nearest
 
-BAD_INPUT = 2  # exit code of a command that rejects its input
+BAD_INPUT = 2  # This is the exit code of a command that rejects its input.
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,13 +53,13 @@ class Parser(argparse.ArgumentParser):
             if word in ("-h", "--help") or word.startswith("--help="):
                 print(self.help_about(word.partition("=")[2]), end="")
                 raise SystemExit(0)
-        # With several models, names may stand before and after options.
+        # If the command takes several models, their names may stand before and after options.
         many = any(action.nargs in ("*", "+") for action in self._get_positional_actions())
         parse = self.parse_known_intermixed_args if many else self.parse_known_args
         found, rest = parse(words, namespace)
         if rest:
             self._refuse(rest)
-        for action in self._actions:  # an unset variable in --html "$FILE" gives an empty value
+        for action in self._actions:  # An unset variable, as in --html "$FILE", is empty.
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
@@ -172,5 +172,5 @@ def _without_token(words: Sequence[str]) -> list[str]:
 def _width() -> int:
     try:
         return max(60, min(110, os.get_terminal_size().columns - 2))
-    except OSError:  # piped
+    except OSError:  # Output is piped, so the width is unknown.
         return 100

@@ -220,7 +220,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args(argv)
         return answer(args)
-    except SystemExit as stop:  # --help
+    except SystemExit as stop:  # --help was printed.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -279,7 +279,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
         settings = emit(plan, args.emit)  # This may raise an error, so it runs before anything is printed.
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
-        apart = args.emit or args.serve_line or args.markdown or args.csv  # another program reads stdout
+        apart = args.emit or args.serve_line or args.markdown or args.csv  # Another program reads stdout.
         print(line, file=sys.stderr if apart else sys.stdout)
     if settings is not None:
         print(settings, end="")

@@ -38,7 +38,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # a common "--" would make all options similar
+    return name.lower().replace("_", "-").lstrip("-")  # A shared "--" would make all options similar.
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:

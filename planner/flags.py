@@ -22,7 +22,7 @@ from tonnage.planner.model.dtypes import SPELLINGS
 from tonnage.planner.units import GiB, MiB, parse_count, parse_size
 
 MAX_COUNT = 1 << 31
-MAX_BYTES = 1 << 60  # one EiB
+MAX_BYTES = 1 << 60  # This is one EiB.
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
@@ -163,7 +163,7 @@ class Flag:
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # commas separate several values
+            words = [word.strip().lower() for word in text.split(",")]  # Commas separate several values.
             return ",".join(usual.get(word, word) for word in words)
         return text
 

@@ -17,7 +17,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.tables import FIRST, SCRIPT
 from tonnage.planner.units import gib
 
-# CSS class of each component that Plan.memory_rows lists
+# Memory component of a plan (Plan.memory_rows) -> CSS class of its colour
 _COLOURS = {
     "weights": "weights", "KV cache pool": "kv_pool", "activations": "activation", "framework": "framework",
     "CUDA graphs": "cuda_graph", "LoRA slots": "lora", "draft model": "draft", "free": "free",

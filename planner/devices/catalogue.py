@@ -143,8 +143,8 @@ def capability_of(name: str | None) -> tuple[int, int] | None:
     return found.capability if found else None
 
 
-# Compute capabilities of Orin, Thor, GB10 and similar devices, whose free GPU memory is the host's free memory
-# (vLLM's MemorySnapshot.measure uses psutil's available memory for them, utils/mem_utils.py, 0.32).
+# Compute capabilities of GPUs with unified memory (Orin, Thor, GB10), whose free memory is the host's free
+# memory (vLLM's MemorySnapshot.measure uses psutil's available memory for them, utils/mem_utils.py, 0.32).
 _UNIFIED = ((8, 7), (11, 0), (12, 1))
 
 
@@ -164,7 +164,7 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-# Files of the NVIDIA driver on Linux and on the Windows Subsystem for Linux
+# Files that exist if an NVIDIA driver is installed, on Linux and on the Windows Subsystem for Linux
 _DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
@@ -185,7 +185,7 @@ def local_gpu() -> Gpu:
         return find_gpu("cpu")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver: no NVIDIA GPU
+    except pynvml.NVMLError:  # Without a driver there is no NVIDIA GPU.
         return find_gpu("cpu")
     try:
         if not pynvml.nvmlDeviceGetCount():

@@ -59,6 +59,6 @@ def _limits(cgroup: Path, own: Path) -> list[int]:
                 text = (folder / name).read_text().strip()
             except OSError:
                 continue
-            if text.isdigit() and int(text) > 0:  # "max" means no limit
+            if text.isdigit() and int(text) > 0:  # The text "max" means no limit.
                 found.append(int(text))
     return found

@@ -22,7 +22,8 @@ from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import gib
 
-# ASKED has the flags of `tonnage plan` that fit-log accepts, _LOGGED the flags that a start-up log may contain.
+# ASKED lists the flags of `tonnage plan` that fit-log accepts. _LOGGED lists the flags that a start-up log may
+# contain.
 ASKED = (
     "gpu", "device_memory", "engine_version", "tensor_parallel_size", "gpu_memory_utilization", "dtype",
     "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpus",
@@ -42,7 +43,7 @@ _OTHER_NAMES = {"cpu_offload_bytes": "cpu_offload_gb"}
 _ASSUMED = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 """Terms that only a run of the engine determines, by their names in a log."""
-_ENDLESS = 1 << 50  # stands for a device whose memory is not known
+_ENDLESS = 1 << 50  # This size stands for a device with unknown memory.
 # Logged weights may differ by this share from the size computed from files alone (0.1 % in
 # tests/data/field_reports.jsonl).
 _EXACT = 0.001
@@ -219,7 +220,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
-    if engine_of(flags.engine).sized_by_context:  # It allocates the context on any device.
+    if engine_of(flags.engine).sized_by_context:  # Device memory is irrelevant.
         if flags.max_model_len is None:
             raise DeploymentError(
                 "the log says neither n_ctx nor the cells of a cache",
@@ -326,7 +327,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
-    if (beside := stage.runtime.beside) is not None:  # The utilization limit excludes these.
+    if (beside := stage.runtime.beside) is not None:  # Graphs are outside the utilization limit.
         planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():

@@ -19,7 +19,7 @@ from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.errors import ConfigError, printable
 
 MAX_LOG_BYTES = 256 << 20
-_LONGEST_RECORD = 200  # most lines of a wrapped record; the longest known one has 60 lines
+_LONGEST_RECORD = 200  # A wrapped record has at most this many lines (60 were seen).
 
 # Colour codes in the spellings of terminals, JSON and Java escapes, and cat -v
 _COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033|#033|\^\[)\[[0-9;]*[mK]")

@@ -182,7 +182,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args([_as_value(word) for word in argv])
         return _run(args)
-    except SystemExit as stop:  # --help
+    except SystemExit as stop:  # --help was printed.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)

@@ -157,7 +157,8 @@ FLOATS = (
     FloatFormat("tf32", 8, 10, 32, "infinity", scale="19 bits used, stored in 4 bytes"),
     FloatFormat("fp16", 5, 10, 16, "infinity"),
     FloatFormat("bf16", 8, 7, 16, "infinity"),
-    # OCP OFP8 1.0 allows a conversion to saturate or to give NaN. torch 2.13's .to() saturates E4M3, not E5M2.
+    # For a too large value, OCP OFP8 1.0 allows a conversion to saturate or to give NaN. torch 2.13's .to()
+    # saturates E4M3, not E5M2.
     FloatFormat(
         "fp8_e4m3",
         4,
@@ -174,7 +175,7 @@ FLOATS = (
 
 INTEGERS = (("int8", -128, 127, 8), ("int4", -8, 7, 4))
 
-# QLoRA, arXiv 2305.14314, appendix E
+# The 16 values of the NF4 format (QLoRA, arXiv 2305.14314, appendix E)
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,

@@ -148,7 +148,7 @@ def _k8s_resources(plan: Plan) -> str:
 
 
 def _resources(plan: Plan, indent: str) -> str:
-    # The request equals the limit, so that the scheduler reserves all planned memory.
+    # The pod's memory request equals its limit, so that the Kubernetes scheduler reserves all planned memory.
     limit = memory_limit_bytes(plan)
     memory = "" if limit is None else f"{indent}  memory: {limit // MiB}Mi\n"
     devices = f"{indent}  nvidia.com/gpu: {gpus(plan)}\n" if gpus(plan) else ""
@@ -176,7 +176,7 @@ def _helm_values(plan: Plan) -> str:
             lines.append(f"  {name}: {_quoted(value) if isinstance(value, str) else value}")
     limit, shared = memory_limit_bytes(plan), shared_memory_bytes(plan)
     lines.append("resources:")
-    # 0 means no limit, because the host memory is not known.
+    # The value 0 means no limit; it is used if the host memory is not known.
     lines.append(f"  memoryBytes: {limit or 0}")
     if gpus(plan):
         lines.append(f"  gpus: {gpus(plan)}")
@@ -184,7 +184,7 @@ def _helm_values(plan: Plan) -> str:
         # NCCL, the workers' queues and a KV tier use /dev/shm, which has 64 MiB in a container by default.
         lines.append(f"sharedMemoryBytes: {shared}")
     if gpus(plan) and (options := engine_of(plan.deployment.engine).own_flags(plan.deployment)):
-        # Flags of `vllm serve` that are no settings of `tonnage serve`.
+        # These are flags of `vllm serve` that `tonnage serve` does not have.
         lines += ["vllmServe:", f"  args: [{', '.join(map(_quoted, options))}]"]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
-_OTHER_COLUMNS = 68  # width of the columns beside the bar
+_OTHER_COLUMNS = 68  # The columns beside the bar have this width.
 
 
 def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:

@@ -42,7 +42,7 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     """Run `tonnage plan` or `tonnage train` and return (exit code, standard output, standard error)."""
     argv = list(argv)
     if argv:
-        with suppress(TonnageError):  # the command reports the error itself
+        with suppress(TonnageError):  # The command reports the error itself.
             keep(resolve_model(argv[0]))  # The model is kept so that a long header is read only once.
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):

@@ -15,7 +15,7 @@ from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 _DATA = Path(__file__).parent / "data"
 _FIELD = "--build"
 _KEEPER = "offline.js"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time stamp makes the archive reproducible
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # A fixed time stamp makes the archive reproducible.
 
 
 def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> None:
@@ -44,7 +44,7 @@ def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> No
             if kept:
                 _keep(made)
             (folder / "pyodide").mkdir(parents=True, exist_ok=True)
-            for path in [path for path in made.rglob("*") if path.is_file()]:  # other files stay
+            for path in [path for path in made.rglob("*") if path.is_file()]:  # Other files in the folder stay.
                 os.replace(path, folder / path.relative_to(made))
     except OSError as error:
         raise PageError(f"cannot be written: {error.strerror}", field=_FIELD, hint=str(folder)) from None
@@ -78,7 +78,7 @@ def planner_files() -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.suffix in (".py", ".json") and _DATA not in path.parents and "_tonnage" not in path.parts
     }
-    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # installed, checkout
+    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # in a wheel, in a checkout
         if first.is_file():
             files["tonnage/__init__.py"] = first.read_bytes()
     return files

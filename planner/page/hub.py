@@ -92,7 +92,7 @@ class BrowserRemote(Remote):
                 try:
                     self._headers[name] = self.header(name)
                 except _Pending:
-                    continue  # all headers are requested together
+                    continue  # The missing headers are requested together.
         if self.wanted:
             raise _Pending
         return [self._headers[name] for name in names]

@@ -22,7 +22,7 @@ FILES = {
     "python_stdlib.zip": "fa1957e5777068fc4f7437f96d860ae2fbe9c19732ba06c84e004ec16dd7dd7a",
     "pyodide-lock.json": "5dc2fc119108bc148c7457dc86e7675b5c87e1cafd420b9c34c1eaef7b36c010",
 }
-SHIPPED = Path(__file__).parent / "data" / "pyodide"  # exists in builds after `make pyodide`
+SHIPPED = Path(__file__).parent / "data" / "pyodide"  # `make pyodide` fills it before a build
 
 
 class PageError(TonnageError):

@@ -90,9 +90,9 @@ def resolve_model(model: str) -> ModelSource:
         raise ModelNotFound(f"{model!r} is not a name", field="model")
     try:
         return _local(Path(model).expanduser(), model) or _hub(model)
-    except OSError as error:  # no permission, a name too long
+    except OSError as error:  # Causes are a missing permission or a name that is too long.
         raise ModelNotFound(f"{model[:120]!r}: {error.strerror}", field="model", hint=_HINT) from None
-    except RuntimeError as error:  # ~user that does not exist
+    except RuntimeError as error:  # The user in a path ~user does not exist.
         raise ModelNotFound(f"{model[:120]!r}: {error}", field="model", hint=_HINT) from None
 
 
@@ -148,7 +148,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # limits of the size of pictures
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # These files limit the size of pictures.
         if "vision_config" in config and (beside := folder / f"{name}.json").is_file():
             config[name] = load_config(beside)
     return config
@@ -171,7 +171,7 @@ def _file(path: Path, model: str) -> ModelSource:
         )  # fmt: skip
     if path.is_file() and path.name in ("config.json", INDEX):
         return _folder(path.parent, str(path.parent))
-    if path.is_file() and path.suffix.lower() == ".json":  # a config.json under another name
+    if path.is_file() and path.suffix.lower() == ".json":  # The file is a config.json under another name.
         return ModelSource(model, str(path), load_config(path), "folder")
     if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(

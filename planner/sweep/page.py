@@ -10,7 +10,7 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import device_cell
 from tonnage.planner.units import gib
 
-_MOST_NAMED = 6  # GPUs named in a page's head
+_MOST_NAMED = 6  # A page's head names at most this many GPUs.
 _LEGEND = (("weights", "weights"), ("activation", "runtime, LoRA slots and draft"),
            ("kv_pool", "KV cache pool"), ("free", "left over"))  # fmt: skip
 

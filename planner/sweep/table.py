@@ -10,7 +10,7 @@ from tonnage.planner.screen import Screen
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import GiB
 
-_Column = tuple[str, str, Callable[[SweepRow], str]]  # (title, aligned side, function from row to text)
+_Column = tuple[str, str, Callable[[SweepRow], str]]  # (title, alignment, function from row to text)
 
 
 def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], file: TextIO) -> None:

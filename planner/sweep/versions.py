@@ -92,7 +92,7 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # a version in between may reject what both ends accept
+        except TonnageError:  # A version in between may reject the flags.
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))

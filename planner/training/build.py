@@ -25,7 +25,7 @@ from tonnage.planner.training.values import Kernels
 from tonnage.planner.training.verdict import judge, notes_of
 from tonnage.planner.units import ceil_div
 
-DEFAULT_LENGTH = 2048  # The length in tokens without --sequence-length; a shorter model limit replaces it.
+DEFAULT_LENGTH = 2048  # tokens per sequence without --sequence-length; a shorter model limit replaces it
 
 
 _METHOD = attrgetter(
@@ -86,7 +86,7 @@ class Planner:
         return self._trained[key]
 
     def states(self, setup: TrainingSetup, stage: int) -> States:
-        """Return the model states of one rank of a pipeline stage, in bytes."""
+        """Return the model states of one rank of the pipeline stage with index `stage`, in bytes."""
         key = (_METHOD(setup), _STATES(setup), stage)
         found = self._states.get(key)
         if found is None:
@@ -143,7 +143,8 @@ class Planner:
         architecture = self.model.architecture
         flight = 1
         if stages > 1:
-            # 1F1B schedule: a stage keeps the activations of one micro-batch for itself and each later stage
+            # Under the 1F1B pipeline schedule, a stage keeps the activations of one micro-batch for itself and
+            # one for each later stage.
             flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
         shape = StageShape(
             len(stage_of(architecture, setup, stage)),
@@ -171,13 +172,13 @@ class Planner:
     def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
         """Return the bytes by which the peak may be (lower, higher) than planned.
 
-        The bounds cover what a compiler chooses to keep, which of torchtune's two RMSNorms runs, and how an
-        8-bit optimizer computes. The upper bound of fp8 is the same setup in 16 bits. The lower bound of tensor
+        The bounds cover the tensors that a compiler may keep, torchtune's two RMSNorms, and an 8-bit
+        optimizer's fp32 copies. The upper bound of fp8 is the same setup in 16 bits. The lower bound of tensor
         parallelism adds sequence parallelism, which also divides the residual stream.
         """
         kernels = kernels_of(setup)
         low = high = kernels
-        if kernels.compiled == "least":  # the stack's own kernels keep least
+        if kernels.compiled == "least":  # The stack's own kernels keep the fewest tensors.
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")
@@ -220,7 +221,7 @@ class Planner:
         return max(plans, key=TrainingPlan.total)
 
     def _stage(self, setup: TrainingSetup, stage: int, brief: bool) -> TrainingPlan:
-        """Return the plan of one pipeline stage."""
+        """Return the training plan of one rank of the pipeline stage with index `stage`."""
         model, trained = self.model, self.trained(setup)
         states = self.states(setup, stage)
         convention = convention_of(setup)

@@ -11,7 +11,7 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of
 from tonnage.planner.training.tricks import Trick, tried_with
 
-MOST_TRIED = 400  # One plan takes 1 to 2 ms; 400 cover all pairs of 20 tricks and the best triples.
+MOST_TRIED = 400  # A plan takes 1 to 2 ms. 400 plans cover all pairs of 20 tricks and the best triples.
 _MOST_AT_ONCE = 4
 
 

@@ -104,7 +104,7 @@ def run(argv: list[str]) -> int:
     """Run `tonnage train` with `argv` (without the sub-command's name) and return the exit code."""
     try:
         args = parser().parse_args(argv)
-    except SystemExit as stop:  # --help
+    except SystemExit as stop:  # --help was printed.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)

@@ -110,12 +110,12 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         hpz = setup.hpz_partition_size
         each = 1 if setup.quantized_weights else weight
         add("all-gather", "weights, forward", each * p // weight, each * p, ranks, steps, "micro-batch")
-        if hpz > 1:  # the node holds a second copy, so no bytes are sent between nodes
+        if hpz > 1:  # The node holds a second copy, so nodes exchange no bytes.
             add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, steps, "micro-batch")
         else:
             add("all-gather", "weights, backward", each * p // weight, each * p, ranks, steps, "micro-batch")
         if setup.quantized_gradients:
-            # int4 all-to-all instead of a reduce-scatter (arXiv 2306.10209 section 3.3)
+            # ZeRO++ replaces the reduce-scatter by an int4 all-to-all (arXiv 2306.10209 section 3.3).
             add("all-to-all", "gradients, int4", trained // 4, ceil_div(trained, 2), ranks)
             high = ceil_div(trained, 2) * (steps - 1)
         else:
@@ -129,8 +129,9 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         add("all-reduce", "gradients", 2 * trained, 2 * grad * trained, ranks)
     layers_here = max(1, setup.pipeline_parallel)
     if setup.tensor_parallel > 1:
-        # two all-reduces forward, two backward in each layer (arXiv 1909.08053); Sequence parallelism replaces
-        # each all-reduce by an all-gather and a reduce-scatter of the same volume.
+        # Tensor parallelism runs two all-reduces forward and two backward in each layer (arXiv 1909.08053).
+        # Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter of the same
+        # volume.
         size = 2 * 4 * activation_bytes
         add("all-reduce", "activations of tensor parallelism", size // 2, size, setup.tensor_parallel, steps,
             "micro-batch")  # fmt: skip

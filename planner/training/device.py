@@ -5,8 +5,9 @@ from __future__ import annotations
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.training.setup import TrainingSetup
 
-# flash-attn 2.8, csrc/flash_attn/flash_api.cpp: "FlashAttention only supports Ampere GPUs or newer", "only
-# support fp16 and bf16 data type". Transformer Engine 2, pytorch/fp8.py check_fp8_support: 8.9 or higher.
+# Lowest compute capability for each feature. flash-attn 2.8, csrc/flash_attn/flash_api.cpp: "FlashAttention
+# only supports Ampere GPUs or newer", "only support fp16 and bf16 data type". Transformer Engine 2,
+# pytorch/fp8.py check_fp8_support: 8.9 or higher.
 FLASH, FP8, BF16 = (8, 0), (8, 9), (8, 0)
 
 

@@ -224,16 +224,17 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     if router.kind in ("softmax-chosen", "softmax-typed"):
         t.save(chosen)
         return t.like(chosen, given if router.kind == "softmax-chosen" else width)
-    t.save(t.new(e.count, width, True))  # softmax and sigmoid keep their result
+    t.save(t.new(e.count, width, True))  # Softmax and sigmoid keep their result.
     groups, taken = router.groups
     if grouped and groups:
         best = 2 if router.kind == "sigmoid-groups" else 1
-        # kept: indices of each group's best experts, indices of the chosen groups, mask of the other groups
+        # Autograd keeps the indices of each group's best experts, the indices of the chosen groups, and the
+        # mask of the other groups.
         t.save(t.new(best * groups, 8, False))
         t.save(t.new(taken, 8, False))
         t.save(t.new(e.count, 1, False))
     if router.normed:
-        t.save(t.like(chosen))  # the division in place keeps a copy of its input
+        t.save(t.like(chosen))  # The division in place keeps a copy of its input.
         t.save(t.new(1, width, True))
     if clamped:
         t.save(t.new(1, width, True))

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from tonnage.planner.units import ceil_div
 
-# bitsandbytes 0.50, optim/optimizer.py: min_8bit_size, the block size of block-wise states, and two dynamic
-# maps of 256 fp32 values that all tensors of a device share.
+# Constants of bitsandbytes 0.50, optim/optimizer.py: the smallest tensor with 8-bit states (min_8bit_size), the
+# block size of these states, and two maps of 256 fp32 values that all tensors of a device share.
 BNB_MIN_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MAPS_BYTES = 2 * 256 * 4
-STEP_BYTES = 4  # torch.optim: one fp32 counter per tensor, on the host unless fused or capturable
+STEP_BYTES = 4  # torch.optim has one fp32 counter per tensor, on the host unless fused or capturable.
 
 
 class Optimizer(NamedTuple):

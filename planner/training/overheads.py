@@ -11,8 +11,8 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import States
 from tonnage.planner.units import GiB, MiB
 
-# ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp (2.13): ":4096:2:16:8" before Hopper, ":4096:8" on Hopper. The
-# forward thread and autograd's thread have one workspace each.
+# Default cuBLAS workspaces in torch 2.13 (ATen/cuda/CUDABlas.cpp, CublasHandlePool.cpp) are ":4096:2:16:8"
+# before Hopper and ":4096:8" on Hopper. The forward thread and autograd's thread have one workspace each.
 CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_WORKSPACE_HOPPER = 8 * 4096 * 1024
 

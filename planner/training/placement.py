@@ -16,7 +16,7 @@ PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit
 NVME_OPTIMIZER_BUFFERS = 4  # offload_optimizer buffer_count, each of the largest tensor's states
-INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # additional_buffer_factor 1.5 of its estimators
+INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 1.5 is DeepSpeed's additional_buffer_factor.
 
 
 class HostBytes(NamedTuple):
@@ -113,7 +113,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
         if stack_of(setup).shards_ends and setup.method == "full":
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
-        elif stack_of(setup).shards_ends:  # custom_sharded_layers is commented out in torchtune's configs.
+        elif stack_of(setup).shards_ends:  # torchtune's configs leave custom_sharded_layers unset.
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
         high = size

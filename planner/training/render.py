@@ -106,7 +106,7 @@ def headline(plan: TrainingPlan) -> list[str]:
 
 
 def bounds(line: Line) -> str:
-    """Return the interval of a line as text."""
+    """Return the lower and upper bound of a plan line as text, `exact` if they are equal."""
     return "exact" if line.low == line.high else f"{gib(line.low)} to {gib(line.high)}"
 
 
@@ -152,13 +152,13 @@ def verdict(plan: TrainingPlan) -> list[str]:
 
 
 def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
-    """Return the table of tricks as lines."""
+    """Return the table of memory-saving tricks as lines of text."""
     return ["", "What would help (time relative to this setup at an A100's 40 %, transfers not hidden):",
             *_trick_rows(rows)]  # fmt: skip
 
 
 def _trick_rows(rows: tuple[Trick, ...]) -> list[str]:
-    """Return one or two lines per trick."""
+    """Return one or two lines of text per memory-saving trick."""
     out = []
     for t in rows:
         fits = {True: "fits", False: "does not fit", None: ""}[t.fits]

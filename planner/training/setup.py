@@ -29,8 +29,8 @@ def _capability(text: str, field: str) -> str:
 class TrainingSetup:
     """A training setup: one field per flag of `tonnage train`, from which options and checks are generated.
 
-    Sizes are in bytes, bandwidths in bytes per second and direction. For a flag left at None the planner
-    chooses a value and reports it. planner/flags.py generates the options.
+    Sizes are in bytes, bandwidths in bytes per second and direction. A value of None lets the planner choose;
+    the plan reports the choice. planner/flags.py generates the options.
     """
 
     stack: str | None = flag(
@@ -61,7 +61,7 @@ class TrainingSetup:
     optimizer_in_backward: bool = flag(
         False, "update each parameter in the backward pass and free its gradient at once", group=_METHOD
     )
-    optimizer_kernel: str | None = flag(  # temporary copies during the step (step.py)
+    optimizer_kernel: str | None = flag(  # step.py computes the temporary copies of each kernel.
         None, "kernel of the step (default: foreach; fused with DeepSpeed or an fp32 master)", group=_METHOD,
         choices=("foreach", "fused"),
     )  # fmt: skip

@@ -22,7 +22,7 @@ _FIRST_STAGE = ("vision", "audio", "projector", "encoder")
 
 
 class Shards(NamedTuple):
-    """Number of ranks among which weights, gradients and optimizer states are sharded; 1 means replicated."""
+    """The numbers of ranks that share weights, gradients and optimizer states; 1 means replicated."""
 
     weights: int
     gradients: int

@@ -13,7 +13,7 @@ from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.units import ceil_div
 
-REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # A100 data sheet: 312 TFLOP/s bf16; 40 % of it is usual in training
+REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # an A100's 312 TFLOP/s in bf16 x 40 %, usual in training
 PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction
 # NVMe bytes per second of one fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per
 # DGX-2 node of 16 GPUs.
@@ -50,7 +50,7 @@ def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) 
     """Return the FLOPs of one forward pass as (matrices of the layers, head, attention scores).
 
     A weight takes 2 FLOPs per token. Causal attention scores and their product with V take 2 x heads x head
-    size x length FLOPs per token.
+    size x length FLOPs per token and layer.
     """
     architecture = planner.model.architecture
     layers = sum(h.elements * h.count for h in trained.held if h.layers[0] is not None and len(h.shape) > 1)

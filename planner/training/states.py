@@ -119,7 +119,7 @@ def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, 
         shape, ranks = split(held, setup), everywhere
         if held.role == "expert" and setup.expert_parallel > 1:
             ep = setup.expert_parallel
-            if len(shape) > 2:  # all experts of a layer in one tensor
+            if len(shape) > 2:  # One tensor holds all experts of a layer.
                 shape = (ceil_div(shape[0], ep), *shape[1:])
             else:
                 count = ceil_div(count, ep)
@@ -166,7 +166,7 @@ def states_on_rank(
         if not held.trainable and held.frozen_bytes < n:  # quantized
             packed = max(packed, n)
         if not held.trainable:
-            # the packed bytes of a quantized tensor are sharded like its elements
+            # The packed bytes of a quantized tensor are sharded in proportion to its elements.
             bytes_whole = ceil_div(held.frozen_bytes * n, held.elements)
             frozen += ceil_div(bytes_whole * w, n) if w != total else bytes_whole * count
             full_frozen += bytes_whole * count

@@ -21,7 +21,7 @@ IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 # Activation functions composed of single operations (transformers 5.19, activations.py) -> number of tensors
 # that they keep besides their input
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
-CLAMPED = "clamped-swiglu"  # the gate of gpt-oss's experts, which ACT2FN does not have
+CLAMPED = "clamped-swiglu"  # The activation of gpt-oss's experts is not in ACT2FN.
 ACTIVATIONS = frozenset(
     (
         "silu",
@@ -155,7 +155,7 @@ class Tape:
         inputs = self.cast(x, width)
         feed_forward = name.endswith(IA3_FEED_FORWARD)
         if adapted and self.method == "ia3" and feed_forward:
-            # IA3 scales a feed-forward module's input in fp32, and the product keeps that input
+            # IA3 scales a feed-forward module's input in fp32, and autograd keeps that input.
             self.save(self.cast(x, 4))
             if x.grad:
                 self.save(Value(Extent(fixed=into), 4, False))
@@ -310,7 +310,7 @@ class Tape:
         if kind == "gelu_new":
             self.save(self.cast(x, wide))
             self.save(out)  # x / 2
-            for _ in range(2):  # tanh, 1 + tanh
+            for _ in range(2):  # Kept are tanh and 1 + tanh.
                 self.save(self.like(x, wide))
             return self.like(x, wide)
         self.save(x)
@@ -349,7 +349,7 @@ class Tape:
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
-            self.save(Value(Extent(fixed=count), 4, False))  # end offset of each expert's tokens
+            self.save(Value(Extent(fixed=count), 4, False))  # These are the experts' end offsets.
         if self.trains:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
@@ -366,7 +366,7 @@ class Tape:
         """Return gpt-oss's gated unit: (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c)."""
         if gate.grad:
             self.save(gate)
-            for _ in range(4):  # g, the sigmoid, up + 1, the gated linear unit
+            for _ in range(4):  # Kept are g, the sigmoid, up + 1 and the gated linear unit.
                 self.save(self.like(gate))
         return self.like(up)
 
@@ -386,7 +386,7 @@ class Tape:
             if x.grad and self.kernels.tables == "taken":
                 self.save(
                     Value(Extent(token=tables[0].size.position), 4, False)
-                )  # cos and sin of dim / 2 pairs
+                )  # These are cos and sin of dim / 2 pairs.
             return self.like(x)
         if x.grad:
             for table in tables:
@@ -422,7 +422,7 @@ class Tape:
         """
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
-        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # one KV head expands as a view
+        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # One KV head needs no copy.
         if self.attention == "eager":
             if upcast:
                 width = self.compute if self.autocast else v.width
@@ -434,7 +434,7 @@ class Tape:
                 sinks=sinks,
             )  # fmt: skip
         if broadcast and kv_heads != heads and self.attention == "sdpa":
-            # SDPA's math kernel repeats K and V and computes in fp32
+            # Here SDPA runs its math kernel, which repeats K and V and computes in fp32.
             q = self.new(heads * head, 4, q.grad, split=True)
             k, v = self._repeated(k, v, sizes) if repeat else (self.like(k), v)
             k, v = self.cast(k, 4), self.cast(v, 4)
@@ -450,7 +450,8 @@ class Tape:
                 self.save(tensor)
             self.save(self.new(heads, 4, True, split=True))  # log-sum-exp
             if self.attention == "sdpa" and (masked or self.explicit_mask):
-                # the boolean mask becomes an additive one of the queries' type, kept by every layer
+                # SDPA turns the boolean mask into an additive mask of the queries' dtype, and every layer keeps
+                # it.
                 self.save(Value(Extent(mask=1), width, False))
         return self.like(out) if heads_first else out
 
@@ -489,14 +490,14 @@ class Tape:
             self.save(self._operand(k))
         if grad:
             if softcap:
-                self.save(scores(width, True))  # tanh keeps its result
+                self.save(scores(width, True))  # The soft cap's tanh keeps its result.
             weights = scores(softmax, True)
             kept = weights
             if sinks:  # A sink adds one score per query; autograd keeps the index of the largest.
                 kept = Value(Extent(score=heads, token=heads), softmax, True, True)
                 self.save(self.new(heads, 8, False, split=True))
                 weights.base = kept
-            self.save(kept)  # softmax keeps its result
+            self.save(kept)  # Softmax keeps its result.
         else:
             weights = scores(width, False)
         weights = self.cast(weights, given)
