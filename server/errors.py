@@ -174,7 +174,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "
 
 
 def stopping() -> ApiError:
-    """Return the error for a request that a stopping server cuts off."""
+    """Return the error (server_stopping) for a request that is cut off because the server stops."""
     return ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
 
 

@@ -68,7 +68,7 @@ class ServerState:
 
     @property
     def started(self) -> bool:
-        """Whether the engine has loaded."""
+        """Whether the engine has loaded the model."""
         return self.ready_at is not None
 
     @property
@@ -91,7 +91,7 @@ class ServerState:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the engine's memory."""
+        """The plan by which the engine's memory is allocated."""
         return self.engine.plan
 
     @property
@@ -111,7 +111,7 @@ class ServerState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names in the API of the model and of its LoRA adapters."""
+        """Names of the model and of its LoRA adapters in the API."""
         return (self.model_name, *(module.name for module in self.loras))
 
     def check_model(self, name: str) -> str:

@@ -33,7 +33,7 @@ _STARTS = {
 
 
 def docs_router(title: str) -> APIRouter:
-    """Return the routes of /docs, /redoc and their files; ``title`` is the title of both pages."""
+    """Return a FastAPI router for /docs, /redoc and their files; ``title`` is the title of both pages."""
     router = APIRouter(include_in_schema=False)
     # The package is looked up only here, so that a command can first name the missing extra.
     static = files(_FILES) / "static"

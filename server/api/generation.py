@@ -85,7 +85,7 @@ class Generator:
         return self._sequences
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of a prompt; a long text is encoded in a thread."""
         (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
         return ids
 

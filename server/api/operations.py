@@ -81,7 +81,7 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.get("/memory")
     async def memory(request: Request) -> dict[str, Any]:
-        """Return the plan beside the measured bytes.
+        """Return the memory plan together with the measured bytes.
 
         The report also has the KV pool by state, the tokens that can still be reserved, and running and waiting
         requests. It says since when the server is ready, and how long all requests in flight will take.

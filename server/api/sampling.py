@@ -32,7 +32,7 @@ STOP_EXPECTED = "a string or a list of at most 4 strings"
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
+    """OpenAI's ``stream_options``: whether a streamed answer also reports its token usage."""
 
     model_config = STRICT
 

@@ -29,7 +29,7 @@ _REACH_SECONDS = 3.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run one conversion and return the exit code."""
+    """Run the conversion or the download that `arguments` name, and return the exit code."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout; send that to stderr, because stdout is reserved for the result

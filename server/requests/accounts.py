@@ -129,7 +129,7 @@ class Ticket:
         self.reserved = 0  # upper bound of the request's tokens, set when it goes to the engine
 
     def submitted(self) -> None:
-        """Record that the request goes to the engine."""
+        """Record that the request goes to the engine, and count the tokens that it may need."""
         if self.submission is not None:
             self.reserved = self.submission.most_tokens
             self._accounts._reserved += self.reserved

@@ -64,7 +64,7 @@ class KeyRing:
 
 
 def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
-    """Load the keys of ``--api-key`` and ``--api-key-file``.
+    """Load the API keys given by ``--api-key`` and in the file of ``--api-key-file``.
 
     Raises:
         DeploymentError: A key is invalid; the message names the entry, never the key.

@@ -14,8 +14,8 @@ def shared_prefix(
 ) -> tuple[int, ...]:
     """Return the first tokens that all chats with the system prompt in the file ``path`` share.
 
-    Without a chat template (of the model, or in the file ``chat_template``), they are the tokens with which a
-    completion's prompt begins when it begins with this text.
+    Without a chat template (of the model, or in the file ``chat_template``), the prompt is taken for a
+    completion that begins with this text.
 
     Raises:
         DeploymentError: The file cannot be read, or its tokens do not fill one KV block of ``block_size``

@@ -19,7 +19,7 @@ class Output(Protocol[_Shown]):
         """Show an observation of the watched server."""
 
     def lost(self, error: WatchError) -> None:
-        """Show that the server does not answer."""
+        """Show that the watched server did not answer; `error` has the reason."""
 
 
 def watch(

@@ -18,7 +18,7 @@ _BAR, _NEARLY_FULL = 40, 0.9
 
 
 def headline(now: Observation) -> list[str]:
-    """Return the lines that name the server and its plan."""
+    """Return the first lines of an observation, which name the server and its plan."""
     facts, planned = now.facts, now.planned
     version = f" {facts.version}" if facts.version else ""
     lines = [f"{facts.title}{version} at {now.url}" + (f", serving {facts.served}" if facts.served else "")]
@@ -33,7 +33,7 @@ def _rows(now: Observation) -> list[Row]:
 
 
 def line(now: Observation) -> str:
-    """Return an observation as one line."""
+    """Return an observation's requests, KV pool, headroom and rates as one line."""
     return f"{time.strftime('%H:%M:%S', time.localtime(now.at))} " + "; ".join(_parts(now))
 
 

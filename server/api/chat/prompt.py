@@ -13,7 +13,7 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import ChatTemplate
 
-# Names that chat_template_kwargs may not set: the template's own arguments, and Jinja's name for the template.
+# Names that chat_template_kwargs must not set, because the server or Jinja itself passes them to the template.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
 
 

@@ -141,7 +141,7 @@ class NamedFunction(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """A ``tool_choice`` that requires a call of one function."""
+    """A value of ``tool_choice`` that forces the model to call one named function."""
 
     model_config = STRICT
 
@@ -200,7 +200,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChoiceLogprobs(BaseModel):
-    """Log probabilities of one choice."""
+    """Log probabilities of the tokens of one choice."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -239,7 +239,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """A whole chat completion, as one JSON object."""
+    """A complete (not streamed) chat completion, as one JSON object."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -216,7 +216,7 @@ def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"
 
 
 class _ChatEvents(ChunkWriter):
-    """Writer of the chunks of a streamed chat completion."""
+    """Writer of the server-sent chunks of one streamed chat completion."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
 

@@ -221,7 +221,7 @@ class CompletionService(OpenAIEvents):
         )
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
-        """Return the prompts; a request with ``suffix`` gets them in the model's fill-in-the-middle format."""
+        """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
         items = _as_list(request.prompt)
         if not request.suffix:
             return items

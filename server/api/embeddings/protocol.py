@@ -19,7 +19,7 @@ Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fai
 
 
 class EmbeddingRequest(EngineBody):
-    """Body of POST /v1/embeddings."""
+    """Body of POST /v1/embeddings: the texts or token ids to embed, and the format of the vectors."""
 
     input: Text | Texts | TokenIds | Lists
     encoding_format: Literal["float", "base64"] | None = None
@@ -40,7 +40,7 @@ FIELDS = Fields(model=EmbeddingRequest, table=EMBEDDING, expected={"input": INPU
 
 
 class Embedding(BaseModel):
-    """One vector, as a list of floats or as base64 of little-endian 32-bit floats."""
+    """The embedding of one input, as a list of floats or as base64 of little-endian 32-bit floats."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -55,7 +55,7 @@ class EmbeddingUsage(BaseModel):
 
 
 class EmbeddingList(BaseModel):
-    """The whole answer: one embedding per input."""
+    """The complete answer of /v1/embeddings, with one embedding per input."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]

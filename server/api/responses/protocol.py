@@ -132,7 +132,7 @@ class FunctionTool(BaseModel):
 
 
 class NamedFunctionTool(BaseModel):
-    """A ``tool_choice`` that requires a call of one function."""
+    """A value of ``tool_choice`` that forces the model to call one named function."""
 
     model_config = STRICT
 

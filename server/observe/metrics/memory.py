@@ -64,5 +64,5 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
 
 
 def device_name(plan: Plan, rank: int) -> str:
-    """Return `cpu` for one host with any number of ranks, or `cuda:N` for rank N."""
+    """Return the label of a rank's device: `cpu` for rank 0 on a CPU, else device and rank such as `cuda:1`."""
     return f"{plan.deployment.device}:{rank}" if plan.deployment.device != "cpu" or rank else "cpu"

@@ -22,7 +22,7 @@ class CollectedPage(Page):
         self._families = families
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        """Add a histogram to the collected prometheus_client metrics."""
+        """Add a histogram, as a prometheus_client metric object."""
         family = self._metric(name, "histogram", text)
         count = 0
         for border, count in zip(

@@ -36,7 +36,7 @@ class LlamaCppServer:
         return "start it with --metrics" if "total_slots" in props else None
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return None: llama-server has no plan."""
+        """Return None, because a llama-server reports no plan of its own."""
         return None
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:

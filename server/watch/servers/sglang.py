@@ -52,7 +52,7 @@ class SGLangServer:
         return "start it with --enable-metrics" if _info(client) else None
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return None: SGLang has no plan."""
+        """Return None, because an SGLang server reports no plan of its own."""
         return None
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:

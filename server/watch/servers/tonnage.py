@@ -28,7 +28,7 @@ class TonnageServer:
         return samples.has_prefix("tonnage_") and client.get("/memory").status == 200
 
     def metrics_hint(self, client: Client) -> str | None:
-        """Return None: a Tonnage server always has metrics."""
+        """Return None: the metrics of a Tonnage server cannot be turned off."""
         return None
 
     def facts(self, client: Client, samples: Samples) -> ServerFacts:
