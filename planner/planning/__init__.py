@@ -1,1 +1,1 @@
-"""The plan of one model and deployment: completed flags, weights, pipeline stages, terms and the verdict."""
+"""The plan of one model and deployment: completed flags, weights, pipeline stages, memory terms and verdict."""

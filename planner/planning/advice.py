@@ -17,17 +17,20 @@ from tonnage.planner.units import gib
 
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
-# Another format or parallel size sums the weights again, at 10 us per tensor. Published models have at most
-# 2,201 tensors (DeepSeek-V4-Pro). A file with many more gets only changes that leave the weights unchanged.
+# Advice on another weight format or parallel size must sum the weights again, at 10 us per tensor. Published
+# models
+# have at most 2,201 tensors (DeepSeek-V4-Pro). For a file with more tensors than this limit, advice only
+# suggests
+# changes that leave the weights unchanged.
 _MOST_TENSORS = 10_000
 
 
 def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> tuple[str, ...]:
     """Return single changes of flags that make the model fit: flags first, then formats, then more memory.
 
-    Each entry is one line of text: the flag, how many sequences run at once, and their length in tokens.
-    `sizer` may be the one of an earlier plan of `source`; its sums are then reused. An empty tuple is returned
-    when the flags themselves are refused.
+    Each entry is one line of text: the flag, how many sequences run at once, and their length in tokens. The
+    result is empty if the engine refuses the flags themselves. `sizer` may come from an earlier plan of
+    `source`, to reuse its sums of weights.
     """
     sizer = sizer or Sizer(source)
     out: list[str] = []
@@ -49,7 +52,7 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
 
 
 def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]]:
-    """Yield (words, changed flags) for each single change worth planning, in the order in which to try them."""
+    """Yield (description, changed flags) for each single change worth planning, in order of preference."""
     chosen, rank = now.chosen.flags, now.worst.rank
     engine = engine_of(chosen.engine)
     longest = now.longest
@@ -64,7 +67,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # steps of 4, large enough to change the figures visibly
+    for seqs in (256, 64, 16):  # factors of 4 change the figures visibly
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (
@@ -96,5 +99,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Return the commands that serve `plan`: Tonnage's own, and the engine's own where it has one."""
+    """Return the commands that serve `plan`: Tonnage's own, and the engine's own if it has one."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

@@ -33,17 +33,17 @@ PLANNER_RULES = "1"
 def make_plan(model: str, deployment: Deployment) -> Plan:
     """Plan `model` (`demo`, a folder, a .gguf file or a hub id) under `deployment`.
 
-    A deployment that does not fit gives a plan with `fits` False and the `reasons`.
+    A deployment that does not fit also returns a plan, with `fits` False and the `reasons`.
 
     Raises:
-        TonnageError: for a model or flag that is not understood, as one of its subclasses: ModelNotFound,
+        TonnageError: the model or a flag is not understood. The error is one of the subclasses ModelNotFound,
             ConfigError, CheckpointError, UnsupportedArchitecture or DeploymentError.
     """
     return plan_source(resolve_model(model), deployment)
 
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
-    """Plan a model whose files `source` names; raise the errors of `make_plan`.
+    """Plan the model whose files `source` names, with the errors of `make_plan`.
 
     Pass the same `sizer` for several plans of one source, so that its weights are summed once.
     """
@@ -112,7 +112,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
-    """Return notes about config fields that the planner does not know, and about models without an adapter."""
+    """Return notes about config fields that the planner does not know, and about unknown model families."""
     if architecture.unread:
         names = printable(", ".join(architecture.unread))
         return (
@@ -143,7 +143,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
 
 
 def _margin_notes(size: Size) -> tuple[str, ...]:
-    """Return a warning where the planned pool fits one sequence but the lower end of its interval does not."""
+    """Return a warning if the planned pool holds one sequence, but its lower bound does not."""
     low = size.bounds[0]
     if size.reasons or low.blocks_per_sequence <= low.usable_blocks:
         return ()
@@ -154,19 +154,23 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
 
 
 def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
-    """Return one entry per GPU of one replica; all ranks of a pipeline stage hold the same bytes."""
+    """Return one RankPlan per GPU of one replica; all ranks of a pipeline stage hold the same bytes."""
     return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
 
 
 def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Return terms and notes from a checkpoint's index where its files are not available locally."""
+    """Compare the planned weights with a checkpoint's index, if its files are not available locally.
+
+    Returns:
+        Memory terms and notes from the comparison.
+    """
     if source.index is None:
         return (), ()
     return against_index(architecture, source.index, source.config, auto_dtype(source))
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
-    """Return the plan's description of the model, with the source from which its tensors are known (`via`)."""
+    """Return the plan's description of the model, including how its tensors are known (`via`)."""
     via: Literal["gguf", "adapter", "headers", "index", "meta"] = architecture.via
     if source.tensors is not None and via == "adapter":
         via = "gguf" if source.kind == "gguf" else "headers"
@@ -197,7 +201,7 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
 
         content.append(read_calibration(flags.calibration))
     whole = sizer.hash()
-    # the hash ends inside a JSON list of the model's parts; the flags continue and close that list
+    # The hashed text ends inside a JSON list of the model's parts. The flags continue and close that list.
     whole.update(f", {json.dumps(content, sort_keys=True)[1:]}".encode())
     digest: str = whole.hexdigest()
     return digest[:16]

@@ -1,14 +1,15 @@
 """Calibration of plans by measured engine starts, from the file that `tonnage fit-log --calibrate` writes.
 
-The file has one entry for each rank of each start. An entry holds the planned and the logged bytes of the terms
-that only a run decides. A plan uses the entries of its own engine, minor version and GPU:
+The file has one entry for each rank of each start. An entry holds the planned and the logged bytes of the
+memory terms that only a run shows. A plan uses the entries of its own engine, minor version and GPU:
 
 * Framework: the median of the logged values under the same tensor and pipeline parallelism.
 * Activations and CUDA graphs: the planned value times the median of logged / planned. Starts of models of the
-  same shape are preferred; without one, all starts count.
+same shape are preferred; without one, all starts count.
 
 A calibrated interval covers all measured values. It extends beyond them by half the width of the plan's own
-interval, divided by the number of starts plus one: one start halves the doubt, nine leave a tenth of it.
+interval, divided by the number of starts plus one: with one start the margin is halved, with nine it is a
+tenth.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tonnage.planner.plans import Resolved
 
 FORMAT = 1
 TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")
-# Relative difference of two figures of one device's memory: engines log 0.01 GiB, catalogues round otherwise.
+# Two memory sizes belong to the same device if they differ by at most this share. Engines log 0.01 GiB, and
+# catalogues round differently.
 _SAME_DEVICE = 0.01
 
 Entry = dict[str, Any]
@@ -51,7 +53,10 @@ def read_calibration(path: str) -> list[Entry]:
 
 @cache
 def _read(path: str, changed: int) -> list[Entry]:
-    """Return the checked entries of a calibration file; `changed` (mtime in ns) is part of the cache key."""
+    """Return the checked entries of a calibration file, cached by path and modification time.
+
+    `changed` is the modification time in nanoseconds.
+    """
     try:
         content = json.loads(Path(path).read_text())
         if content["tonnage_calibration"] != FORMAT:
@@ -82,15 +87,15 @@ def _check(entry: Entry) -> None:
 
 
 def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
-    """Return the fields shared by models whose steps need equal memory, the same on every rank."""
+    """Return the sizes on which the memory of one step depends, equal for every rank."""
     return [architecture.class_name, architecture.hidden_size, architecture.vocab_size, flags.dtype]
 
 
 def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
-    """Return `runtime` with the terms measured by starts in the file of --calibration.
+    """Return `runtime` with terms replaced by values measured in the starts of the --calibration file.
 
     Raises:
-        DeploymentError: if the file is not a calibration file.
+        DeploymentError: the file is not a calibration file.
     """
     if chosen.flags.calibration is None:
         return runtime
@@ -111,7 +116,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
     after = (changed.framework, changed.activation, changed.graphs)
     if runtime.sum_interval is None or after == before:
         return changed
-    # the interval of the sum narrows in proportion to the intervals of its terms
+    # The interval of the sum narrows in proportion to the intervals of its terms.
     width = sum(e.high - e.low for e in before)
     share = sum(e.high - e.low for e in after) / width if width else 1.0
     low, high = (int((bound - runtime.total) * min(share, 1.0)) for bound in runtime.sum_interval)
@@ -119,7 +124,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
 
 
 def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
-    """Return a note on how many starts of the calibration file apply to this plan."""
+    """Return a note on how many engine starts of the calibration file apply to this plan."""
     flags = chosen.flags
     if flags.calibration is None:
         return ()
@@ -152,14 +157,14 @@ def _minor(flags: Deployment) -> str:
 
 
 def _measured(estimate: Estimate, entries: list[Entry]) -> Estimate:
-    """Return `estimate` replaced by the median of the logged framework bytes."""
+    """Return `estimate` with the median of the logged framework bytes as its value."""
     pairs = [entry["terms"].get("framework_bytes") for entry in entries]
     logged = [float(pair["logged"]) for pair in pairs if pair]
     return _around(estimate, logged, f"median of {len(logged)} logged")
 
 
 def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
-    """Return `estimate` of `term` scaled by the median of logged over planned bytes."""
+    """Return `estimate`, the memory term named `term`, multiplied by the median of logged / planned bytes."""
     pairs = [entry["terms"][term] for entry in entries if term in entry["terms"]]
     factors = [pair["logged"] / pair["planned"] for pair in pairs if pair["planned"] and pair["logged"] > 0]
     values = [estimate.value * factor for factor in factors]

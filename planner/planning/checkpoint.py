@@ -1,6 +1,6 @@
 """Size in bytes of a published checkpoint, computed from its config: the `total_size` that its index states.
 
-Old files also store buffers of the code that wrote them. They are recognized by the file's
+Old files also store buffers, which depend on the code that wrote the file. They are recognized by the file's
 `transformers_version` or `model_type`.
 """
 
@@ -23,7 +23,7 @@ from tonnage.planner.quantization.scheme import Quantization
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
-    """Smallest and largest bytes of a checkpoint; they differ only where NF4 offsets are stored as text."""
+    """Bounds of a checkpoint's bytes; they differ only for NF4, which stores some numbers as text."""
 
     low: int
     high: int
@@ -35,7 +35,8 @@ def checkpoint_size(
 ) -> CheckpointSize:  # fmt: skip
     """Return the bytes of all tensors in the checkpoint's files.
 
-    `copies` are the tied tensors that the files store as well. With None, they follow from the model family.
+    `copies` are the tied tensors that the files store in addition to the tensors they are tied to. With None,
+    they follow from the model family.
     """
     total = sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)
     total += _old_buffers(architecture, config, dtype)

@@ -1,4 +1,4 @@
-"""Completion of a `Deployment`: each flag left at None gets the engine's choice, or is refused by name."""
+"""Completion of a `Deployment`: flags left at None get the engine's defaults, invalid flags are refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deployment_of(given: Mapping[str, Any]) -> Deployment:
-    """Return the `Deployment` of the given fields, with defaults that follow from the other fields.
+    """Return the `Deployment` of the given fields, with defaults that depend on the other fields.
 
-    The engine defaults to vllm where a GPU or an engine version is given, else to hf. A draft model defaults to
-    one drafted token per step.
+    The engine defaults to vllm if a GPU or an engine version is given, else to hf. With a draft model, the
+    default is one drafted token per step.
 
     Raises:
-        DeploymentError: if the fields contradict each other (see `check_given`).
+        DeploymentError: the fields contradict each other (see `check_given`).
     """
     given = canonical_values(given)
     fields = dict(given)
@@ -50,11 +50,11 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
     """Refuse flags that need another flag, belong to another engine or contradict the GPU.
 
     Args:
-        given: name -> value of the fields that the user set.
+        given: field name -> value of the fields that the user set.
         deployment: the deployment made of these fields and the defaults.
 
     Raises:
-        DeploymentError: for the first such flag, by its name.
+        DeploymentError: a flag is refused; the error names the first such flag.
     """
     flags = flags_of(Deployment)
 
@@ -80,10 +80,11 @@ def complete(
 ) -> Resolved:
     """Check every flag against the model and the other flags, and fill in the flags left at None.
 
-    `dtype` is what --dtype auto means for this checkpoint. `kv_dtype` is the KV-cache dtype that it asks for.
+    `dtype` is the dtype that --dtype auto selects for this checkpoint. `kv_dtype` is the KV cache dtype that
+    the checkpoint requests, or None.
 
     Raises:
-        DeploymentError: naming the flag and its value.
+        DeploymentError: a flag is invalid; the error names the flag and its value.
     """
     engine = engine_of(deployment.engine)
     check_values(deployment)
@@ -130,8 +131,8 @@ def complete(
 def _check_engine(engine: Engine, flags: Deployment) -> None:
     """Refuse LoRA ranks and parallel sizes that the engine does not support.
 
-    vLLM has a fixed list of LoRA ranks. SGLang (--max-lora-rank) and llama.cpp (the adapter's own) take any
-    rank.
+    vLLM has a fixed list of LoRA ranks. SGLang (--max-lora-rank) and llama.cpp (the adapter's own rank) accept
+    any rank.
     """
     if engine.lora_ranks and flags.max_lora_rank not in engine.lora_ranks:
         raise DeploymentError(
@@ -154,7 +155,7 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
 
 
 def _with_gpu(deployment: Deployment) -> Deployment:
-    """Return the deployment with the device and the memory of --gpu; an explicit --device-memory is kept."""
+    """Return the deployment with the device and memory that --gpu implies; --device-memory has priority."""
     if deployment.gpu is None:
         return deployment
     gpu = find_gpu(deployment.gpu)
@@ -180,7 +181,7 @@ def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     if found is not None:
         try:
             return version_of(engine, replace(deployment, engine_version=found))
-        except DeploymentError:  # the version of a source build need not be a release number
+        except DeploymentError:  # the version of a source build may not be a release number
             pass
     return newest, _text(newest) if any(newest) else "none"
 
@@ -191,7 +192,7 @@ def _text(version: Version) -> str:
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note where the engine's version is outside the known range, or where no rule depends on it."""
+    """Return a note if the engine's version is outside the known range, or if no rule depends on it."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):
@@ -211,7 +212,7 @@ def _batch(
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.chunks_prompts(deployment, version, architecture, max_model_len):
-        # vLLM's DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py), without chunked prefill
+        # Without chunked prefill, vLLM's minimum is DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py).
         tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)
@@ -230,7 +231,7 @@ def _batch(
 
 
 def _device_memory(deployment: Deployment) -> int:
-    """Return the device's memory in bytes: the flag, the host's memory on a CPU, or the local GPU's."""
+    """Return the device's memory in bytes: --device-memory, else the host's on a CPU, else the local GPU's."""
     if deployment.device_memory is not None:
         return deployment.device_memory
     if deployment.device == "cpu":

@@ -4,10 +4,11 @@ vLLM 0.32.0 builds the same modules (model_executor/models/llama_eagle.py, llama
 
 * EAGLE: the matrix `fc` joins the embedding and the hidden state.
 * EAGLE-3: `fc` joins the hidden states of several target layers. The first draft layer attends to embedding and
-  hidden state side by side. Its head may have a smaller vocabulary, with a table of the target's token ids.
-* The embedding is the target's. So is EAGLE's head where the draft stores none
-  (v1/worker/gpu/spec_decode/eagle/utils.py). An embedding stored with the draft is held beside the target's if
-  a value differs.
+hidden state side by side. The draft's output head may have a smaller vocabulary, with a table of the target's
+token ids.
+* Both use the target's embedding. EAGLE also uses the target's output head if the draft stores none
+(v1/worker/gpu/spec_decode/eagle/utils.py). An embedding stored with the draft is held in addition if its values
+differ from the target's.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 
 _FIELD = "--speculative-model"
-# Class name -> family of the decoder layer (vLLM model_executor/models/registry.py). A plain class name means
-# EAGLE only if the model's name contains it (config/speculative.py).
+# Class name of a draft -> model family of its decoder layer (vLLM model_executor/models/registry.py). A plain
+# class
+# such as LlamaForCausalLM is a draft only if the model's name contains "eagle" (config/speculative.py).
 _EAGLE3 = {
     "Eagle3LlamaForCausalLM": "llama", "LlamaForCausalLMEagle3": "llama", "PEagleDraftModel": "llama",
     "Eagle3MiniMaxM2ForCausalLM": "llama", "Eagle3Qwen2_5vlForCausalLM": "llama",
@@ -34,7 +36,7 @@ _EAGLE3 = {
 _EAGLE = {"EagleLlamaForCausalLM": "llama"}
 _PLAIN = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_AUX = 3  # hidden states that EAGLE-3 reads where the config does not list them
+_AUX = 3  # hidden states that EAGLE-3 reads if the config does not list them
 # Config fields that only drafts have. They are removed before the plain architecture is built.
 _OWN_FIELDS = (
     "draft_vocab_size", "target_hidden_size", "eagle_config", "num_aux_hidden_states", "norm_before_fc",
@@ -46,13 +48,13 @@ _OWN_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """An EAGLE draft model and how it attaches to its target.
+    """An EAGLE draft model and its connection to the target model.
 
     Attributes:
         architecture: the draft's tensors and cache layers.
         method: vLLM's name of the method, `eagle` or `eagle3`.
-        optional: an embedding stored with the draft, held only if its values differ from the target's.
-        reads: how many target layers' hidden states the draft reads besides the last layer's.
+        optional: an embedding stored with the draft, held only if its values differ from the target's; or None.
+        reads: number of inner target layers whose hidden states the draft reads, besides the last layer's.
     """
 
     architecture: Architecture
@@ -62,7 +64,7 @@ class Eagle:
 
 
 def is_eagle(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether the config, or the name of a plain class, is of an EAGLE or EAGLE-3 draft."""
+    """Return whether the config, or a plain class's model name, is that of an EAGLE or EAGLE-3 draft."""
     if config.get("speculators_model_type") in ("eagle", "eagle3"):
         return True
     listed = config.get("architectures")
@@ -71,7 +73,7 @@ def is_eagle(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _version_in_name(name: str) -> int | None:
-    """Return the EAGLE version (1 or 3) that a model's name says, as vLLM reads it, else None.
+    """Return the EAGLE version (1 or 3) that vLLM reads from a model's name, or None.
 
     Source: config/speculative.py of vLLM 0.32.0.
     """
@@ -85,7 +87,7 @@ def eagle_draft(
     """Build the draft of the target `model` from the draft's config and stored tensors.
 
     Raises:
-        TonnageError: for a draft that does not match the target or whose class is not known.
+        TonnageError: the draft does not match the target, or its class is not known.
     """
     stored = config.get("speculators_model_type")
     if stored is not None:  # the speculators library keeps the layer's config in a nested object
@@ -121,7 +123,11 @@ def eagle_draft(
 
 
 def _eagle_tensors(made: Architecture, names: set[str]) -> list[TensorSpec]:
-    """Return EAGLE's tensors: no norm before the first or after the last layer, a head only if stored."""
+    """Return the tensors of an EAGLE draft.
+
+    EAGLE has no norm before the first layer or after the last. It has an output head only if the checkpoint
+    stores one.
+    """
     out = [_joining_matrix(made, 2 * made.hidden_size)]
     for tensor in made.tensors:
         outside = tensor.layer is None and tensor.role != "buffer"
@@ -138,7 +144,7 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _joined_states(config: Mapping[str, Any]) -> Any:
-    """Return the number of target hidden states that `fc` joins, not yet validated."""
+    """Return the number of target hidden states that `fc` joins, as the config states it, without a check."""
     field = "eagle_aux_hidden_state_layer_ids"
     ids = _eagle_config(config).get(field) or config.get(field)
     return config.get("num_aux_hidden_states") or (len(ids) if isinstance(ids, list) and ids else _AUX)

@@ -1,4 +1,4 @@
-"""Facts from a model's files beside its config: dtype, stored format, and whether promised tensors exist."""
+"""Facts from a model's files besides its config: dtype, stored format, and whether expected tensors exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tonnage.planner.source.resolve import ModelSource
 
 
 def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
-    """Check that the checkpoint holds the tensors its config promises; return tied tensors stored twice."""
+    """Check that the checkpoint holds the tensors its config requires; return tied tensors stored as copies."""
     if source.index is not None:
         check_index(architecture, source.index, read_quantization(source.config, None))
         return tied_copies_in_index(architecture, source.index)
@@ -33,9 +33,9 @@ def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[T
 
 
 def auto_dtype(source: ModelSource) -> str:
-    """Return the dtype that --dtype auto means for this checkpoint.
+    """Return the dtype that --dtype auto selects for this checkpoint.
 
-    The order is transformers' own: the dtype of config.json, the checkpoint's tensors, float32. A GGUF file
+    The order is that of transformers: the dtype of config.json, the checkpoint's tensors, float32. A GGUF file
     states no dtype and is dequantized to bfloat16 on load.
     """
     found = config_dtype(source.config.get("dtype", source.config.get("torch_dtype")))
@@ -47,5 +47,8 @@ def auto_dtype(source: ModelSource) -> str:
 
 
 def stored_format(source: ModelSource, quantization: Quantization) -> Quantization:
-    """Return the format an engine has to read; for GGUF its own, though a plan counts its tensors unpacked."""
+    """Return the quantization format that an engine has to read from the files.
+
+    For a GGUF file it is GGUF's own format, although the plan counts its tensors as dequantized.
+    """
     return Quantization("gguf", method="gguf") if source.kind == "gguf" else quantization

@@ -1,4 +1,4 @@
-"""The verdict of a plan: reasons why it does not fit, each with the figures and the nearest value that does."""
+"""The verdict of a plan: reasons why it does not fit, each with its figures and the nearest value that fits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ def judge(
 ) -> tuple[str, ...]:
     """Return the reasons why the plan does not fit, empty when it fits.
 
-    A plan fits when all terms are within the memory limit and the pool holds one sequence of max_model_len
-    tokens. `asked` says whether max_model_len was a flag; otherwise it is the model's own.
+    A plan fits when all memory terms are within the memory limit and the pool holds one sequence of
+    max_model_len tokens. `asked` is whether a flag set max_model_len; otherwise the value is the model's own
+    maximum.
     """
     limit = chosen.limit
     name = gib(rank.total_bytes)

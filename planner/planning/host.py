@@ -1,4 +1,4 @@
-"""Host memory of a plan for GPUs: the inputs of the engine's rules, and the resulting parts as terms."""
+"""Host memory of a plan for GPUs: the inputs of the engine's estimates, and the results as memory terms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def host_memory(
     source: ModelSource, dtype: str, architecture: Architecture, chosen: Resolved, stages: list[Stage],
     ranks: tuple[RankPlan, ...], pool: PoolSpec, held: PoolCapacity,
 ) -> HostMemory | None:  # fmt: skip
-    """Return the host memory that the engine needs beside its GPUs, or None on a CPU.
+    """Return the host memory that the engine needs in addition to GPU memory, or None on a CPU.
 
     `dtype` is the checkpoint's dtype.
     """
@@ -41,7 +41,7 @@ def host_memory(
 
 
 def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple[int, int]:
-    """Return the bytes of all tensors in the checkpoint and of the largest, from headers, index or config."""
+    """Return (bytes of all tensors in the checkpoint, bytes of the largest), from headers, index or config."""
     if source.tensors is not None:
         sizes = [tensor.nbytes for tensor in source.tensors]
         return sum(sizes), max(sizes, default=0)
@@ -53,16 +53,16 @@ def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple
 
 
 def _file_sizes(version: object) -> tuple[int, int]:
-    """Return the usual and the largest bytes of one checkpoint file.
+    """Return (typical, largest) bytes of one checkpoint file, by the transformers version that wrote it.
 
-    They are the max_shard_size of save_pretrained: 10 GB, 5 GB from transformers 4.35, 50 GB from 5.0.
+    The sizes are the max_shard_size of save_pretrained: 10 GB, 5 GB from transformers 4.35, 50 GB from 5.0.
     """
     later = isinstance(version, str) and not version.startswith(("0.", "1.", "2.", "3.", "4."))
     return 5 * 10**9, (50 if later else 10) * 10**9
 
 
 def host_terms(host: HostMemory) -> list[Term]:
-    """Return the parts of host memory as terms; each is a sum over all ranks of one replica."""
+    """Return the parts of host memory as terms of the plan; each is a sum over all ranks of one replica."""
     return [
         Term(
             f"host.{part.name.lower().replace(' ', '_')}", part.value,

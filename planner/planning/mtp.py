@@ -29,25 +29,27 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules
 
 @dataclass(frozen=True, slots=True)
 class DraftFamily:
-    """How a model family builds its own draft layers.
+    """How a model family builds the draft layers (MTP) in its checkpoint.
 
     Attributes:
         count: config field with the number of draft layers.
-        default_count: number of layers where the field is missing.
-        max_count: upper bound on the layers vLLM builds, None without a bound.
-        at: layer name in checkpoints, from its index `i` in the draft or `n` in the whole model.
-        joined: name of the joining matrix.
+        default_count: number of layers if the field is missing.
+        max_count: upper bound on the layers that vLLM builds, or None.
+        at: pattern of a draft layer's name in checkpoints; `{i}` is its index in the draft, `{n}` in the whole
+            model.
+        joined: name of the matrix that joins embedding and hidden state.
         norms: names of the norms of each layer.
         outside: prefix of matrix and norms that exist once outside the layers; None if each layer has them.
         split: whether tensor parallelism divides the joining matrix.
         kind: kind of the attention.
-        dense: whether its MLP is that of a layer without experts.
-        heads: whether each layer has a head of its own.
-        block: prefix of the decoder layer below the layer's name.
-        pattern: whether a layer consists of parts with one mixer each.
+        dense: whether the layer's MLP is dense although the model has experts.
+        heads: whether each layer has an output head of its own.
+        block: prefix of the decoder layer's tensors below the draft layer's name.
+        pattern: whether a layer consists of several parts, each with one mixer (attention or experts).
         last: names of the norms in the last part of such a layer.
-        plain: whether the layer does no token compression.
-        streams: number of residual streams it reads where `hc_mult` is missing; 0 for one plain stream.
+        plain: whether the draft layer has no token compression although the model has it.
+        streams: default of `hc_mult`, the number of residual streams that the layer reads; 0 for one plain
+            stream.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -114,14 +116,14 @@ def mtp_draft(
 
     Args:
         architecture: the target model.
-        config: its config.json.
-        tensors: the checkpoint's tensor headers, None where there are none.
+        config: the target model's config.json.
+        tensors: the checkpoint's tensor headers, or None if they are not known.
         tokens: tokens drafted per step.
-        stages: pipeline stages.
+        stages: number of pipeline stages.
 
     Raises:
-        DeploymentError: if the model has no such layers, the checkpoint lacks their tensors, or vLLM would
-            refuse `tokens`.
+        DeploymentError: the model has no draft layers, the checkpoint lacks their tensors, or vLLM refuses
+            `tokens`.
     """
     count = _count(architecture, config)
     family = _family(architecture, config)
@@ -150,12 +152,12 @@ def mtp_draft(
 
 
 def streams_of(architecture: Architecture, config: Mapping[str, Any]) -> int:
-    """Return how many hidden states of a token the draft receives."""
+    """Return how many hidden states per token the draft receives from the target model."""
     return _family(architecture, config).streams or 1
 
 
 def _family(architecture: Architecture, config: Mapping[str, Any]) -> DraftFamily:
-    """Return how the model's family builds its draft layers, with the residual streams of this config."""
+    """Return the rules by which the model's family builds its draft layers, with this config's streams."""
     family = _FAMILIES[architecture.model_type]
     if not family.streams:
         return family
@@ -189,7 +191,7 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 
 
 def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
-    """Return the cache layer whose attention the draft layers repeat, with an indexer if any layer has one."""
+    """Return the model's cache layer that the draft layers copy, with an indexer if any layer has one."""
     kinds = (family.kind, "mla") if family.kind == "full" else (family.kind,)
     compress = any(layer.compression > 1 for layer in architecture.cache_layers)
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
@@ -227,7 +229,10 @@ _KINDS = {"attention": "*", "full_attention": "*", "moe": "E", "*": "*", "E": "E
 
 
 def _parts(config: Mapping[str, Any]) -> str:
-    """Return one letter for each part of Nemotron-H's draft layer (NemotronHConfig): * attention, E experts."""
+    """Return the parts of Nemotron-H's draft layer (NemotronHConfig), one letter each.
+
+    `*` is an attention part and `E` an experts part.
+    """
     listed = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
     if not isinstance(listed, (str, list)) or not all(str(kind) in _KINDS for kind in listed):
         raise DeploymentError(
@@ -238,7 +243,7 @@ def _parts(config: Mapping[str, Any]) -> str:
 
 
 def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stages: int) -> Architecture:
-    """Return the architecture of a draft layer that consists of `parts`, each numbered as a layer."""
+    """Return the architecture of a draft layer that consists of `parts`, each of which counts as one layer."""
     attention = next((each for each in architecture.cache_layers if each.kind == "full"), None)
     routed = next((each.layer for each in architecture.tensors if each.role == "expert"), None)
     if (attention is None and "*" in parts) or (routed is None and "E" in parts):
@@ -272,7 +277,10 @@ def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stag
 
 
 def _beside(family: DraftFamily, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
-    """Yield the joining matrix and the norms of a draft layer; only a divided matrix is ever quantized."""
+    """Yield the joining matrix and the norms of a draft layer.
+
+    The matrix is quantized only in families whose matrix tensor parallelism divides.
+    """
     if family.streams:
         yield from _streams(family, at, hidden, layer)
         return

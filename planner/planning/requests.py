@@ -1,4 +1,4 @@
-"""Requests of given lengths against a plan's pool: `tonnage plan --request 2000+300` and `--trace FILE`."""
+"""Fit of requests with given lengths into a plan's pool (`tonnage plan --request 2000+300`, `--trace FILE`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_request(text: str) -> tuple[int, int]:
     """Return (prompt tokens, output tokens) of a text such as 2000+300 or 8k+1k, each at least 1.
 
     Raises:
-        DeploymentError: if the text has another form.
+        DeploymentError: the text has another form.
     """
     parts = text.split("+")
     if len(parts) != 2:
@@ -31,15 +31,15 @@ def parse_request(text: str) -> tuple[int, int]:
 
 
 def with_requests(plan: Plan, lengths: Iterable[tuple[int, int]]) -> Plan:
-    """Return the plan with how many requests of each (prompt, output) length its pool holds at once.
+    """Return the plan, extended by how many requests of each (prompt, output) length its pool holds at once.
 
-    Raises the errors of `Plan.hold`.
+    The errors are those of `Plan.hold`.
     """
     return _with_capacities(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
 
 
 def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
-    """Return the plan with these request capacities, their terms and the note on how they are counted."""
+    """Return the plan with the request capacities `found`, their terms and a note on how they are counted."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
     if note and note not in plan.notes:
@@ -48,10 +48,11 @@ def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
 
 
 def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
-    """Return the plan with how many requests of a trace its pool holds: on average and at four quantiles.
+    """Return the plan, extended by how many requests of a trace its pool holds.
 
-    A quantile names the request that 50, 90, 99 or 100 % of the trace's requests need no more blocks than. The
-    errors of `Plan.hold` are raised where no request is within max_model_len.
+    It counts requests with the trace's mean demand and at four quantiles. 50, 90, 99 or 100 % of the trace's
+    requests need no more blocks than the request at that quantile. If no request is within max_model_len, the
+    errors of `Plan.hold` are raised.
     """
     counted: dict[tuple[int, int], int] = {}
     for pair in lengths:
@@ -59,7 +60,7 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
     limit = plan.deployment.max_model_len or 0
     within = {pair: count for pair, count in counted.items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        plan.hold(*lengths[0])  # raises the error that explains it
+        plan.hold(*lengths[0])  # raises an error, as no request is short enough
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None
     held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())

@@ -15,20 +15,28 @@ from tonnage.planner.model.architecture import Architecture
 
 @dataclass(frozen=True, slots=True)
 class VersionRules:
-    """The memory and default rules that differ between vLLM versions; the defaults are the rules of 0.7."""
+    """The memory rules and flag defaults that differ between vLLM versions.
 
-    # devices with larger batch defaults: H100 and H200 by name, or all devices of 70 GiB and more
+    The default values are the rules of 0.7.
+    """
+
+    # Devices that have larger batch defaults: "hopper" is H100 and H200, "memory" all devices of 70 GiB and
+    # more.
     large_batches: Literal["", "hopper", "memory"] = ""
     many_sequences: bool = False  # 1,024 sequences are the default on every GPU
-    chunks_prompts: bool = False  # V1: chunked prefill by default
-    hybrid_groups: bool = False  # False: sliding layers keep every token, like full layers
+    chunks_prompts: bool = False  # chunked prefill is on by default (V1)
+    hybrid_groups: bool = False  # sliding layers keep only their window
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # devices of 160 GiB and more have still larger batch defaults
-    # top-k and top-p in the profile run: a sort, FlashInfer's kernel on probabilities where it is installed (as
-    # in vLLM's image), one Triton kernel with a buffer, FlashInfer's kernel on logits
+    # How the profile run computes top-k and top-p: "sort" sorts the logits; "probabilities" uses FlashInfer's
+    # kernel
+    # on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel with a
+    # buffer;
+    # "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # model classes that run on the second model runner, ("*",) for all; and whether all dense models without
-    # states do
+    # Model classes that run on the second model runner, ("*",) for all classes. The next field is whether all
+    # dense
+    # models without recurrent states run on it.
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
     runner_v2_encodes: bool = False  # the second runner's profile run encodes images too
@@ -40,30 +48,33 @@ class VersionRules:
     expert_chunk: int = 16 * 1024  # maximum tokens per call of the fused experts
     # workspace of FlashInfer's all-reduce fused with the norm after it, on Hopper and Blackwell
     fused_all_reduce: Literal["", "trtllm", "mnnvl"] = ""
-    fused_alone: bool = False  # the fusion is off with pipeline and data parallelism
+    fused_alone: bool = False  # all-reduce fusion is off with pipeline and data parallelism
     torch_2_8: bool = False  # PyTorch 2.8 and later
-    # printed tokens: "blocks" is num_blocks // groups x smallest block, "concurrency" is concurrency x length
+    # How vLLM computes the logged tokens of the pool: "blocks" is num_blocks // groups x smallest block size,
+    # "concurrency" is maximum concurrency x max_model_len.
     token_line: Literal["blocks", "concurrency"] = "blocks"
     graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
     graphs_within_profile: bool = False  # memory that the trial capture leaves counts as non-torch memory
-    counts_context: bool = False  # CUDA's context and NCCL's communicators come off the pool
-    counts_consumed: bool = False  # memory that the runner allocates before the profile comes off the pool
-    graphs_subtracted: bool = False  # the estimate of the CUDA graphs comes off the KV budget
-    runner_v2_graphs: bool = False  # the second model runner's graphs come off the KV budget too
+    counts_context: bool = False  # CUDA's context and NCCL's communicators are subtracted from the pool
+    counts_consumed: bool = False  # memory allocated before the profile run is subtracted from the pool
+    graphs_subtracted: bool = False  # the estimate of CUDA graphs is subtracted from the pool
+    runner_v2_graphs: bool = False  # the second runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
-    in_flight_batches: int = 1  # batches whose tokens a sliding layer still holds, on a GPU
+    in_flight_batches: int = 1  # batches in flight whose tokens a sliding layer holds on a GPU
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
-    cache_mode: Literal["all", "align", "inert"] = "all"  # strongest valid --mamba-cache-mode; inert: no effect
+    # Strongest valid value of --mamba-cache-mode; "inert" means that the flag has no effect.
+    cache_mode: Literal["all", "align", "inert"] = "all"
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
     cpu_states: bool = False  # attention pages are aligned with state pages on a CPU too
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
     padded_pages: bool = False  # attention pages that do not divide the largest are padded to it
-    cublas_first: bool = False  # cuBLAS is set up before the first snapshot, and does not come off the pool
+    cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so the pool is larger
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
-    compressed_cache: bool = False  # layers that compress tokens (DeepSeek-V4) follow the rules known here
+    # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
+    compressed_cache: bool = False
     stored_kv_dtype: bool = False  # --kv-cache-dtype auto follows the checkpoint's cache dtype
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
     sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
@@ -90,25 +101,25 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "counts_context": True,
         },
     ),
-    # FlashInfer from 0.2.3 on is no longer used.
+    # vLLM no longer uses FlashInfer 0.2.3 and later for sampling.
     ((0, 8, 3), {"sampler": "sort"}),
-    # Pull request 16158.
+    # Source: pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
-    # Pull request 17885.
+    # Source: pull request 17885.
     ((0, 9, 0), {"large_batches": "memory"}),
-    # Pull request 18974: memory_profiling counts from the first snapshot.
+    # Since pull request 18974, memory_profiling counts from the first snapshot.
     ((0, 9, 1), {"counts_context": False}),
-    # V1's hybrid KV cache manager.
+    # V1 has a hybrid KV cache manager from this version on.
     ((0, 9, 2), {"hybrid_groups": True}),
-    # AMD GPUs ran on V0 before (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl).
+    # AMD GPUs ran on vLLM's V0 engine before (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl).
     ((0, 10, 0), {"chunked_on_rocm": True}),
     # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. The default fp8 cache is
     # pull request 25988, a cherry-pick of 0.11.0 that a later release reverted.
     ((0, 11, 0), {"torch_2_8": True, "sparse_default_fp8": True}),
     ((0, 11, 1), {"sparse_default_fp8": False}),
-    # v1/worker/workspace.py, first in the sources of 0.13.0.
+    # v1/worker/workspace.py first appears in the sources of 0.13.0.
     ((0, 13, 0), {"expert_buffer": True}),
-    # In 0.9.2 to 0.13, an MI300X (192 GiB) had the 70 GiB defaults.
+    # In 0.9.2 to 0.13, an MI300X (192 GiB) had the batch defaults of devices with 70 GiB.
     ((0, 14, 0), {"huge_batches": True}),
     # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
@@ -118,7 +129,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # profile_cudagraph_memory first appears in 0.18.0, and VLLM_FUSED_MOE_CHUNK_SIZE is removed: no expert
     # chunks.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
-    # Pull request 37252 (March 2026).
+    # Source: pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
     # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
     # model_executor/models/config.py of 0.20.1 (not known for older versions).
@@ -137,7 +148,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         {
             "runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
             "padded_pages": True,
-            # Pull request 46176 of transformers, merged before this release (June 2026).
+            # The source is pull request 46176 of transformers, merged before this release (June 2026).
             "one_hot_positions": False,
         },
     ),
@@ -200,18 +211,18 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         },
     ),
 )
-OLDEST = (0, 5, 4)  # the oldest start-up log in tests/data/field_reports.jsonl
+OLDEST = (0, 5, 4)  # version of the oldest log in tests/data/field_reports.jsonl
 NEWEST = _CHANGES[-1][0]
 
 
 def releases() -> list[str]:
-    """Return the releases that changed a rule, newest first."""
+    """Return the vLLM releases that changed a rule, newest first."""
     return [".".join(map(str, since)) for since, _ in reversed(_CHANGES)]
 
 
 @cache
 def rules(version: Version) -> VersionRules:
-    """Return the rules of ``version``."""
+    """Return the memory rules and flag defaults of vLLM ``version``."""
     found = VersionRules()
     for since, changed in _CHANGES:
         if version >= since:
@@ -220,7 +231,7 @@ def rules(version: Version) -> VersionRules:
 
 
 def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
-    """Return whether vLLM runs the model on its second model runner.
+    """Return whether vLLM runs the model on its second model runner (v1/worker/gpu) instead of the first.
 
     The rule is _is_default_v2_model_runner_model in config/vllm.py.
     """
@@ -230,7 +241,8 @@ def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
     return known.runner_v2_dense and plain
 
 
-# What a changed rule means for an upgrade. A rule that was turned on and off again has both descriptions.
+# Rule -> description of its change for an upgrade. A rule that was turned on and off again has both
+# descriptions.
 _WORDS: dict[str, str] = {
     "large_batches": "H100 and H200 (from 0.9 on all devices of 70 GiB and more) have larger batch defaults: "
     "1,024 sequences, 8,192 tokens",
