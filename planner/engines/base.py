@@ -1,10 +1,8 @@
 """``Engine``: the interface between the planner and an inference engine.
 
 Each engine has one object, in a file or folder named after it; ``engine_of`` returns it. The methods here are
-the
-defaults for an engine without rules of its own. Differences between versions are a table in the engine's own
-file,
-with one row for each version that changed something.
+the defaults for an engine without rules of its own. Differences between versions are a table in the engine's
+own file, with one row for each version that changed something.
 """
 
 from __future__ import annotations
@@ -139,8 +137,7 @@ class Engine(ABC):
         """Return the bytes of one device that the plan may use.
 
         The limit is device memory x gpu_memory_utilization, or the whole device when --kv-cache-memory-bytes
-        sets the
-        pool's size (as in vLLM).
+        sets the pool's size (as in vLLM).
         """
         return memory if flags.kv_cache_memory_bytes is not None else int(memory * share)
 

@@ -415,9 +415,8 @@ def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> in
     size = KV_DTYPE_BYTES[kv_dtype]
     if layer.kind == "mla" and index:
         # The indexer's key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's
-        # rows of
-        # 656 bytes (calculate_mla_kv_cache_dim). On SM10x, the trtllm backend stores plain rows of 576 bytes
-        # instead.
+        # rows of 656 bytes (calculate_mla_kv_cache_dim). On SM10x, the trtllm backend stores plain rows of 576
+        # bytes instead.
         row = _SPARSE_ROW if size == 1 else layer.head_size * size
         return row + index + 4 * (index // 128)
     if layer.kind == "mla":

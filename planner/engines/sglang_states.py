@@ -23,8 +23,8 @@ _PADDED = (0, 5, 23)  # first known release that subtracts the pool's padding sl
 _BUFFERED = (0, 5, 15)  # first known release with separate slots for prefix snapshots by default
 _WITHOUT_PREFIXES = 512  # slots in 0.5.4 if --max-running-requests is not set
 # A running request has three slots (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO). Model classes with
-# "extra_buffer"
-# (_MAMBA_EXTRA_BUFFER_ARCHS in arg_groups/overrides.py) add two alternating slots (get_mamba_tracking_slots).
+# "extra_buffer" (_MAMBA_EXTRA_BUFFER_ARCHS in arg_groups/overrides.py) add two alternating slots
+# (get_mamba_tracking_slots).
 _SLOTS, _TURNS = 3, 2
 _CLASSES = (
     "KimiLinearForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",

@@ -18,10 +18,8 @@ from tonnage.planner.units import gib
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
 # Advice on another weight format or parallel size must sum the weights again, at 10 us per tensor. Published
-# models
-# have at most 2,201 tensors (DeepSeek-V4-Pro). For a file with more tensors than this limit, advice only
-# suggests
-# changes that leave the weights unchanged.
+# models have at most 2,201 tensors (DeepSeek-V4-Pro). For a file with more tensors than this limit, advice only
+# suggests changes that leave the weights unchanged.
 _MOST_TENSORS = 10_000
 
 

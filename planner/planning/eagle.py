@@ -25,8 +25,7 @@ from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 
 _FIELD = "--speculative-model"
 # Class name of a draft -> model family of its decoder layer (vLLM model_executor/models/registry.py). A plain
-# class
-# such as LlamaForCausalLM is a draft only if the model's name contains "eagle" (config/speculative.py).
+# class such as LlamaForCausalLM is a draft only if the model's name contains "eagle" (config/speculative.py).
 _EAGLE3 = {
     "Eagle3LlamaForCausalLM": "llama", "LlamaForCausalLMEagle3": "llama", "PEagleDraftModel": "llama",
     "Eagle3MiniMaxM2ForCausalLM": "llama", "Eagle3Qwen2_5vlForCausalLM": "llama",

@@ -1,8 +1,7 @@
 """Memory that serving needs with every engine: grammars, and the API process's buffers for requests in flight.
 
 The buffers are the request bodies that arrive at once (server/http/bodies.py, at the default maximum size) and
-the
-output that clients have not read yet (server/http/outbox.py).
+the output that clients have not read yet (server/http/outbox.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 llguidance's tokenizer of the demo model takes 35 MiB, and the process that compiles grammars 11 MiB. The other
 constants are limits that the engine enforces: on all active grammars together, and on each grammar that is
-being
-compiled. The compiling process starts as a copy of the grammar process.
+being compiled. The compiling process starts as a copy of the grammar process.
 """
 
 from __future__ import annotations

@@ -14,21 +14,18 @@ from tonnage.planner.units import MiB
 
 # Measured anonymous memory (RssAnon) of the hf engine's processes on a CPU. The load is that of
 # benchmarks/memory_limit.py with a pool of 512 MiB. The system is Linux x86_64, Python 3.11, torch 2.13.0+cpu,
-# transformers 5.19 and numba 0.65.
-# The engine process has 321 MiB without weights and pool when ready, and at most 356 MiB under load. About 30
-# MiB
-# of these are activations, and about 45 MiB are numba's compiler.
-# The API process has 54 MiB with a vocabulary of 1,024 tokens, 67 MiB with SmolLM2's 49,152 and 149 MiB with
-# Gemma's 262,144 (benchmarks/memory_terms.py). 64 clients add 3 MiB, 256 clients add 8 MiB.
-# The interval is wide enough for other memory allocators.
+# transformers 5.19 and numba 0.65. The engine process has 321 MiB without weights and pool when ready, and at
+# most 356 MiB under load. About 30 MiB of these are activations, and about 45 MiB are numba's compiler. The API
+# process has 54 MiB with a vocabulary of 1,024 tokens, 67 MiB with SmolLM2's 49,152 and 149 MiB with Gemma's
+# 262,144 (benchmarks/memory_terms.py). 64 clients add 3 MiB, 256 clients add 8 MiB. The interval is wide enough
+# for other memory allocators.
 API_PROCESS_BYTES = 66 * MiB
 API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
 # Two copies of the logits are alive at once: the model's own and an fp32 copy. The hf engine's sampler adds a
-# few
-# copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
+# few copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
 # number.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)

@@ -22,16 +22,13 @@ from tonnage.planner.units import GiB, MiB
 # (Tanguille/cluster#4341).
 _PROCESS, _PROCESS_LOW, _PROCESS_HIGH = 6 * GiB // 10, 8 * GiB // 100, 3 * GiB // 2
 # Memory of llama-server on a CPU. Its library takes 0.6 MiB before a model is loaded. Its tokenizer takes 282
-# to
-# 292 bytes per token of a BPE vocabulary with merges, 131 bytes per token of a SentencePiece vocabulary
-# (RssAnon,
-# llama.cpp 0.5.0, x86_64, 2026-11-23). Its HTTP server, chat templates and slots were not measured.
+# to 292 bytes per token of a BPE vocabulary with merges, 131 bytes per token of a SentencePiece vocabulary
+# (RssAnon, llama.cpp 0.5.0, x86_64, 2026-11-23). Its HTTP server, chat templates and slots were not measured.
 _SERVER, _SERVER_LOW, _SERVER_HIGH = 24 * MiB, 4 * MiB, 96 * MiB
 _TOKEN, _TOKEN_LOW = 292, 131
 _HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # model types whose compute buffers were measured
 # Bytes of the driver's context on a GPU: the median of the reports named in context_memory, their minimum, and
-# an
-# upper bound. The upper bound exceeds the largest report, 749 MiB, to allow for GPUs without a report.
+# an upper bound. The upper bound exceeds the largest report, 749 MiB, to allow for GPUs without a report.
 _CONTEXT, _CONTEXT_LOW, _CONTEXT_HIGH = 456 * MiB, 170 * MiB, 800 * MiB
 _COPIES = 4
 # Context checkpoints per slot and the minimum tokens between them (n_ctx_checkpoints and checkpoint_min_step in

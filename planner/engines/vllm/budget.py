@@ -15,10 +15,8 @@ _UNLOGGED = (0, 20, 0)  # from this version on, no available start-up log prints
 # kernel and fused activations are assumed.
 _ENCODER = 0.15, 0.3
 # On a compute capability without a measured start, the interval below the sum is wider by this assumed factor.
-# When
-# the fit leaves out a source's GPU type, the worst of eight sources is 1.5 % off. The other predictions are
-# within
-# 1.8 % (pool_from_flags).
+# When the fit leaves out a source's GPU type, the worst of eight sources is 1.5 % off. The other predictions
+# are within 1.8 % (pool_from_flags).
 _UNKNOWN = 1.5
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 

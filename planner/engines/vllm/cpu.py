@@ -1,9 +1,8 @@
 """vLLM on a CPU: memory besides weights and pool, one framework term per process.
 
 RssAnon in MiB after a full batch and a grammar-constrained answer (benchmarks/memory_terms.py, 2026-11-22):
-vLLM
-0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; bf16, enforce_eager, pool of 512 MiB,
-max_model_len 4096. The worker's figures exclude weights and pool.
+vLLM 0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; bf16, enforce_eager, pool of 512
+MiB, max_model_len 4096. The worker's figures exclude weights and pool.
 
         model                            vocabulary   API   EngineCore   worker
         Llama of 4 layers, 256 wide           1,024   430          409      489

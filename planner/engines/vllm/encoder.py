@@ -47,11 +47,9 @@ class _Layer:
 
 
 # Live tensors of each tower, where a is the attention's width and h the hidden size. They were compared with
-# the
-# allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json).
-# - qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py hold the fused projection (3a), queries and keys side by side
-# (2a)
-#   and rotated (2a), the output (a) and its projection (h). qwen3 keeps the positions.
+# the allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json).
+# - qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py hold the fused projection (3a), queries and keys side by
+#   side (2a) and rotated (2a), the output (a) and its projection (h). qwen3 keeps the positions.
 # - siglip.py and clip.py hold the projection (3a) and the output (a). siglip, clip, pixtral, moonvit and llama4
 #   keep the embeddings of the patches.
 # - pixtral.py holds rotated queries and keys twice (4a).

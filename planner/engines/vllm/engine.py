@@ -55,13 +55,11 @@ _BFLOAT16 = (8, 0)
 
 
 # Model classes without attention layers, which vLLM marks as IsAttentionFree (model_executor/models/mamba.py
-# and
-# mamba2.py).
+# and mamba2.py).
 _ATTENTION_FREE = ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM")
 
 # vLLM's V0 engine chunks prompts by default above this context length (use_long_context in engine/arg_utils.py
-# of
-# 0.7).
+# of 0.7).
 _LONG_IN_V0 = 32768
 
 
@@ -181,8 +179,7 @@ class VLLM(Engine):
         size = super().block_size(asked, flags, architecture)
         mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
         # The CPU attention kernel supports multiples of 32 tokens (v1/attention/backends/cpu_attn.py). The
-        # CPU's MLA
-        # kernel has blocks of 16.
+        # CPU's MLA kernel has blocks of 16.
         step = 32 if flags.device == "cpu" and not mla else 16
         if size % step:
             raise DeploymentError(

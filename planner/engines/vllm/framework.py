@@ -30,8 +30,7 @@ from tonnage.planner.units import GiB, MiB, ceil_div
 
 # FlashInfer rounds each multicast allocation up to CU_MULTICAST_GRANULARITY_RECOMMENDED, 512 MiB with NVSwitch
 # (SymmDeviceMemory in flashinfer/comm/mnnvl.py, 0.6.6). Eight logged starts of 0.19.0 with TP 2 and 4 have
-# three
-# such allocations.
+# three such allocations.
 _MULTICAST = 512 * MiB
 # Largest all-reduce that is fused, in MiB by compute capability and ranks (FI_ALLREDUCE_FUSION_MAX_SIZE_MB in
 # compilation/passes/fusion/allreduce_rms_fusion.py, 0.17 to 0.32).

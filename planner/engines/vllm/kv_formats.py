@@ -28,8 +28,7 @@ _FLAG = "--kv-cache-dtype"
 
 # Format -> bytes of one token's sparse latent with its scales (get_kv_cache_spec in
 # layers/attention/mla_attention.py). An fp8_ds_mla row has 512 fp8 values, 16 bytes of scales and 64 bf16
-# rotary
-# values. nvfp4_ds_mla, for Blackwell, has 4-bit values.
+# rotary values. nvfp4_ds_mla, for Blackwell, has 4-bit values.
 ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
 # TurboQuant format -> (bits of a key element, bits of a value element); 8 means fp8 without a scale

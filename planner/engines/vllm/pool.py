@@ -24,8 +24,7 @@ from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.units import ceil_div
 
 # Device -> tokens of the attention kernel's smallest block: CPU attention (v1/attention/backends/cpu_attn.py),
-# and
-# FlashAttention on GPUs.
+# and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
 CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platforms/cpu.py; 128 with AMX)
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).

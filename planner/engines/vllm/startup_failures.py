@@ -8,9 +8,8 @@ The messages are from vLLM's sources, 0.8.5 to 0.33.0:
 - v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py: the pool. config/compilation.py: states.
 - distributed/utils.py: sizes that ranks divide. model_executor/models/registry.py: classes.
 
-``error_message`` returns vLLM's message for an error. ``predict_failure`` finds the first failure of a complete plan, in the
-order
-in which vLLM checks.
+``error_message`` returns vLLM's message for an error. ``predict_failure`` finds the first failure of a complete
+plan, in the order in which vLLM checks.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 
 # MRotaryEmbedding's table has this multiple of the maximum length as rows, because positions of images and
-# videos
-# may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
+# videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
 

@@ -29,14 +29,11 @@ class VersionRules:
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # devices of 160 GiB and more have still larger batch defaults
     # How the profile run computes top-k and top-p: "sort" sorts the logits; "probabilities" uses FlashInfer's
-    # kernel
-    # on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel with a
-    # buffer;
-    # "flashinfer" uses FlashInfer's kernel on logits.
+    # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
+    # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
     # Model classes that run on the second model runner, ("*",) for all classes. The next field is whether all
-    # dense
-    # models without recurrent states run on it.
+    # dense models without recurrent states run on it.
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
     runner_v2_encodes: bool = False  # the second runner's profile run encodes images too
