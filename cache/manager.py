@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -87,11 +88,12 @@ class KVCacheManager:
         check_num_blocks(num_blocks)
         # With prefix caching, recurrent states are cached too: see `tonnage.cache.groups.states`.
         self.cached_states = aligned = enable_prefix_caching and can_cache_states(layout)
+        limits = admission.Limits(
+            layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens, aligned
+        )
         # Without a full-attention group no group keeps the start of a prefix: see tonnage.cache.prefix.index.
         caching = enable_prefix_caching and num_full(layout) > 0 and (num_states(layout) == 0 or aligned)
-        self.limits = admission.Limits(
-            layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens, aligned, caching
-        )
+        self.limits = replace(limits, prefix_caching=caching)
         self.block_size = layout.block_size
         every = state_every(prefix_cache_retention_interval, self.block_size)
         key = secrets.randbits(64) if hash_seed is None else hash_seed

@@ -87,7 +87,7 @@ def test_config_field_of_wrong_type_is_named(name, path, value, field):
 
 def test_head_size_of_zero_is_refused():
     config = changed("THUDM__chatglm3-6b", "num_attention_heads", 8192) | {"kv_channels": None}
-    with pytest.raises(ConfigError, match=r"weight: the sizes give it the shape \[0, 4096\]"):
+    with pytest.raises(ConfigError, match=r"weight: the config gives it the shape \[0, 4096\]"):
         planned(config | {"multi_query_group_num": 8192})
 
 
@@ -147,7 +147,7 @@ def test_long_keys_are_parsed_in_linear_time(monkeypatch):
 
 def test_oversized_config_is_not_read(tmp_path):
     (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
-    with pytest.raises(ConfigError, match="is no config"):
+    with pytest.raises(ConfigError, match="is too large for a config"):
         make_plan(str(tmp_path), FLAGS)
 
 

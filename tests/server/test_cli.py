@@ -327,7 +327,7 @@ def test_engine_death_while_loading_ends_the_server() -> None:
             engine.kill()
         _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert "engine process ended" in err.splitlines()[-1]
+    assert "engine process was killed during the load" in err.splitlines()[-1]
 
 
 def test_plan_comparison_marks_rows_outside_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
