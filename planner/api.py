@@ -47,7 +47,7 @@ def plan(model: str, **fields: Any) -> Plan:
         ModelNotFound: `model` is no folder, file or reachable hub id.
         ConfigError: config.json is broken, incomplete or contradictory.
         CheckpointError: a weight file's header is broken.
-        UnsupportedArchitecture: the planner does not know the model or one of its fields.
+        UnsupportedArchitecture: the planner does not support the model or one of its config fields.
         DeploymentError: a field has an invalid value or contradicts another one.
         TypeError: a keyword is no field of `Deployment`.
     """
@@ -59,7 +59,7 @@ def plan(model: str, **fields: Any) -> Plan:
 
 @lru_cache(1)  # The browser page plans the same model again with other flags, so its sizes are cached.
 def _sizer_of(source: ModelSource) -> Sizer:
-    """Return the `Sizer` of a model source, cached for the latest source."""
+    """Return the object that computes a model's plan sizes, cached for the most recent model."""
     return Sizer(source)
 
 

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         """Parse the command line.
 
         Args:
-            args: the words after the program's name; sys.argv by default.
+            args: the words after the program's name; None takes them from sys.argv.
             namespace: an object to fill instead of a new one.
 
         Raises:
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's error as a DeploymentError whose field is the option's name."""
+        """Raise a DeploymentError with argparse's message; its field is the option's name."""
         about, _, rest = message.partition(": ")
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
@@ -84,13 +84,13 @@ class Parser(argparse.ArgumentParser):
         raise DeploymentError(message, hint=self._listed())
 
     def options(self) -> tuple[str, ...]:
-        """Return the long spellings of all options."""
+        """Return the long option strings of the parser, such as `--max-model-len`."""
         return tuple(
             option for action in self._actions for option in action.option_strings if option.startswith("--")
         )
 
     def help_about(self, keyword: str) -> str:
-        """Return help on the group or the options that a keyword names.
+        """Return the help text of an option group, or of the options that match a keyword.
 
         Args:
             keyword: a group's title, a part of an option's name, or `all` for the whole help.

@@ -84,7 +84,7 @@ class ModelNotFound(TonnageError):
 
 
 class UnsupportedArchitecture(TonnageError):
-    """Error for a model, or a field of its config, that the planner does not know."""
+    """Error for a model, or a field of its config, that the planner does not support."""
 
     code = "unsupported_architecture"
 

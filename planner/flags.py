@@ -74,7 +74,7 @@ def flag(
         spellings: (lower-case text, value) of other spellings, for a flag without `choices`.
         secret: whether the value must not be printed.
         hint: valid values, for error messages.
-        read: function (text, field name) -> value, where the type and unit do not determine the parser.
+        read: function (text, field name) -> value, for a flag whose type and unit do not determine a parser.
 
     Returns:
         A dataclass field with these values as its metadata.
@@ -121,7 +121,7 @@ class Flag:
         """Parse the text of a command line or environment variable as a value of the field.
 
         Args:
-            text: the text.
+            text: the text to parse.
             field: name of the option or variable for error messages; the option by default.
 
         Raises:
@@ -233,7 +233,7 @@ class Flag:
         return f"{text} (default: {shown})" if text else f"default: {shown}"
 
     def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
-        """Add the option to a parser; the namespace holds `default` where the option is not given."""
+        """Add the flag's option to a parser; `default` is the parsed value if the option is not given."""
         names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
             parser.add_argument(
@@ -254,7 +254,7 @@ class Flag:
 
 @cache
 def flags_of(record: type) -> Mapping[str, Flag]:
-    """Return the flags among the fields of the dataclass `record` by name, in their order."""
+    """Return the flags that the fields of the dataclass `record` declare, by name and in field order."""
     found = {}
     for declared in fields(record):
         if rest := declared.metadata:
@@ -278,9 +278,9 @@ def add_groups(
 
     Args:
         parser: the parser to extend.
-        record: the dataclass.
+        record: the dataclass whose fields declare the flags.
         names: fields to add; None adds all.
-        default: value in the namespace of an option that is not given.
+        default: parsed value of an option that is not given.
     """
     groups = {str(group.title): group for group in parser._action_groups}
     wanted = None if names is None else set(names)
@@ -308,7 +308,7 @@ def check_values(record: Any) -> None:
 
 
 def as_written(value: object) -> str:
-    """Return a value as it stands in a settings file rather than in Python, for error messages."""
+    """Return a value as text in settings-file syntax (`true`, not `True`), for error messages."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -103,8 +103,8 @@ font-size:.875rem}}
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
     """Return an HTML table inside a container that scrolls horizontally.
 
-    A table of more than three columns shows each row as a card on a phone. Rows after the first `FIRST` are
-    hidden until the reader asks for them.
+    A table of more than three columns shows each row as a card on a phone. Only the first 100 rows are visible
+    until the reader clicks a button.
 
     Args:
         heads: titles of the columns.

@@ -106,8 +106,8 @@ class RankPlan:
 
     Attributes:
         total_bytes: bytes of the device.
-        draft_bytes: weights of the speculative draft.
-        offloaded_bytes: weights kept in the host's memory, not on the device.
+        draft_bytes: bytes of the speculative draft's weights.
+        offloaded_bytes: bytes of weights kept in host memory, not on the device.
     """
 
     weights_bytes: int
@@ -164,7 +164,7 @@ class KVCachePlan:
 
     Attributes:
         usable_blocks: `num_blocks` - 1, because block 0 is the null block.
-        bytes_per_sequence: bytes of one sequence of max_model_len tokens.
+        bytes_per_sequence: KV cache bytes of one sequence of max_model_len tokens.
         longest: longest sequence in tokens that the usable blocks hold, at most max_model_len.
         law: rules that give the blocks of a request from its prompt and output tokens, or None if they are not
             known.
@@ -194,7 +194,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason why an engine does not start.
+    """The predicted failure of an engine's start, with the engine's own error message.
 
     Attributes:
         why: the planner's explanation and remedy; empty if the plan does not fit for lack of memory.
@@ -220,7 +220,7 @@ class Plan:
 
     Attributes:
         deployment: the flags, with every None replaced by the chosen value.
-        worst_rank: index of the rank that decides whether the plan fits.
+        worst_rank: index of the rank that uses the most memory, which decides whether the plan fits.
         reasons: why the plan does not fit.
         intervals: lower and upper bound of each figure that is estimated.
         notes: assumptions of the plan, and settings that override others.
@@ -302,7 +302,7 @@ class Plan:
         return first, second
 
     def device_name(self) -> str:
-        """Return the name of the GPU with its count, or of the device."""
+        """Return the name of the GPU (else of the device) with its count, such as `2 x h100-80g`."""
         flags = self.deployment
         name = flags.gpu or flags.device
         if len(self.ranks) > 1:
@@ -369,7 +369,7 @@ class Plan:
         return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:
-        """Return lines about the host memory beside the GPUs; none if the plan has no host part."""
+        """Return text lines about the host memory that serving on GPUs needs; the list is empty for a CPU."""
         host = self.host
         if host is None:
             return []

@@ -22,7 +22,7 @@ Cell = str | tuple[str, str]  # text, or text and its style
 class Screen:
     """A terminal, or another text file, to which plans are printed.
 
-    Control characters in a text are escaped as in a Python string.
+    Control characters in printed text are escaped as in a Python string.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -33,7 +33,7 @@ def parse_seconds(text: str, field: str) -> float:
     """Return the seconds in a text such as `500ms`, `1s`, `2min` or a plain number.
 
     Raises:
-        DeploymentError: the text is no time; the error names `field`.
+        DeploymentError: the text is not a time; the error names the flag `field`.
     """
     for unit, factor in (("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
@@ -52,7 +52,7 @@ def parse_size(text: str, field: str) -> int:
     `2G` is rejected, because some tools read it as GiB and others as GB.
 
     Raises:
-        DeploymentError: the text is no size; the error names `field`.
+        DeploymentError: the text is not a size; the error names the flag `field`.
     """
     match = re.fullmatch(_SIZE, text, re.ASCII)
     factor = _FACTORS.get(match[3].lower()) if match else None
@@ -72,7 +72,7 @@ def parse_count(text: str, field: str, *, least: int = 1) -> int:
     """Return the integer in a text with vLLM's suffixes: `8k` is 8,000 and `8K` is 8,192 (also m and M).
 
     Raises:
-        DeploymentError: the text is no integer of at least `least`; the error names `field`.
+        DeploymentError: the text is not an integer of at least `least`; the error names the flag `field`.
     """
     match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip(), re.ASCII)
     factor = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2] if match else ""]

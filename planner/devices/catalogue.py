@@ -1,7 +1,7 @@
 """The GPU catalogue (catalogue.json): memory of each device, with a source for every figure.
 
 In the file, `reported_gib` is the memory that CUDA or ROCm reports, to which --gpu-memory-utilization applies.
-If no source publishes it, the nominal memory less `NOMINAL_RESERVE` is used, and `Gpu.basis` says so.
+If no source publishes it, the nominal memory less `NOMINAL_RESERVE` is used, and `Gpu.basis` is `nominal`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def gpu_named(name: str | None) -> Gpu | None:
 
 
 def capability_of(name: str | None) -> tuple[int, int] | None:
-    """Return the CUDA compute capability of a GPU of the catalogue, or None for any other device."""
+    """Return the CUDA compute capability (major, minor) of a catalogue GPU, None for any other device."""
     found = gpu_named(name)
     return found.capability if found else None
 

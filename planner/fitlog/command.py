@@ -170,7 +170,7 @@ def _print(comparison: Comparison) -> None:
 def _word(term: str) -> str:
     """Return the readable name of a memory term, such as `tokens of the logged pool`.
 
-    The key of that example is `tokens_of_logged_pool`. Of alternative names (`a|b`) the first is used.
+    The term of that example is `tokens_of_logged_pool`. Of alternative names (`a|b`) the first is used.
     """
     name, space, how = term.partition(" (")
     name = name.partition("|")[0]

@@ -141,7 +141,7 @@ def _deviation(row: Row) -> str:
 
 
 def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
-    """Plan with the flags of a log and compare the plan with the log.
+    """Compute the plan for a start-up log's flags and compare its memory terms with the log.
 
     Raises:
         TonnageError: the log lacks a required value, or the deployment is not supported; the message says
@@ -240,7 +240,7 @@ def _logged_flags(found: StartLog | LogFigures) -> dict[str, Any]:
 
 
 def _option_notes(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
-    """Yield a note for each option that differs from the log; `auto` never differs."""
+    """Yield a note for each command-line option that contradicts the log; the value `auto` never does."""
     asked, said = given(args, Deployment), _logged_flags(found)
     for name in asked:
         if name in said and asked[name] not in ("auto", said[name]):
@@ -277,7 +277,7 @@ def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tup
 
 
 def _draft(found: StartLog) -> tuple[str, int] | None:
-    """Return (draft, tokens per step) of a log with speculative decoding, or None."""
+    """Return (draft model, draft tokens per step) that a log names, None without speculative decoding."""
     text = found.flags.get("speculative_config", "")
     method = re.search(r"'?method'?[:=]\s*'(\w+)'", text)
     tokens = re.search(r"'?num_spec(?:ulative)?_tokens'?[:=]\s*(\d+)", text)

@@ -191,7 +191,7 @@ def run(argv: list[str]) -> int:
 def _as_value(word: str) -> str:
     """Return a negative number with a leading space, so that argparse does not take it for an option.
 
-    argparse of Python 3.11 takes -7.9e-34 and -inf for options, but no word with a space.
+    Python 3.11's argparse takes -7.9e-34 and -inf for options, but never a word with a space.
     """
     try:
         float(word)
@@ -249,7 +249,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _of_a_block(name: str | None) -> DeploymentError:
-    """Return the error for a format that cannot store the given single value."""
+    """Return the error for a number format that cannot store one value by itself (block formats), or inf."""
     block = next((b for b in BLOCKS if b.name == name), None)
     if block is None:  # The format is an integer format, and the value is infinity or NaN.
         return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")

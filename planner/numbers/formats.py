@@ -29,7 +29,7 @@ class FloatFormat:
         top_exponent_is_number: whether the largest exponent field encodes finite numbers too (E4M3, E2M1), not
             only infinity and NaN.
         nan_at_top: whether only the pattern with all exponent and mantissa bits set is NaN (E4M3).
-        scale: a note for the table of formats.
+        scale: a note on the format, for the printed table of formats.
     """
 
     name: str
@@ -48,7 +48,7 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """Return the bias of the exponent field."""
+        """Return the exponent bias: an exponent field e stands for the power e - bias of 2."""
         return int((1 << (self.exponent - 1)) - 1)
 
     @property

@@ -69,7 +69,7 @@ def shared_memory_bytes(plan: Plan) -> int | None:
 
 
 def gpus(plan: Plan) -> int:
-    """Return the GPUs of one replica (tensor x pipeline parallel); 0 on a CPU."""
+    """Return the number of GPUs of one replica (tensor x pipeline parallel ranks); 0 on a CPU."""
     return len(plan.ranks) if plan.deployment.device != "cpu" else 0
 
 

@@ -24,11 +24,11 @@ def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> No
     Args:
         folder: the folder to write.
         pyodide: a folder with Pyodide's files; None uses the shipped or cached ones.
-        kept: whether browsers store the page, so that it opens offline.
+        kept: whether a service worker stores the page in the browser, so that the page opens offline.
 
     Raises:
-        PageError: the folder has other files or cannot be written, or Pyodide is missing. Checks precede
-            changes.
+        PageError: the folder has other files or cannot be written, or Pyodide is missing. Nothing is written if
+            a check fails.
     """
     source = pyodide_folder(pyodide)
     try:

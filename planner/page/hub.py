@@ -1,7 +1,7 @@
 """Connection of the web page to a hub model, with HTTP requests that the browser makes.
 
 Python lists the needed requests and the page makes them, until config and headers are complete. Rules, limits
-and errors are the same as in headers/remote.py.
+and errors are the same as in planner/headers/remote.py.
 """
 
 from __future__ import annotations

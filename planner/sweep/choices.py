@@ -38,7 +38,7 @@ class Choices:
 
     @property
     def lists(self) -> tuple[tuple[object, ...], ...]:
-        """Return the given values of each flag that a sweep can vary."""
+        """Return the given values as (models, GPUs, quantizations, KV cache dtypes)."""
         return self.models, self.gpus, self.quantizations, self.kv_cache_dtypes
 
     @property
@@ -48,7 +48,7 @@ class Choices:
 
     @property
     def of_models(self) -> Choices:
-        """Return these choices with the models only."""
+        """Return a copy with the models only, without GPUs, quantizations and KV cache dtypes."""
         return Choices(self.models)
 
 
@@ -97,7 +97,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     Args:
         choices: the values that were given.
         deployment: the flags that are the same in every plan.
-        every: GPUs to use if none was given.
+        every: GPUs to sweep over if --gpu was not given.
         whole: the grid of --sweep, in which every flag that was not given varies; None without --sweep.
     """
     from tonnage.planner.sweep.grid import Grid  # This import takes 5 ms, which a single plan does not need.

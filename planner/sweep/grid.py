@@ -108,9 +108,9 @@ def _row(
         row: the row with the combination's GPU, quantization, KV dtype and TP.
         engine: the engine.
         architecture: the model.
-        chosen: the resolved flags.
+        chosen: the flags with all open values chosen.
         pool: geometry of the block pool.
-        stage: memory that a rank holds beside the pool.
+        stage: memory that a rank holds besides the KV pool.
         price: hourly price of the GPUs, or None.
         asked: (rules for the blocks of a request, prompt tokens, output tokens) of each request to count.
         notes: notes to store in the row.

@@ -91,7 +91,7 @@ def write_upgrade_page(
         path: the file to write.
         headline: paragraphs at the top.
         heads: titles of the columns of the table of terms.
-        terms: rows of that table.
+        terms: rows of the table of terms.
         reasons: why one of the versions does not run the deployment.
         steps: (release with its changes, their effect on the plan).
         words: words of the command line, which the page quotes.

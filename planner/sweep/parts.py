@@ -114,7 +114,7 @@ class Parts:
         return self._cached(key, make)
 
     def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
-        """Return the engine's memory beside weights and pool: activations, framework, CUDA graphs.
+        """Return the engine's memory besides weights and KV pool: activations, framework, CUDA graphs.
 
         Of all quantizations only MXFP4 changes this memory, because its experts need no buffer of their own.
         """
@@ -150,7 +150,7 @@ class Parts:
         return self._cached(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
 
     def _cached(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
-        """Return the value of `key`, computed on first use; a TonnageError is stored and raised again."""
+        """Return the cached result of `make` for `key`; a TonnageError is stored and raised again."""
         if key not in self._found:
             try:
                 self._found[key] = make()

@@ -50,7 +50,7 @@ class ReleaseChange:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Return the names of the terms that this release changes."""
+        """Return the names of the plan terms that this release changes."""
         return tuple(name for name, value in self.after.items() if self.before.get(name) != value)
 
 
@@ -118,7 +118,7 @@ def _release(text: str) -> Version:
 
 
 def terms_of(plan: Plan) -> dict[str, Any]:
-    """Return the terms of a plan that may differ between versions."""
+    """Return the figures of a plan that may differ between engine versions, by name."""
     rank, cache, layout = plan.rank, plan.kv_cache, plan.kv_cache.layout
     found: dict[str, Any] = {
         "weights_bytes": rank.weights_bytes + rank.lora_bytes + rank.draft_bytes,
@@ -209,7 +209,7 @@ def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
 
 
 def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
-    """Return (name, figure before, figure after, difference) of each plan term that is not zero in both."""
+    """Return (name, figure before, figure after, difference) of each plan term, without terms zero in both."""
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     return [
         (_term_name(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))

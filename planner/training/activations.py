@@ -1,7 +1,7 @@
 """Activations that a training step keeps for its backward pass, layer by layer.
 
-A family that is described by a recipe (planner/model/recipe.py) has its layers run on a `Tape`. Other decoders
-are estimated from the shapes of their tensors.
+Layers that a recipe describes (planner/model/recipe.py) run on a `Tape`, a symbolic forward pass. Activations
+of other decoders are estimated from the shapes of their tensors.
 """
 
 from __future__ import annotations

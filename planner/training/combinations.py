@@ -65,7 +65,7 @@ def combinations(
 
 
 def _quickest(trick: Trick) -> tuple[float, int]:
-    """Return the key that sorts tricks by relative step time, then by GPU bytes."""
+    """Return the key that sorts memory-saving tricks by relative step time, then by GPU bytes."""
     return round(trick.relative_time, 3), trick.gpu_bytes
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed's own estimators of model states, reproduced exactly for `--emit deepspeed-estimate`.
 
-They cover stages 2 and 3 with fp16 and Adam. They leave out activations, buffers and gathered modules, so a
-plan is larger. Sources, DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` and `stage3.py`
+The estimators cover ZeRO stages 2 and 3 with fp16 and Adam. They leave out activations, buffers and gathered
+modules, so a plan is larger. Sources, DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` and `stage3.py`
 (`estimate_zero2_model_states_mem_needs`, `estimate_zero3_...` and their `_all_live`), and
 docs/code-docs/source/memory.rst, which has an older ZeRO-2 formula.
 """

@@ -1,4 +1,4 @@
-"""Lines of a training plan: the bytes of each component on one rank, with formula and source."""
+"""Builders of a training plan's lines: the bytes of each component, with formula and source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSS = {
 
 
 def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
-    """Return the lines with paged optimizer states reduced to the GPU memory that the other lines leave.
+    """Return the plan lines with paged optimizer states limited to the GPU memory that other lines leave.
 
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
     excess leaves the GPU. So torchtune's published full training of an 8B model fits on an RTX 4090.

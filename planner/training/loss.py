@@ -73,7 +73,7 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
 
 
 def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> LossMemory:
-    """Return the bytes of torchtune's CEWithChunkedOutputLoss.
+    """Return the bytes of logits and loss for torchtune's CEWithChunkedOutputLoss.
 
     The head computes the logits in chunks, and the logits of all chunks are kept. The cast to fp32 and the
     cross-entropy run chunk by chunk. The backward pass of all chunk losses precedes that of the head, whose
@@ -91,8 +91,8 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
 def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:
     """Return the bytes of Liger's fused linear cross-entropy.
 
-    It keeps the logits of one chunk of rows (16-bit and fp32) and the gradients of hidden states and head. The
-    rows of a chunk are tokens / ceil(vocabulary / hidden), rounded up to a power of two. Source:
+    The kernel keeps the logits of one chunk of rows (16-bit and fp32) and the gradients of hidden states and
+    head. The rows of a chunk are tokens / ceil(vocabulary / hidden), rounded up to a power of two. Source:
     liger_kernel/ops/fused_linear_cross_entropy.py.
     """
     rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))

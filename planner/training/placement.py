@@ -1,4 +1,4 @@
-"""Placement of model states under offload (GPU, CPU, NVMe), and the weights that stage 3 and FSDP gather."""
+"""Placement of model states under offload (GPU, CPU, NVMe), and the weights that ZeRO-3 and FSDP gather."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ _PURE = {
 
 
 def convention_of(setup: TrainingSetup) -> Convention:
-    """Return the requested convention, by default the one of the strategy's framework."""
+    """Return the requested precision convention, by default that of the strategy's framework."""
     if not setup.mixed:
         chosen = _PURE[setup.precision]
     else:

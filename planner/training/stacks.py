@@ -39,14 +39,15 @@ class Stack:
         version: version of the stack whose sources were read.
         sources: (subject, decision with its source file) pairs.
         kernels: differences of the stack's modules from transformers' modules.
-        adapter: bytes of an adapter's weight, gradient and state value; 0 for the model's own.
+        adapter: bytes of one value of an adapter's weight, gradient and states; 0 means the model's dtype.
         keeps_logits: whether the loop holds the model's output until the backward pass ends.
         frees_gradients: whether zero_grad sets gradients to None, so that a forward pass without gradient
             accumulation finds none.
         head_in_fp32: whether the logits are cast to fp32 before the loss, without keeping the 16-bit ones.
         shards_ends: whether embedding and head are FSDP units of their own in full training. With adapters this
             is optional.
-        offloads_ends: whether offloaded activations include tensors outside the layers.
+        offloads_ends: whether activation offloading includes tensors outside the layers (embedding, final
+            norm).
         upcasts: whether the unquantized weights of a quantized model become fp32.
         nf4: the package whose NF4 packing the stack uses.
         dequantized: temporary bytes per weight while a quantized matrix is unpacked; torch.compile needs 2.

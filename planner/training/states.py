@@ -253,8 +253,8 @@ def _flat(
 ) -> tuple[int, int, int]:  # fmt: skip
     """Return (optimizer state, fp32 copy, gradient) bytes of one rank under ZeRO-1 and ZeRO-2.
 
-    Each is one rank's part of a flat buffer, rounded up once. With expert parallelism the given values are
-    returned.
+    Each is one rank's part of a flat buffer, rounded up once. For experts under expert parallelism, the
+    function returns its arguments, which are computed per tensor.
     """
     if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
         return optimizer, master, gradients

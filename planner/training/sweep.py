@@ -1,4 +1,4 @@
-"""Sweeps: plans for every combination of the swept flags, one row each."""
+"""Sweeps of training setups, with one plan and one result row per combination of flag values."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def sweep(
 ) -> Iterator[Row]:  # fmt: skip
     """Yield one row for every combination of values; the row of a rejected combination has the reason.
 
-    `made` turns swept values into a setup, for flags on which other defaults depend (--stack). By default the
-    values replace fields of `setup`.
+    By default the swept values replace fields of `setup`. For flags that change other flags' defaults
+    (--stack), the function `made` returns the setup of the values.
     """
     count = 1
     for _, values in axes:

@@ -1,8 +1,8 @@
 """A symbolic forward pass that records which tensors autograd keeps for the backward pass.
 
-A layer is described by the operations that its module runs. Each operation knows what it saves, by torch's
-derivatives.yaml (2.13) and the modules' own formulas. Sizes are symbolic in batch b and sequence s, so one tape
-serves every micro-batch and length. Tensors that share a storage are counted once, as
+A layer is described by the operations that its module runs. Each operation records the tensors that torch's
+derivatives.yaml (2.13) and the modules' formulas save. Sizes are symbolic in batch b and sequence s, so one
+tape serves every micro-batch and length. Tensors that share a storage are counted once, as
 `torch.autograd.graph.saved_tensors_hooks` sees them. Parameters are not counted.
 
 Tests compare the tapes with real models, to within a few bytes (tests/planner/test_training_activations.py).
@@ -47,12 +47,12 @@ class Tape:
         compute: bytes of an element in matrix products under autocast. Without autocast the input's width
             applies.
         autocast: whether torch.autocast is on.
-        weight: bytes of a trained base weight.
-        frozen: bytes of a frozen base weight.
+        weight: bytes of one trained base weight (a weight of the model, not of an adapter).
+        frozen: bytes of one frozen base weight.
         attention: `flash`, `sdpa` or `eager`.
         cuda: whether the layer runs on a GPU, where dropout's mask has one byte per element. On a CPU the mask
             has the tensor's width.
-        masked: whether the layer has an explicit mask (sliding window).
+        masked: whether the layer has an explicit attention mask, as for a sliding window.
         single: whether the batch is one sequence, so that batch and heads merge without a copy.
         explicit_mask: whether every layer has a mask, as in transformers 4.57 and with packed batches.
         targets: name patterns of the modules that have adapters.
@@ -363,7 +363,10 @@ class Tape:
         return self.new(hidden, x.width, grad or weights.grad)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
-        """Return gpt-oss's gated unit: (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c)."""
+        """Return the output of gpt-oss's gated unit with gate and up projection.
+
+        It is (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c) and constants a and c.
+        """
         if gate.grad:
             self.save(gate)
             for _ in range(4):  # Kept are g, the sigmoid, up + 1 and the gated linear unit.
@@ -377,7 +380,7 @@ class Tape:
         return self.like(x) if probability else x
 
     def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
-        """Return copies of the cos and sin tables in interleaved order."""
+        """Return copies of the rotary embedding's cos and sin tables in interleaved order."""
         return self.like(tables[0]), self.like(tables[1])
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -408,16 +411,16 @@ class Tape:
             heads: query heads.
             kv_heads: KV heads.
             head: head size of queries and keys.
-            masked: whether an explicit mask is passed (sliding windows, packed batches). SDPA then repeats KV
-                heads.
+            masked: whether an explicit mask is passed (sliding windows, packed batches). With a mask, SDPA
+                repeats KV heads.
             broadcast: whether SDPA broadcasts KV heads by single operations in fp32.
             softcap: whether scores have a soft cap.
             dropout: probability of dropout.
             softmax: bytes of one softmax result under eager attention.
             upcast: whether eager attention computes scores in fp32.
             sinks: whether each head has an attention sink.
-            heads_first: whether q is stored as [b, heads, s, head]. The output follows it and is copied before
-                the output projection.
+            heads_first: whether q is stored as [b, heads, s, head]. The output then has the same layout and is
+                copied before the output projection.
             value: head size of values, None for `head`.
         """
         width = self.compute if self.autocast else q.width

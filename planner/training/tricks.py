@@ -24,10 +24,10 @@ class Trick:
         name: name of the trick.
         flags: the flags that apply it, as text.
         gpu_bytes: GPU bytes with the trick.
-        saved: GPU bytes saved, negative if it needs more.
+        saved: GPU bytes that the trick saves, negative if the trick needs more.
         cpu_bytes: CPU bytes with the trick.
         relative_time: step time with the trick divided by step time without it, at the reference speed.
-        fits: whether the setup fits with the trick, None without a known device.
+        fits: whether the setup fits with the trick, None if no device memory was given.
         note: an effect that the figures do not show.
         changes: (field, new value) of each changed flag.
     """
@@ -114,8 +114,8 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
 def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
     """Return every applicable trick: tricks that fit first, then by relative time and by memory.
 
-    Where no single trick fits, a first row combines the cheapest ones. A trick that contradicts the setup is
-    left out.
+    If no single trick makes the setup fit, the first row combines the cheapest tricks. A trick that contradicts
+    the setup is left out.
     """
     base = planner.plan(setup)
     reference = work_of(planner, base).seconds
@@ -157,7 +157,7 @@ def tried_with(
 
 
 def _flags(changes: dict[str, Any]) -> str:
-    """Return the changes as flags of the command line."""
+    """Return the changed fields of a trick as command-line flags, such as `--loss fused`."""
     parts = []
     for field, value in changes.items():
         flag = "--" + field.replace("_", "-")

@@ -58,7 +58,7 @@ class Extent:
         )  # fmt: skip
 
     def at(self, batch: int, length: int) -> int:
-        """Return the value for `batch` sequences of `length` tokens."""
+        """Return the polynomial's value for `batch` sequences of `length` tokens."""
         square = length * length
         return (
             self.token * batch * length + self.score * batch * square + self.position * length
@@ -68,7 +68,7 @@ class Extent:
 
 @dataclass(slots=True)
 class Value:
-    """A tensor on a tape.
+    """A tensor of the symbolic forward pass (`Tape`), with its size, element width and properties.
 
     Attributes:
         size: number of elements, as a polynomial in batch and sequence length.

@@ -16,7 +16,7 @@ from tonnage.planner.units import gib
 def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
     """Return whether the plan lines fit (None without any given memory), and the reasons if they do not.
 
-    `init` is the CPU bytes of a node while its ranks build the model.
+    `init` is the bytes of a node's CPU memory while its ranks build the model.
     """
     reasons = []
     limits = (
