@@ -1,8 +1,8 @@
 """Parsing of start-up logs into figures, separately for each rank and pipeline stage.
 
-The module of each engine parses that engine's log lines. A log may have colours, prefixes of a container
-runtime, lines wrapped by a terminal or mail program, mixed lines of several ranks, several starts (the last one
-counts), or a failed start.
+The module of each engine parses that engine's log lines. A log may have colour codes, prefixes of a container
+runtime, wrapped lines, and interleaved lines of several ranks. Of several engine starts in a log, the last one
+counts; a start may have failed.
 """
 
 from __future__ import annotations

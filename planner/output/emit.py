@@ -1,7 +1,7 @@
 """Deployment settings computed from a plan, for `--emit helm-values | compose-env | k8s-resources`.
 
-The settings contain the plan's bytes. A container with less memory than planned is therefore rejected when the
-chart is rendered or the server starts, not killed by the kernel under load.
+The settings contain the plan's bytes. A container with less memory is therefore rejected when the chart is
+rendered or the server starts. The kernel does not kill it later under load.
 """
 
 from __future__ import annotations

@@ -133,9 +133,8 @@ def _demo() -> ModelSource:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a folder, extended by other files that affect memory.
 
-    These files are ModelOpt's `hf_quant_config.json` (if the config has no quantization),
-    sentence_*_config.json with an encoder's longest text, and the image processor's files with the picture
-    sizes.
+    ModelOpt's `hf_quant_config.json` gives a missing quantization, and sentence_*_config.json an encoder's
+    longest text. The image processor's files give the picture sizes.
     """
     config = load_config(folder / "config.json")
     beside = folder / "hf_quant_config.json"
