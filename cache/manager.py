@@ -6,9 +6,9 @@ The order of calls for one request::
                     prefill chunks, then one token a step, each first given to append
 
 `extend` allocates blocks before a step, `commit` reports after the step which positions have been written. A
-step that computes positions [computed, end) first calls ``extend(ids, ends)``, then performs the returned
-copies in order, and only then writes. Engines read `tables` and `slots`. Rows are updated in place, so a step
-reads its tables after its `extend`.
+step that computes positions [computed, end) first calls ``extend(ids, ends)``, then performs the returned block
+copies in order, and only then writes K/V. Engines read `tables` and `slots`. Table rows are updated in place,
+so a step must read the tables after it has called `extend`.
 
 Every error is raised before anything changes. The manager is not thread-safe; one scheduler owns it.
 """
@@ -46,7 +46,7 @@ _NO_ENDS, _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 class KVCacheManager:
-    """A manager of the KV cache blocks of all groups of a layout, in one block pool.
+    """A manager of the KV cache blocks of all KV cache groups of a model, in one block pool.
 
     Args:
         layout: KV cache groups and block size.
@@ -57,13 +57,14 @@ class KVCacheManager:
             windows the reservation depends on it.
         enable_prefix_caching: Whether full blocks are kept for later requests with the same prefix.
         policy: Admission policy; None is ``no_evict``.
-        eviction: "adaptive", or "lru" to switch learning off (`tonnage.cache.eviction.choice`).
-        prefix_cache_retention_interval: Tokens between two kept recurrent states, beside the states where
-            prompts end and diverge (vLLM's name). 0: only these; None: at every block end that a step ends at.
-        hash_seed: Key of the block hashes. None: random, so that a client cannot prepare collisions; a replay
-            sets it.
+        eviction: "adaptive" for learned eviction (`tonnage.cache.eviction.choice`), or "lru".
+        prefix_cache_retention_interval: Tokens between two kept recurrent states (vLLM's name). States where
+            prompts end and diverge are always kept. 0: only these; None: at every block end at which a step
+            ends.
+        hash_seed: Key of the block hashes. None: a random key, so that a client cannot prepare hash collisions.
+            A replay sets a fixed key.
         kv_events: Whether `subscribe` is allowed.
-        hash_block: A slow Python hash function, for tests.
+        hash_block: Python function that replaces the compiled block hash, for tests.
 
     Raises:
         CacheConfigError: The limits cannot work.
@@ -97,7 +98,7 @@ class KVCacheManager:
         self.block_size = layout.block_size
         every = state_every(prefix_cache_retention_interval, self.block_size)
         key = secrets.randbits(64) if hash_seed is None else hash_seed
-        self.core = new_core(  # the whole state that compiled code reads and changes
+        self.core = new_core(  # all arrays that compiled code reads and changes
             layout,
             num_blocks,
             rows=max_num_seqs,
@@ -117,8 +118,8 @@ class KVCacheManager:
         groups = len(paged(layout))  # one table [rows, max_blocks] for each paged group
         self.tables: tuple[Int32Array, ...] = tuple(self.core.tables[:groups])
         self.sequences = Sequences(max_num_seqs)
-        # A row needs at most two copies per group: its own copy of a shared state, and a copy to its next
-        # block.
+        # A row needs at most two block copies per group: its own copy of a shared state, and a copy of the
+        # state to its next block.
         self._copies = np.zeros((2, 2 * max_num_seqs * len(layout.groups)), np.int32)
         self.reservations = Reservations(self.core, self.limits)
         no_evict = admission.Policy(admission.AdmissionMode.NO_EVICT)
@@ -128,7 +129,7 @@ class KVCacheManager:
     # -- admission -----------------------------------------------------------------------------------------
 
     def running(self) -> RunningSnapshot:
-        """Return a copy of what every running request holds and may still need, in order of admission."""
+        """Return a copy of the held and needed blocks of every running request, in order of admission."""
         return self.reservations.snapshot()
 
     def admit(
@@ -143,7 +144,7 @@ class KVCacheManager:
         produced: int = 0,
         head: admission.Head | None = None,
     ) -> Admitted | admission.Wait | admission.Never:
-        """Decide on a request and, if it is admitted, lock its prefix hit and register its sequence.
+        """Decide whether a request may start; if so, take its cached prefix blocks and register its sequence.
 
         A request that is not admitted changes nothing. At least the last prompt token is left to compute,
         because its logits are needed. The n - 1 other sequences are created by `fork` once the prompt is
@@ -155,14 +156,15 @@ class KVCacheManager:
             token_ids: The prompt.
             max_tokens: Upper bound of output tokens per sequence.
             n: Number of sequences from this prompt.
-            salt: Requests share cached blocks only with requests of the same salt.
+            salt: Cache salt; requests share cached blocks only with requests of the same salt.
             tenant: Name of the tenant, for its quota.
             produced: Number of trailing prompt tokens that are the request's own output, after a preemption.
-            head: The request at the head of the queue that this one would pass, from `start_of`.
+            head: Start forecast (from `start_of`) of the first waiting request, if this request would start
+                before it.
 
         Returns:
-            Admitted with the row and the hit, Wait with what is missing, or Never if the request cannot fit
-            even alone.
+            Admitted with the row and the cached tokens, Wait with the missing blocks or sequences, or Never if
+            the request cannot fit even alone.
 
         Raises:
             SequenceExists: The id is live.
@@ -171,7 +173,8 @@ class KVCacheManager:
         if sequence_id in self.sequences.row_of:
             raise errors.SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         row = self.sequences.next_row
-        # The tokens go straight into the row that the sequence would get: an unused row holds no state.
+        # The tokens are written directly to the row that the sequence would get, since an unused row holds no
+        # state.
         tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
         request = admission.AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
         decision = self.admission.decide_early(request, head)
@@ -189,11 +192,11 @@ class KVCacheManager:
         return self.prefix.take(row, hit)
 
     def start_of(self, request: admission.AdmissionRequest) -> admission.Head:
-        """Return when a waiting request can start by the forecast, in the form of `admit`'s ``head``."""
+        """Return the forecast start of the first waiting request, for the argument ``head`` of `admit`."""
         return self.admission.start_of(request)
 
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
-        """Return how far each sequence may be extended in this step; change nothing.
+        """Return the length to which each sequence may be extended in this step, without changing anything.
 
         A prefill chunk may be cut. A sequence that is granted no more than it has computed stalls: the
         scheduler leaves it out of the step and requests it again in the next. In guaranteed mode at least one
@@ -211,42 +214,43 @@ class KVCacheManager:
         return self.admission.grant(batch, end_array(batch, num_tokens, "num_tokens"))
 
     def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
-        """Return the index of each sequence's request in the arrays of `running`; int64 [sequences]."""
+        """Return the index of each sequence's request in the arrays of `running`, int64 [sequences]."""
         return self.reservations.entries(self.sequences.rows(sequence_ids))
 
     # -- the step ------------------------------------------------------------------------------------------
 
     def extend(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
-        """Make positions [computed, num_tokens) of each sequence writable; return the copies due before.
+        """Allocate blocks for positions [computed, num_tokens) of each sequence; return the copies due first.
 
-        Blocks of sliding windows that no query at a position >= computed can read are released before new
-        blocks are taken. Only a sequence that crosses a block boundary or writes into a shared block costs more
-        than a comparison.
+        The engine must perform the returned block copies before it writes. Blocks of sliding windows that no
+        query at a position >= computed can read are released before new blocks are taken. A sequence costs more
+        than a comparison only if it crosses a block boundary or writes into a shared block.
 
         Raises:
             ReservationExceeded: A sequence exceeds prompt + max_tokens, or max_num_batched_tokens beyond its
                 committed tokens.
-            NoFreeBlocks: The pool has too few blocks, which a scheduler that follows admission never sees.
+            NoFreeBlocks: The pool has too few blocks, which cannot happen to a scheduler that follows
+                admission.
         """
         return self._step(steps.EXTEND, sequence_ids, num_tokens)
 
     def append(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
-        """Append a produced token to each of the distinct sequences.
+        """Append a produced token to each sequence; ``sequence_ids`` must be distinct.
 
-        An array [sequences, count] appends ``count`` tokens to each. Raises ReservationExceeded beyond prompt +
-        max_tokens.
+        An array [sequences, count] appends ``count`` tokens to each sequence. Raises ReservationExceeded beyond
+        prompt + max_tokens.
         """
         self._step(steps.APPEND, sequence_ids, token_ids)
 
     def commit(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
-        """Record that K/V below position ``num_computed`` is written, and publish the blocks that are now full.
+        """Record that K/V below position ``num_computed`` is written, and publish full blocks for prefix hits.
 
-        If another sequence has published the same tokens meanwhile, its block replaces the duplicate in the
-        table.
+        If another sequence has already published a block with the same tokens, that block replaces the
+        duplicate in the table.
 
         Raises:
-            OutOfOrder: The number is below the computed positions, beyond what `extend` has made writable, or
-                beyond the known tokens.
+            OutOfOrder: ``num_computed`` is below the computed positions, beyond the positions that `extend` has
+                made writable, or beyond the known tokens.
         """
         self._step(steps.COMMIT, sequence_ids, num_computed)
 
@@ -279,7 +283,7 @@ class KVCacheManager:
     # -- fork and free -------------------------------------------------------------------------------------
 
     def fork(self, parent_id: int, child_id: int) -> int:
-        """Create a second sequence that shares everything the parent has computed, and return its row.
+        """Create a second sequence that shares all computed positions of its parent, and return its row.
 
         All blocks with computed positions are shared. Call it between steps: parent and child must both
         `extend` before they write again, and the first one to write into a shared partial block copies it.
@@ -340,7 +344,7 @@ class KVCacheManager:
 
     @property
     def states(self) -> tuple[Int32Array, ...]:
-        """Block with the recurrent state of each row, int32 [rows] for each state group.
+        """Block ids of the rows' recurrent states: one int32 array [rows] for each state group.
 
         A step reads and overwrites that block after the copies of `extend`. The null block stands for a row
         without a state.
@@ -372,7 +376,7 @@ class KVCacheManager:
         return self.slot_mapping(group, np.full(positions.shape, row), positions)
 
     def slot_mapping(self, group: int, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Return the storage slots of a flat batch, one row and one position per entry, unchecked; int64."""
+        """Return the storage slots of a flat batch, int64; each entry has a row and a position, unchecked."""
         at, offsets = np.divmod(positions, self.block_size)
         slots: Int64Array = self.tables[group][rows, at].astype(np.int64) * self.block_size + offsets
         return slots
@@ -416,20 +420,20 @@ class KVCacheManager:
     def allow_prefix(self, token_ids: TokenIds) -> None:
         """Let requests of every salt share the whole blocks of this prefix, such as a public system prompt.
 
-        It holds for requests admitted from now on. The longest allowed prefix that a prompt starts with counts.
-        Raises InvalidRequest if the prefix is shorter than a block.
+        The permission holds for requests admitted from now on. If a prompt starts with several allowed
+        prefixes, the longest counts. Raises InvalidRequest if the prefix is shorter than a block.
         """
         self.prefix.allow(token_array(token_ids))
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with the KV events of every later call that has any.
+        """Call ``subscriber`` with all later KV events (blocks stored in or removed from the prefix cache).
 
         Raises CacheConfigError unless the manager was created with ``kv_events``.
         """
         self.prefix.subscribe(subscriber)
 
     def reset_prefix_cache(self) -> None:
-        """Evict everything cached, for example after the weights have changed.
+        """Evict all cached blocks, for example after the weights have changed.
 
         Raises CacheBusy while a sequence is live.
         """

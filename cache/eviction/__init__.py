@@ -1,1 +1,1 @@
-"""Eviction: the choice of the next cached block to evict, and the model of reuse that it learns."""
+"""Eviction: the choice of the cached block to evict next, and a learned model of block reuse."""

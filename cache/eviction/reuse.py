@@ -1,25 +1,26 @@
 """Learned reuse: a model of how soon and how often blocks of a kind are requested again.
 
-**History.** Every release of a sampled block (sampled by hash: Waldspurger et al., USENIX ATC 2017) is written
-to a ring that covers `REACH` times the pool's capacity. Reuse of blocks that were evicted long ago is therefore
-observed too, and no block has to be kept as an experiment.
+**History.** Every release of a sampled block is written to a ring that covers `REACH` times the pool's
+capacity. Blocks are sampled by hash (Waldspurger et al., USENIX ATC 2017). Reuse of blocks that were evicted
+long ago is therefore observed too, and no block has to be kept as an experiment.
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
-is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. Age is the number of
-blocks released since, on a scale of `PER_OCTAVE` steps per doubling. Blocks not requested again yet count up to
-their current age.
+is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. The age of a block is
+the number of blocks released after it, on a scale of `PER_OCTAVE` steps per doubling. Blocks that have not been
+requested again count up to their current age.
 
-The factors belong to the request that released the block last: its conversation turn (one more than the turn
-that first wrote the deepest block it shares) and the length of its answer. Origins are *prompts*, *popular*
-blocks (hit more often than their request has turns: system prompts, documents) and *answers*. With few
-observations the factors are 1 and the hazards make LRU optimal.
+The two factors depend on the request that released the block last. One factor is for its conversation turn,
+which is one more than the turn that first wrote the last block of its known prefix. The other is for the length
+of its answer. Origins are *prompts*, *popular* blocks (hit more often than their request has turns: system
+prompts, documents) and *answers*. With few observations the factors are 1 and the hazards make LRU optimal.
 
 **Density.** The value of a block of some age is the largest ratio of expected hits to block-time, over all
 times at which its stay could end (hit density: Beckmann et al., NSDI 2018). It need not fall with age: users
 need time to reply, so a block can be worth more half a minute after its release than at once.
 
-Hits of the sample are counted twice: the pool's own, and the hits of LRU, whose content is the youngest part of
-the ring. `tonnage.cache.eviction.choice` returns to LRU when the second count is larger.
+Hits of sampled blocks are counted twice: the pool's own hits, and the hits that LRU would have, whose content
+is the youngest part of the ring. `tonnage.cache.eviction.choice` returns to LRU when the second count is
+larger.
 """
 
 from __future__ import annotations
@@ -41,22 +42,27 @@ from tonnage.cache.eviction.model import (
     WEIGHT_STEPS,
 )
 
-EVERY = 32  # requests between two fits
+EVERY = 32  # number of requests between two fits of the model
 PER_OCTAVE = 4
-YOUNGEST = 64  # ages below 1/64 of the capacity share a level
-LOWEST, HIGHEST = 0.25, 8.0  # factors of the first and the last class of an origin
-PRIOR_REQUESTS = 15.0  # requests with mean reuse that are mixed into each factor
-PRIOR_EVENTS = 1.25  # reuses that are mixed into the hazard of each age
-LEVEL_UNTIL = 2.0  # in capacities of the pool
-NEIGHBOURS = 2  # ages on each side that a hazard is averaged over
-HORIZON = 1.0  # the two hit counts decay over this many capacities of look-ups
+YOUNGEST = 64  # ages below 1/64 of the pool's capacity share level 0
+LOWEST, HIGHEST = 0.25, 8.0  # reuse relative to the mean, for the first and the last class of an origin
+PRIOR_REQUESTS = 15.0  # number of imagined requests with mean reuse in the estimate of each factor
+PRIOR_EVENTS = 1.25  # number of imagined reuses in the estimate of the hazard at each age
+LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
+NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
+HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
 
-NEVER, LIVING, REUSED, ENDED = range(4)  # status of an entry: unused, not seen again yet, seen again, replaced
+# Status of a history entry: unused, released and not requested again, requested again, replaced by a later
+# release.
+NEVER, LIVING, REUSED, ENDED = range(4)
 
 
 @inlined
 def age_level(age: int, blocks: int) -> int:
-    """Return the level of an age, given in released blocks, for a pool of ``blocks`` blocks."""
+    """Return the level, 0 to AGES - 1, of a block's age on a logarithmic scale.
+
+    ``age`` is the number of blocks released since the block was; ``blocks`` is the size of the pool.
+    """
     unit = blocks / YOUNGEST
     if age < unit:
         return 0
@@ -70,7 +76,7 @@ def _age_start(level: int, blocks: int) -> float:
 
 @inlined
 def _answer_level(tokens: int) -> int:
-    """Return the level of an answer's length: a factor of 4 per level, and of 2 from 128 tokens on."""
+    """Return the level, 0 to 6, of an answer's length: a factor of 4 per level, and of 2 from 128 tokens on."""
     if tokens < 2:
         return 0
     if tokens < 8:
@@ -84,7 +90,7 @@ def _answer_level(tokens: int) -> int:
 
 @inlined
 def _score_class(factor: float) -> int:
-    """Return the class, within an origin, of blocks that are reused ``factor`` times as often as the mean."""
+    """Return the level, 0 to SCORES - 1, of blocks that are reused ``factor`` times as often as the mean."""
     place = math.log(factor / LOWEST) / math.log(HIGHEST / LOWEST) * (SCORES - 1)
     return min(SCORES - 1, max(0, math.floor(place + 0.5)))
 
@@ -99,7 +105,7 @@ def _class_factor(score: int) -> float:
 
 @inlined
 def _find(core: Evictable, value: np.uint64) -> int:
-    """Return the history entry of the last release of the block with this hash, or -1."""
+    """Return the index of the history entry of the last release of the block with hash ``value``, or -1."""
     tag = int(value >> np.uint64(33))
     entry = int(core.history_heads[tag & (core.history_heads.size - 1)]) - 1
     while entry >= 0 and core.history[entry].tag != tag:
@@ -109,7 +115,7 @@ def _find(core: Evictable, value: np.uint64) -> int:
 
 @inner
 def _unlink(core: Evictable, entry: int) -> None:
-    """Remove the entry from its hash bucket, if it is in it; its record of reuse stays."""
+    """Remove a history entry from its hash bucket, if linked there; the entry's other fields stay."""
     heads = core.history_heads
     bucket = core.history[entry].tag & (heads.size - 1)
     at = int(heads[bucket]) - 1
@@ -126,7 +132,7 @@ def _unlink(core: Evictable, entry: int) -> None:
 
 @inlined
 def _lru_has(core: Evictable, entry: int) -> bool:
-    """Return whether the entry is in the youngest part of the ring, which LRU would keep."""
+    """Return whether LRU would still cache the block of a history entry: the entry is among the youngest."""
     model = core.model[0]
     back = (model.at - 1 - entry) % core.history.size
     return bool(core.history[entry].status == LIVING and back < model.span)
@@ -134,7 +140,7 @@ def _lru_has(core: Evictable, entry: int) -> bool:
 
 @inner
 def _end(core: Evictable, entry: int, status: int) -> None:
-    """Set the status and the final age of a living entry that is seen again or replaced."""
+    """Set the status and final age of a history entry whose block was requested or released again."""
     pool, model = core.pool[0], core.model[0]
     if _lru_has(core, entry):
         model.alive -= 1
@@ -145,7 +151,7 @@ def _end(core: Evictable, entry: int, status: int) -> None:
 
 @inner
 def _shrink(core: Evictable) -> None:
-    """Drop the oldest entries from LRU's simulated content until it fits into what running requests leave."""
+    """Drop the oldest blocks from LRU's simulated cache until the rest fits the blocks not in use."""
     pool, model = core.pool[0], core.model[0]
     room = (pool.cached + pool.free) >> model.sample_shift
     while model.alive > room:
@@ -159,14 +165,14 @@ def _shrink(core: Evictable) -> None:
 def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, length: int, hit: int) -> int:
     """Record the start of a request for the model of reuse, and return its conversation turn.
 
-    Releases of its blocks that are seen again are marked as reused. The turn is 0 while learning is off.
+    Earlier releases of its blocks are marked as reused. The turn is 0 while learning is off.
 
     Args:
         core: The arrays of eviction.
-        hashes: uint64 [full blocks]: hashes of its prompt.
-        table: int32 [hit]: the blocks found, which are not locked yet.
-        length: Tokens of its prompt.
-        hit: Number of blocks found.
+        hashes: uint64 [full blocks]: hashes of the full blocks of the prompt.
+        table: int32 [hit]: cached blocks of the prefix hit, before the request references them.
+        length: Length of the prompt in tokens.
+        hit: Number of blocks of the prefix hit.
     """
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0:
@@ -175,7 +181,8 @@ def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, lengt
     blocks = (length - 1) // pool.block_size
     _shrink(core)
     looked, own, lru, turn = 0, 0, 0, 0
-    known, kept = True, True  # whether all blocks so far are in the history, and whether LRU would have them
+    # ``known``: all blocks so far are in the history; ``kept``: LRU would have cached all of them
+    known, kept = True, True
     for at in range(blocks):
         if hashes[at] & sample != np.uint64(0):
             continue
@@ -213,12 +220,12 @@ def observe_end(
 
     Args:
         core: The arrays of eviction.
-        hashes: uint64 [count]: hashes of its full blocks.
-        table: int32 [count]: its full blocks.
-        count: Number of its full blocks.
-        prompt: Tokens of its prompt.
-        length: Tokens of prompt and output.
-        turn: Result of `observe_start`.
+        hashes: uint64 [count]: hashes of the request's full blocks.
+        table: int32 [count]: the request's full blocks.
+        count: Number of full blocks.
+        prompt: Length of the prompt in tokens.
+        length: Length of prompt and output in tokens.
+        turn: Conversation turn, the result of `observe_start`.
     """
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0 or count == 0:
@@ -231,7 +238,8 @@ def observe_end(
     weight = int(WEIGHT_STEPS * math.log2(asked + 1) + 0.5)
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
     popular = 0
-    for at in range(count - 1, -1, -1):  # in order of release: LRU evicts the oldest first
+    # in order of release (last block first), as LRU evicts the block released first
+    for at in range(count - 1, -1, -1):
         if hashes[at] & sample != np.uint64(0):
             continue
         first, hits = turn, 0
@@ -255,7 +263,7 @@ def observe_end(
 
 @inner
 def _write(core: Evictable, value: np.uint64) -> int:
-    """Overwrite the oldest entry of the ring with a living entry and return its index."""
+    """Overwrite the oldest history entry by one for a block released now, and return its index."""
     pool, model = core.pool[0], core.model[0]
     heads = core.history_heads
     size, entry = core.history.size, int(model.at)
@@ -282,7 +290,7 @@ def _write(core: Evictable, value: np.uint64) -> int:
 
 @inner
 def fit(core: Evictable) -> None:
-    """Fit the model to the whole history, starting from the factors of the last fit."""
+    """Fit the model of reuse to the whole history, starting from the factors of the last fit."""
     pool, model = core.pool[0], core.model[0]
     factors, events, lived = model.factors, model.events, model.lived
     blocks = pool.num_blocks
@@ -294,7 +302,7 @@ def fit(core: Evictable) -> None:
         entry = core.history[at]
         if entry.status == NEVER:
             continue
-        if entry.status == LIVING:  # counted up to its current age
+        if entry.status == LIVING:  # a block that was not requested again counts up to its current age
             entry.age = age_level((pool.clock - entry.born) & CLOCK_MASK, blocks)
         origin, age, weight = entry.origin, entry.age, model.weights[entry.weight]
         if entry.status == REUSED:
@@ -314,9 +322,10 @@ def fit(core: Evictable) -> None:
 
 @inner
 def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
-    """Fit the hazards of one origin.
+    """Fit the hazard (reuses per block and released block) of one origin at each age.
 
-    ``lived`` [ages] holds the weight of entries that ended at each age, and becomes the block-time spent at it.
+    ``scale`` is the number of blocks per sampled block. The model's array ``lived`` [ages] holds the weight of
+    history entries that ended at each age, and is overwritten by the block-time spent at that age.
     """
     model = core.model[0]
     events, lived, hazard = model.events[origin], model.lived[origin], model.hazard[origin]
@@ -330,7 +339,7 @@ def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
         expected += lived[age] * _lru_hazard(age)
     if expected == 0.0:
         return
-    level = (reused + 0.01) / expected  # above 0 even if nothing was reused
+    level = (reused + 0.01) / expected  # 0.01 keeps the hazard above 0 even if no block was reused
     for age in range(AGES):
         seen = spent = 0.0
         for near in range(max(0, age - NEIGHBOURS), min(AGES, age + NEIGHBOURS + 1)):
@@ -341,19 +350,19 @@ def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
 
 @inlined
 def _lru_hazard(age: int) -> float:
-    """Return the prior shape of the hazard: constant up to two capacities, then falling as 1 / age."""
+    """Return the prior shape of the hazard over age: constant up to two pool capacities, then 1 / age."""
     middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNGEST
     return 1.0 / max(LEVEL_UNTIL, middle)
 
 
 @inner
 def _fit_factor(core: Evictable, factor: int, scale: float) -> None:
-    """Fit one factor by level: observed reuses over the reuses that hazards and the other factor predict."""
+    """Fit the factor of turns (0) or answer lengths (1): observed reuses / reuses predicted without it."""
     model = core.model[0]
     factors, seen, forecast = model.factors, model.fitted[0], model.fitted[1]
     seen[:] = PRIOR_REQUESTS
     forecast[:] = PRIOR_REQUESTS
-    # Cumulative hazard up to the middle of each age.
+    # The loop sums the hazard up to the middle of each age.
     until, total = model.until, 0.0
     for age in range(AGES):
         risk = model.hazard[PROMPTS, age] * model.widths[age]

@@ -1,8 +1,8 @@
 """The number of table entries that a sequence fills in a group, and the entry that a position is written to.
 
-A paged group has an entry for each ``block_size`` tokens. A recurrent state has a single entry, entry 0, which
-every step overwrites. A cached state is at the entry of the token block it ends in; the entries between two
-cached states stay empty.
+In a block table, a paged group has an entry for each ``block_size`` tokens. A recurrent state has a single
+entry, entry 0, whose block every step overwrites. A recurrent state that is cached with prefixes is at the
+entry of the token block it ends in; the entries between two such states stay empty.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tonnage.cache.compiled import inlined
 
 @inlined
 def entries(kind: int, tokens: int, size: int) -> int:
-    """Return the number of table entries that ``tokens`` tokens fill, with blocks of ``size`` tokens."""
+    """Return the number of block-table entries that ``tokens`` tokens fill, with ``size`` tokens per block."""
     if kind == STATE:
         return 1 if tokens > 0 else 0
     return (tokens + size - 1) // size
@@ -21,10 +21,10 @@ def entries(kind: int, tokens: int, size: int) -> int:
 
 @inlined
 def blocks_to_grow(kind: int, computed: int, room: int, end: int, size: int) -> int:
-    """Return the blocks that a group takes to extend a row from ``room`` positions (whole blocks) to ``end``.
+    """Return the blocks that a group takes to extend a sequence from ``room`` positions to ``end`` positions.
 
-    A cached state takes one block for any distance, and none if a step that was never computed has already
-    taken it.
+    ``room`` is what the held blocks provide. A cached recurrent state takes one block for any distance, and
+    none if an earlier step, which was then not computed, has already taken it.
     """
     if kind == ALIGNED:
         return 1 if room // size == (computed + size - 1) // size else 0
@@ -33,5 +33,5 @@ def blocks_to_grow(kind: int, computed: int, room: int, end: int, size: int) -> 
 
 @inlined
 def entry_of(kind: int, position: int, size: int) -> int:
-    """Return the table entry that a write at ``position`` goes to."""
+    """Return the index of the block-table entry whose block is written for ``position``."""
     return 0 if kind == STATE else position // size

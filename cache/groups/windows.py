@@ -14,7 +14,7 @@ from tonnage.cache.compiled import inner
 
 @inner
 def first_needed(core: Core, group: int, computed: int) -> int:
-    """Return the first block that a query at a position >= ``computed`` can still read; 0 without a window."""
+    """Return the index of the first block that queries from ``computed`` on can read; 0 without a window."""
     window, size = core.groups[group].window, core.pool[0].block_size
     if window == 0:
         return 0
@@ -25,7 +25,11 @@ def first_needed(core: Core, group: int, computed: int) -> int:
 
 @inner
 def usable_hit(core: Core, table: Int32Array, found: int) -> int:
-    """Return the length of the longest prefix of ``found`` nodes whose last window every group has cached."""
+    """Return the length in blocks of the longest prefix that every group can reuse.
+
+    The first ``found`` blocks are cached in full-attention groups. Groups with windows need the last window
+    before the prefix's end.
+    """
     count = found
     while count > 0:
         missing = -1
@@ -44,13 +48,16 @@ def usable_hit(core: Core, table: Int32Array, found: int) -> int:
 
 @inner
 def count_left(core: Core, row: int, computed: int, change: int) -> int:
-    """Add ``change`` to the references of blocks outside the row's windows; return how many reach zero."""
+    """Add ``change`` to the reference counts of blocks that the row's windows have left.
+
+    ``computed`` is the number of computed positions. Returns the number of counts that reach zero.
+    """
     gone = 0
     for group in range(core.groups.size):
         if core.groups[group].window != 0:
             for at in range(core.first[group, row], first_needed(core, group, computed)):
                 block = core.tables[group, row, at]
-                if block == NULL_BLOCK:  # no state was kept there
+                if block == NULL_BLOCK:  # no state was kept at this entry
                     continue
                 core.refs[block] += change
                 if core.refs[block] == 0:
@@ -60,7 +67,7 @@ def count_left(core: Core, row: int, computed: int, change: int) -> int:
 
 @inner
 def drop_left(core: Core, row: int) -> None:
-    """Release the blocks that the row's windows have left."""
+    """Release the blocks of the row that are before its sliding windows and no longer needed."""
     for group in range(core.groups.size):
         if core.groups[group].window != 0:
             first = first_needed(core, group, core.rows[row].computed)
@@ -74,7 +81,7 @@ def drop_left(core: Core, row: int) -> None:
 
 @inner
 def forget_alone(core: Core, node: int, block: int) -> bool:
-    """Free a cached block of a windowed group but keep its node; return False for other groups."""
+    """Free a cached block of a windowed group but keep its prefix-index node; return False for other groups."""
     for group in range(core.groups.size):
         if core.groups[group].window != 0 and core.node_blocks[group, node] == block:
             core.node_blocks[group, node] = NULL_BLOCK

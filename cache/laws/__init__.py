@@ -1,1 +1,1 @@
-"""The invariants of the block manager: what must hold after every operation."""
+"""The invariants of the block manager: conditions that must be true after every operation."""

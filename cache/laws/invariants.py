@@ -73,10 +73,10 @@ class Checked(Protocol):
     reservations: Reservations
 
     def running(self) -> RunningSnapshot:
-        """Return what the running requests hold."""
+        """Return counts of the blocks that each running request holds and may still need."""
 
     def stats(self) -> CacheStats:
-        """Return the counts of blocks."""
+        """Return the numbers of free, cached, used and reserved blocks, and the counters."""
 
 
 def check_invariants(manager: Checked) -> None:
@@ -92,7 +92,7 @@ def check_invariants(manager: Checked) -> None:
 
 
 def _is_full(manager: Checked) -> list[bool]:
-    """Return for each group that has nodes whether it is full attention, in the manager's order."""
+    """Return for each group in the prefix index whether it is full attention, in the order of the tables."""
     states = len(manager.core.tables) - len(manager.tables)
     windows = [group.window for group in paged(manager.limits.layout)]
     return [not window for window in windows] + [False] * (states if manager.cached_states else 0)
@@ -114,7 +114,8 @@ def _check_rows(manager: Checked) -> None:
         if (rows.request[row] >= 0) != (row in live) or (row not in live and not empty):
             _broken("tables", f"row {row} is unused but not empty, or used by no live sequence")
         for group, table in enumerate(manager.core.tables):
-            one = group >= len(manager.tables) and not manager.cached_states  # a state overwritten in place
+            # a recurrent state that is overwritten in place fills one entry
+            one = group >= len(manager.tables) and not manager.cached_states
             if table[row, min(1, held) if one else held :].any():
                 _broken("tables", f"row {row} group {group}: blocks beyond the {held} that it holds")
     if not manager.prefix.enabled and manager.pool.cached:
@@ -126,7 +127,7 @@ def _check_reservations(manager: Checked) -> None:
     members: dict[int, list[int]] = defaultdict(list)
     for row in sequences.row_of.values():
         members[int(manager.rows.request[row])].append(row)
-    holders: Counter[int] = Counter()  # how many requests hold each block of a full-attention group
+    holders: Counter[int] = Counter()  # number of requests that hold each block of a full-attention group
     blocks_of: dict[int, set[int]] = {}
     reserved = count = windowed = 0
     for slot, rows in members.items():

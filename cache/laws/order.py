@@ -12,7 +12,7 @@ from tonnage.cache.eviction.order import SPARE, EvictionOrder
 def check_order(order: EvictionOrder) -> None:
     """Check the lists, buckets, parents and counts of an eviction order; O(pool).
 
-    Every held block is in one list, or has children. Raises InvariantViolation.
+    Every cached block is in one eviction list, or has children. Raises InvariantViolation if a check fails.
     """
     core, size = order.arrays, int(order.arrays.pool["num_blocks"][0])
     here = {block for block in range(size) if core.refs[block] == 0}

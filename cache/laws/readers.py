@@ -8,7 +8,10 @@ from tonnage.cache.blocks.state import NULL_BLOCK, Core
 
 
 def listed(core: Core, kind: int, *, backward: bool = False) -> list[int]:
-    """Return the blocks in the eviction list of a class, oldest first, or from its other end."""
+    """Return the blocks in the eviction list of class ``kind``, oldest first.
+
+    ``backward`` returns them youngest first, by the links in the other direction.
+    """
     links, blocks = core.prev if backward else core.next, core.refs.size
     order: list[int] = []
     block = int(links[blocks + kind])
@@ -19,7 +22,7 @@ def listed(core: Core, kind: int, *, backward: bool = False) -> list[int]:
 
 
 def all_cached(core: Core) -> list[int]:
-    """Return the cached blocks, listed for eviction or not."""
+    """Return all cached blocks, whether or not they are in an eviction list."""
     cached: list[int] = np.flatnonzero((core.refs == 0) & (core.node_of != NULL_BLOCK)).tolist()
     return cached
 
@@ -35,7 +38,7 @@ def free_blocks(core: Core) -> list[int]:
 
 
 def nodes(core: Core) -> list[int]:
-    """Return all nodes of the prefix index, ordered by their block."""
+    """Return all nodes of the prefix index in ascending order; a node is named by its block."""
     own = core.node_of == np.arange(core.node_of.size, dtype=np.int32)
     own[NULL_BLOCK] = False
     found: list[int] = np.flatnonzero(own).tolist()
@@ -43,7 +46,7 @@ def nodes(core: Core) -> list[int]:
 
 
 def bucket(core: Core, value: int) -> list[int]:
-    """Return the nodes in the bucket of a hash, newest first."""
+    """Return the prefix-index nodes in the hash bucket of ``value``, newest first."""
     node = int(core.heads[value & (core.heads.size - 1)])
     found: list[int] = []
     while node != NULL_BLOCK and len(found) <= core.chain.size:

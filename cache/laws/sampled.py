@@ -1,7 +1,7 @@
-"""The invariants that the arrays alone show, compiled and cheap enough for production.
+"""The invariants of the block manager that its arrays alone show, compiled and cheap enough for production.
 
 One pass over blocks and tables finds a broken invariant and its place. `tonnage.cache.laws.invariants` lists
-all invariants; it runs this pass and checks what needs more than the arrays.
+all invariants. It runs this pass and checks the other invariants.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def first_broken(core: Core) -> tuple[str, int] | None:
 
 @compiled
 def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Array) -> tuple[int, int]:
-    """Return the number and the block or row of the first broken invariant, or (0, 0) if all hold.
+    """Return the index in LAWS and the block or row of the first broken invariant, or (0, 0) if all hold.
 
     ``counts`` and ``states`` [blocks] and ``owned`` [slots] are scratch arrays of zeros.
     """
@@ -62,7 +62,7 @@ def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32A
 
 @inner
 def _tables(core: Core, counts: Int32Array, places: Int32Array) -> tuple[int, int]:
-    """Check the tables and count the references to each block; ``places`` [blocks] is scratch."""
+    """Check the block tables and count the references to each block in ``counts``; ``places`` is scratch."""
     pool, size = core.pool[0], core.pool[0].block_size
     for at_row in range(core.rows.size):
         row = core.rows[at_row]
@@ -117,7 +117,8 @@ def _tables(core: Core, counts: Int32Array, places: Int32Array) -> tuple[int, in
 def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
     """Return whether a row has its cached states at the right table entries.
 
-    These are the state it continues from and the state it writes, and at most one more that it will release.
+    A row has the state it continues from and the state it writes, and at most one more that the next step
+    releases.
     """
     row, table = core.rows[at_row], core.tables[group, at_row]
     if held == 0:
@@ -135,7 +136,7 @@ def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
 
 @inner
 def _held(core: Core, group: int, room: int) -> int:
-    """Return the number of table entries that a row with ``room`` positions fills in a group."""
+    """Return the number of block-table entries that blocks for ``room`` positions fill in a group."""
     blocks = int(room // core.pool[0].block_size)
     return min(1, blocks) if core.groups[group].kind == STATE else blocks
 
@@ -184,7 +185,8 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
             return INDEX, block
         if counts[block] > 0 and core.stamp[block] != 0:
             owned[core.stamp[block] - 1] += 1
-    for row in range(core.rows.size):  # count each block of a full-attention group once, at its first row
+    # count each block of a full-attention group once, at the first row that has the block
+    for row in range(core.rows.size):
         if core.rows[row].request < 0:
             continue
         for group in range(pool.num_groups):
@@ -207,7 +209,10 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
 
 @inner
 def _nodes(core: Core, counts: Int32Array, states: Int32Array) -> tuple[int, int]:
-    """Check the nodes of the prefix index; ``counts`` [blocks], zeros, receives each node's children."""
+    """Check the nodes of the prefix index.
+
+    ``counts`` [blocks], zeros at the call, receives the number of children of each node.
+    """
     pool = core.pool[0]
     anchor, nodes, size = pool.anchor, 0, pool.num_blocks
     for node in range(1, size):

@@ -1,4 +1,4 @@
-"""The prefix cache that the manager calls: find, take or drop a hit, and manage salts, events and resets."""
+"""The prefix cache as the block manager uses it: prefix hits, salts, KV events and resets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tonnage.cache.results import Admitted
 
 
 class PrefixCache:
-    """The prefix cache over the index in ``core``, with the token counts of admitted requests.
+    """The prefix cache of a block manager, with counts of the prompt tokens that were cached.
 
-    Without prefix caching it finds nothing.
+    If prefix caching is off, no prompt has a hit.
 
     Attributes:
         enabled: Whether prefix caching is on.
@@ -41,8 +41,8 @@ class PrefixCache:
     def find(self, row: int, tokens: Int32Array, salt: bytes) -> int:
         """Find the longest usable prefix hit of a prompt and return its number of blocks.
 
-        The hit is recorded in the unused ``row``; `take` or `drop` must follow. At least the last token is left
-        to compute, because its logits are needed.
+        The cached blocks are recorded in the unused ``row``; `take` or `drop` must be called next. At least the
+        last token is left to compute, because its logits are needed.
         """
         if not np.shares_memory(tokens, self._core.tokens[row]):
             self._core.tokens[row, : len(tokens)] = tokens
@@ -54,7 +54,7 @@ class PrefixCache:
         return hits.find_hit(self._core, row)
 
     def take(self, row: int, blocks: int) -> Admitted:
-        """Lock the recorded hit of a row whose request has been admitted, and count its tokens."""
+        """Lock the cached blocks recorded in the row of an admitted request, and count its cached tokens."""
         hits.lock_hit(self._core, row, blocks)
         length, salt, shared = (int(of[row]) for of in (self._rows.length, self._rows.salt, self._rows.shared))
         hit, shared_hit = blocks * self._block_size, min(blocks, shared if salt else blocks) * self._block_size
@@ -65,20 +65,20 @@ class PrefixCache:
         return Admitted(row, hit, shared_hit, found * self._block_size if found > blocks else 0)
 
     def drop(self, row: int, blocks: int) -> None:
-        """Clear a recorded hit, so that the row is unused again."""
+        """Clear the cached blocks that `find` recorded in a row, so that the row is unused again."""
         if self.enabled:
             self.salts.leave(row)
         hits.drop_hit(self._core, row, blocks)
 
     def hash_with_own(self, rows: Iterable[int]) -> None:
-        """Hash the rows' blocks with the Python hash function of a test, if one is set."""
+        """Hash the rows' full blocks with a Python hash function, if a test has set one."""
         if self._hash_block is not None:
             hash_rows(self._core, rows, self._hash_block, self._block_size)
 
     def allow(self, tokens: Int32Array) -> None:
-        """Let every salt share the whole blocks of ``tokens``.
+        """Let requests of every salt share the whole blocks of the prefix ``tokens``.
 
-        Raises InvalidRequest for less than one block.
+        Raises InvalidRequest if the prefix is shorter than a block.
         """
         whole = len(tokens) // self._block_size * self._block_size
         if whole == 0:
@@ -88,20 +88,20 @@ class PrefixCache:
         self.salts.allow(tokens[:whole], self._block_size)
 
     def forget(self) -> None:
-        """Evict everything cached; no sequence may hold a block."""
+        """Evict all cached blocks; it must be called while no sequence holds a block."""
         cached = int(self._counts.cached[0])
         if cached:
             evict(self._core, cached, BY_RESET)
             self._counts.removed[0] = 0
             model = columns(self._core.model)
-            model.span[0] = model.alive[0] = 0  # LRU would have nothing left either
+            model.span[0] = model.alive[0] = 0  # LRU's simulated cache is emptied as well
         if self._events is not None:
             self._events.tell([AllBlocksCleared()])
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with later KV events.
+        """Call ``subscriber`` with all later KV events (blocks stored or removed).
 
-        Raises CacheConfigError if no events are recorded.
+        Raises CacheConfigError if the manager was created without ``kv_events``.
         """
         if self._events is None:
             raise CacheConfigError(
@@ -110,6 +110,6 @@ class PrefixCache:
         self._events.subscribe(subscriber)
 
     def tell(self) -> None:
-        """Send the KV events since the last call to the subscribers."""
+        """Send the KV events recorded since the last call to the subscribers."""
         if self._events is not None:
             self._events.flush()

@@ -2,7 +2,8 @@
 
 Names and fields equal vLLM's (vllm/distributed/kv_events.py, 0.32). Hashes are the unsigned 64-bit hashes of
 `tonnage.cache.prefix.hashing`, equal for equal prefixes within one process. One event covers a run of blocks of
-one sequence. Only whole nodes are reported, not the sliding-window blocks that a node can lose separately.
+one sequence. An event means that a block can be hit or no longer be hit in full-attention groups.
+Sliding-window blocks that are evicted separately cause no event.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tonnage.cache.blocks.state import ROOT, Core, columns
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A run of blocks that can be hit from now on, in chain order.
+    """The event that consecutive blocks of a prefix have entered the prefix cache, in prefix order.
 
     ``parent_block_hash`` is the hash of the block before them, None at the start of a prompt.
     """
@@ -28,14 +29,14 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that can no longer be hit."""
+    """The event that blocks have left the prefix cache and can no longer be hit."""
 
     block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The prefix cache has been emptied."""
+    """The event that the prefix cache has been emptied."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -43,18 +44,21 @@ Subscriber = Callable[[Sequence[KVEvent]], None]
 
 
 class EventLog:
-    """A converter of the records of compiled loops into KV events for subscribers."""
+    """A converter of the changes that compiled code records into KV events for subscribers."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._counts = core, columns(core.pool)
         self._subscribers: list[Subscriber] = []
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with the events of each manager call that has any, in order."""
+        """Call ``subscriber`` with the KV events of each block-manager call that causes any, in order."""
         self._subscribers.append(subscriber)
 
     def flush(self) -> None:
-        """Send the events since the last call: removals first, since blocks are removed to free space."""
+        """Send the KV events recorded since the last call to the subscribers.
+
+        Removals come first, since blocks are removed to free space.
+        """
         counts, core = self._counts, self._core
         removed, stored = int(counts.removed[0]), int(counts.stored[0])
         if not removed and not stored:

@@ -16,7 +16,8 @@ import xxhash
 from tonnage.cache.blocks.state import Core, Int32Array
 from tonnage.cache.compiled import compiled, inner
 
-# (bytes of one block's int32 tokens, hash of the parent or of the salt) -> unsigned 64-bit hash
+# A hash function takes the bytes of one block's int32 tokens and the hash of the parent or of the salt. It
+# returns an unsigned 64-bit hash.
 HashBlock = Callable[[memoryview, int], int]
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
@@ -34,7 +35,7 @@ def xxh64_block(data: memoryview, parent_hash: int) -> int:
 
 
 def seed_of(salt: bytes, key: int) -> int:
-    """Return the hash that a chain with this salt starts from.
+    """Return the hash with which the first block of a prompt with this salt is seeded.
 
     ``key`` is random per process, so that a client cannot choose tokens whose hashes collide.
     """
@@ -90,7 +91,7 @@ def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> 
 
 
 def hash_rows(core: Core, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
-    """Hash the rows' full blocks with another hash function, uncompiled, for tests.
+    """Hash the full blocks of the rows in ``batch`` with the Python function ``hash_block``, for tests.
 
     `tonnage.cache.prefix.index.hash_row` is the compiled form.
     """

@@ -1,4 +1,4 @@
-"""A prefix hit before it is locked: its length and its cost in blocks, so that admission can decide first."""
+"""Prefix hits: the cached blocks of a prompt, counted for admission before the request takes them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tonnage.cache.prefix.index import hash_row, lock, match
 
 @compiled
 def find_hit(core: Core, row: int) -> int:
-    """Return the blocks of the longest usable hit of the prompt in an unused row.
+    """Return the number of cached blocks that the prompt in an unused row can reuse.
 
-    Its nodes are recorded in the row.
+    The prefix-index nodes of these blocks are recorded in the row.
     """
     size, length = core.pool[0].block_size, core.rows[row].length
     hash_row(core, row, length // size)
@@ -23,16 +23,16 @@ def find_hit(core: Core, row: int) -> int:
 
 @compiled
 def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, int]:
-    """Count the blocks of full-attention groups in the hit that `find_hit` recorded in the row.
+    """Count the full-attention blocks of the prefix hit that `find_hit` recorded in the row.
 
     Args:
         core: The block manager's arrays.
-        row: The row with the hit.
-        count: Blocks of the hit.
-        lost: int32 [slots], zeros; receives how many of the blocks each running request holds alone now.
+        row: Row with the prefix hit.
+        count: Length of the prefix hit in blocks.
+        lost: int32 [slots], zeros; receives for each running request how many of the blocks it now holds alone.
 
     Returns:
-        Blocks in use, and cached blocks without a reference.
+        The number of these blocks that are in use, and the number that are cached without a reference.
     """
     used, cached = 0, 0
     for group in range(core.groups.size):
@@ -51,7 +51,7 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 
 @compiled
 def lock_hit(core: Core, row: int, count: int) -> None:
-    """Take references to the blocks of the hit for the row, whose request has been admitted."""
+    """Lock the first ``count`` cached blocks recorded in the row of an admitted request, by a reference each."""
     state = core.rows[row]
     if core.pool[0].caching:
         table = core.tables[core.pool[0].anchor, row]
@@ -65,7 +65,7 @@ def lock_hit(core: Core, row: int, count: int) -> None:
 
 @compiled
 def drop_hit(core: Core, row: int, count: int) -> None:
-    """Clear the hit that `find_hit` recorded, so that the row is unused again."""
+    """Clear the cached blocks that `find_hit` recorded in the row, so that the row is unused again."""
     state = core.rows[row]
     core.tables[core.pool[0].anchor, row, :count] = NULL_BLOCK
     state.length = state.hashed = state.shared = state.salt = state.found = 0

@@ -41,7 +41,7 @@ from tonnage.cache.prefix.hashing import hash_tokens
 
 @compiled
 def hash_row(core: Core, row: int, blocks: int) -> None:
-    """Hash the row's first ``blocks`` full blocks, except blocks hashed before."""
+    """Compute the hashes of the row's first ``blocks`` full blocks, except blocks hashed before."""
     state, hashes, tokens, size = core.rows[row], core.hashes[row], core.tokens[row], core.pool[0].block_size
     at, own = state.hashed, core.seeds[state.salt]
     while at < blocks:
@@ -58,7 +58,10 @@ def hash_row(core: Core, row: int, blocks: int) -> None:
 
 @inlined
 def find(core: Core, row: int, at: int, parent: int) -> int:
-    """Return the node of the row's block ``at`` below ``parent``, or 0, comparing tokens, not only hashes."""
+    """Return the node of the row's block ``at`` among the children of ``parent``, or 0 if there is none.
+
+    A node is an entry of the prefix index. Tokens are compared, not only hashes.
+    """
     state, size, value = core.rows[row], core.pool[0].block_size, core.hashes[row, at]
     salt = 0 if at < state.shared else state.salt
     node = int(core.heads[value & np.uint64(core.heads.size - 1)])
@@ -77,9 +80,9 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
 
 @inner
 def match(core: Core, row: int, blocks: int) -> int:
-    """Return how many of the row's first ``blocks`` blocks are cached in every group.
+    """Return how many of the row's first ``blocks`` blocks are in the prefix index, from the first on.
 
-    The nodes are written to the row of the anchor group's table, which must be empty there.
+    The nodes found are written to the row of the first full-attention group's table, which must be empty there.
     """
     table = core.tables[core.pool[0].anchor, row]
     found, parent = 0, ROOT
@@ -99,9 +102,9 @@ def match(core: Core, row: int, blocks: int) -> int:
 
 @inner
 def lock(core: Core, row: int, count: int) -> None:
-    """Take a reference to the blocks of the ``count`` nodes that `match` wrote to the row.
+    """Lock the blocks of the first ``count`` nodes that `match` wrote to the row, by a reference each.
 
-    Table entries that a sliding window has left are the null block.
+    Table entries before a sliding window become the null block.
     """
     pool, slot = core.pool[0], core.rows[row].request
     for group in range(pool.num_groups):
@@ -119,7 +122,7 @@ def lock(core: Core, row: int, count: int) -> None:
 
 @inlined
 def insert(core: Core, row: int, at: int, parent: int) -> None:
-    """Publish the row's used block ``at`` as a new node below ``parent``, after `find` found none."""
+    """Add the row's used block ``at`` to the prefix index as a new node below ``parent``; `find` found none."""
     pool, state, value = core.pool[0], core.rows[row], core.hashes[row, at]
     node, size = core.tables[pool.anchor, row, at], pool.block_size
     for token in range(size):
@@ -148,7 +151,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
 
 @inner
 def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
-    """Replace the row's blocks at ``at`` by the blocks of ``node``, which holds the same tokens."""
+    """Replace the row's blocks at table entry ``at`` by the blocks of ``node``, which hold the same tokens."""
     slot = core.rows[row].request
     for group in range(core.groups.size):
         full = core.groups[group].kind == FULL
@@ -157,7 +160,7 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
             continue
         if core.groups[group].kind == ALIGNED and not states.is_kept(core, row, at):
             continue
-        if theirs == NULL_BLOCK:  # a sliding-window block or a state that was evicted separately or not kept
+        if theirs == NULL_BLOCK:  # the node's sliding-window block or state was evicted separately or not kept
             core.node_blocks[group, node] = mine
             core.node_of[mine] = node
             continue
@@ -171,14 +174,14 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
 
 @inner
 def publish(core: Core, row: int) -> None:
-    """Publish the row's full computed blocks as nodes, merging with nodes that other rows have published.
+    """Add the row's full computed blocks to the prefix index; use the existing block if one has equal content.
 
-    The chain of every sequence is then a chain of the index, so eviction never orphans a node.
+    The blocks of every sequence then form a parent-child chain in the index, so eviction never orphans a node.
     """
     pool, state = core.pool[0], core.rows[row]
     table, stop = core.tables[pool.anchor, row], state.computed // pool.block_size
     hash_row(core, row, stop)
-    known = True  # the parent existed before this call, so it may have children
+    known = True  # the parent node existed before this call, so it may have children
     for at in range(state.published, stop):
         parent = table[at - 1] if at > 0 else ROOT
         node = find(core, row, at, parent) if known else NULL_BLOCK
@@ -192,7 +195,7 @@ def publish(core: Core, row: int) -> None:
 
 @inner
 def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool:
-    """Return whether another sequence of the same request holds the block, at the same place of its table."""
+    """Return whether another sequence of the same request holds the block, at the same table entry."""
     slot = core.rows[row].request
     if core.requests[slot].live < 2 or core.refs[block] == 0:
         return False
@@ -204,7 +207,7 @@ def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool
 
 @compiled
 def evict(core: Core, count: int, cause: int) -> None:
-    """Turn at least ``count`` cached blocks into free ones; ``cause`` is an index into EVICTION_CAUSES."""
+    """Evict at least ``count`` cached blocks, which become free; ``cause`` is an index into EVICTION_CAUSES."""
     pool = core.pool[0]
     goal = pool.free + count
     while pool.free < goal:

@@ -1,4 +1,4 @@
-"""Salts, which decide which requests may share blocks, as small ids that are reused."""
+"""Cache salts as small reusable ids; requests with different salts share no cached block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tonnage.cache.prefix.hashing import seed_of
 class Salts:
     """The ids of the salts in use.
 
-    Id 0 is the empty salt, whose blocks and allowed prefixes every request may share. An id goes to another
-    salt only when no node and no live sequence has it, so equal ids mean equal salts.
+    Id 0 is the empty salt, with the allowed prefixes that every request may share. An id is given to another
+    salt only when no prefix-index node and no live sequence has the id. Equal ids therefore mean equal salts.
     """
 
     def __init__(self, core: Core, key: int) -> None:
@@ -20,10 +20,10 @@ class Salts:
         self._core, self._sequences = core, columns(core.rows)
         self._ids: dict[bytes, int] = {b"": 0}
         self._salts: list[bytes] = [b""]
-        self._rows: list[int] = [0]  # live sequences by salt id
+        self._rows: list[int] = [0]  # number of live sequences by salt id
         self._unused: list[int] = []
         self._sweep_at = 64
-        self._allowed: list[Int32Array] = []  # longest first
+        self._allowed: list[Int32Array] = []  # allowed prefixes, the longest first
         self._blocks: list[int] = []
 
     def allow(self, tokens: Int32Array, block_size: int) -> None:
@@ -35,7 +35,7 @@ class Salts:
         self._blocks = [len(known) // block_size for known in self._allowed]
 
     def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
-        """Set the row's salt and the length of its allowed prefix."""
+        """Set the salt of a new sequence's row, and the number of its blocks that any salt may share."""
         known = self._ids.get(salt)
         if known is None:
             known = self._new_id(salt)
@@ -44,15 +44,15 @@ class Salts:
         self._sequences.shared[row] = self._allowed_blocks(tokens) if known else 0
 
     def share(self, row: int) -> None:
-        """Count a forked row, which has its parent's salt."""
+        """Count the row of a forked sequence as one more user of its salt."""
         self._rows[self._sequences.salt[row]] += 1
 
     def leave(self, row: int) -> None:
-        """Count a row whose sequence has ended."""
+        """Count one user less of the salt of a row whose sequence has ended."""
         self._rows[self._sequences.salt[row]] -= 1
 
     def salt_of(self, salt_id: int) -> bytes:
-        """Return the salt of an id in use."""
+        """Return the salt that has the id ``salt_id``, which must be in use."""
         return self._salts[salt_id]
 
     def _allowed_blocks(self, tokens: Int32Array) -> int:
@@ -62,7 +62,7 @@ class Salts:
         return 0
 
     def _new_id(self, salt: bytes) -> int:
-        capacity = len(self._core.seeds)  # nodes and live sequences cannot have more salts at once
+        capacity = len(self._core.seeds)  # nodes and live sequences cannot use more salts than this at once
         if not self._unused and len(self._salts) >= min(self._sweep_at, capacity):
             self._sweep()
             self._sweep_at = 2 * (len(self._salts) - len(self._unused)) + 64
