@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Reason of an eviction: K/V of a prompt, K/V of an output, a copy-on-write, or a reset of the prefix cache.
+# Reasons of an eviction: space for K/V of a prompt, for K/V of an output, for a copy-on-write, or a reset of
+# the prefix cache.
 EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
 
 
@@ -13,11 +14,11 @@ class Admitted:
     """The result of an admitted request, which may run in the next step.
 
     Attributes:
-        row: Index of the sequence in the block tables.
+        row: Index of the sequence's row in the block tables.
         cached_tokens: Leading prompt positions whose K/V is already in the row's blocks.
         shared_tokens: Tokens of ``cached_tokens`` in blocks that requests with any salt may read.
-        junction: Length in tokens of the prompt prefix that full-attention groups have cached, where no
-            recurrent state is cached at its end; else 0.
+        junction: Prompt tokens that full-attention groups have cached although no recurrent state is cached at
+            their end; else 0.
     """
 
     row: int
@@ -28,7 +29,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of the whole block ``src`` to ``dst`` (all layer slots, K and V), due before the step writes."""
+    """A copy of block ``src`` to block ``dst`` (K and V of all layers), to perform before the step writes."""
 
     src: int
     dst: int
@@ -53,7 +54,7 @@ class CacheStats:
         query_tokens: Prompt tokens of admitted requests.
         hit_tokens: Tokens of ``query_tokens`` served from the prefix cache.
         shared_hit_tokens: Tokens of ``hit_tokens`` from blocks that requests with any salt may read.
-        merged: Duplicate blocks given back because another sequence had published the same tokens.
+        merged: Duplicate blocks released because another sequence had published the same tokens.
         violations: Calls of `KVCacheManager.sample_invariants` that found a broken invariant.
     """
 

@@ -30,7 +30,8 @@ def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
         policy=policy,
     )
     prompt = np.arange(3 * size + 1, dtype=np.int32)
-    for sequence in range(0, 60, 3):  # fill the pool several times, for prefix hits, copies and evictions
+    # use more blocks than the pool has, so that prefix hits, copies and evictions run
+    for sequence in range(0, 60, 3):
         tokens = prompt if sequence % 2 else prompt + sequence * len(prompt)
         if not isinstance(manager.admit(sequence, tokens, 2 * size, n=2), Admitted):
             raise AssertionError("an empty pool of 64 blocks admits a request of 9")

@@ -51,7 +51,7 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 
 @compiled
 def lock_hit(core: Core, row: int, count: int) -> None:
-    """Lock the first ``count`` cached blocks recorded in the row of an admitted request, by a reference each."""
+    """Lock the first ``count`` cached blocks recorded in the row of an admitted request."""
     state = core.rows[row]
     if core.pool[0].caching:
         table = core.tables[core.pool[0].anchor, row]

@@ -1,4 +1,7 @@
-"""Traces with other column names: ``--columns arrival=t,prompt_tokens=in,output_tokens=out``."""
+"""Request traces whose columns have other names than the server's request log.
+
+An example is ``--columns arrival=t,prompt_tokens=in,output_tokens=out``.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ _ZONE = re.compile(r"(Z|[+-]\d\d:?\d\d)$")
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Parse ``--columns`` into a mapping of our field names to the trace's column names.
+    """Parse ``--columns`` into a mapping from request-log field names to the trace's column names.
 
-    A required field that is left out has the column of the same name. Raises DeploymentError.
+    A required field that is left out is read from the column of the same name. Raises DeploymentError.
     """
     found: dict[str, str] = {}
     for part in text.split(","):
@@ -65,7 +68,7 @@ def seconds(text: str) -> float:
         pass
     if _ZONE.search(text) and ":" in text:
         return datetime.fromisoformat(text).timestamp()
-    # Azure dates have seven digits of a second; datetime takes six.
+    # Azure dates have seven decimal digits of a second; datetime accepts six.
     head, dot, digits = text.partition(".")
     return datetime.fromisoformat(head + "+00:00").timestamp() + float(f"0{dot}{digits}" if dot else 0)
 

@@ -1,4 +1,4 @@
-"""The result of a replay as one HTML file with figures and inline SVG plots, without network access."""
+"""The result of a replay as one HTML file with figures and inline SVG plots, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def page(
     Args:
         result: The figures and samples.
         title: Title of the page.
-        rows: The figures, as the terminal's table shows them.
-        words: The command line.
-        facts: What was replayed and on which hardware.
+        rows: The figures as (name, value) text, as the terminal's table shows them.
+        words: Arguments of the command line that ran the replay.
+        facts: Descriptions of the replayed model, trace and hardware.
     """
     samples = result.samples
     cells = (f"<tr><td>{escape(name)}</td><td class=words>{escape(value)}</td></tr>" for name, value in rows)

@@ -7,15 +7,15 @@ from typing import Any
 
 from tonnage.cache.blocks.pool import BlockPool
 
-_KEPT = 512  # points of a plot
+_KEPT = 512  # number of points of a plot
 
 
 @dataclass(slots=True)
 class Samples:
-    """Samples of the pool and the queue over time for plots, some hundred means of equally many steps."""
+    """Samples of pool and queue over time for plots: some hundred means, each over the same number of steps."""
 
     seconds: list[float] = field(default_factory=list)
-    used: list[float] = field(default_factory=list)  # share of the usable blocks
+    used: list[float] = field(default_factory=list)  # share of the pool's usable blocks in use
     cached: list[float] = field(default_factory=list)
     running: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
@@ -25,7 +25,10 @@ class Samples:
     _count: int = 0
 
     def add(self, at: float, lasted: float, running: int, pool: BlockPool, waiting: int) -> None:
-        """Add a step (or leap) that began at second ``at`` and took ``lasted`` seconds."""
+        """Add a step, or several decode steps at once.
+
+        It began at second ``at`` and took ``lasted`` seconds.
+        """
         values = (pool.used / pool.usable, pool.cached / pool.usable, running, waiting)
         self._weight += lasted
         for place, value in enumerate(values):
@@ -46,9 +49,9 @@ class Samples:
 
 @dataclass(slots=True)
 class Replay:
-    """The figures of a replay, filled by the simulator.
+    """The figures of the replay of a trace, filled by the simulator.
 
-    Times are in seconds. ``stalls`` counts one per stalled sequence and step.
+    Times are in seconds. ``stalls`` counts, over all steps, the sequences that got no block in the step.
     """
 
     trace: str
@@ -64,7 +67,7 @@ class Replay:
     stalls: int = 0
     stall_steps: int = 0
     longest_stall: int = 0
-    prompt_tokens: int = 0  # computed: without prefix hits, with recomputation
+    prompt_tokens: int = 0  # computed prompt tokens: without cached prefixes, with recomputed tokens
     output_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
@@ -77,18 +80,18 @@ class Replay:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens of admitted requests that were cached."""
+        """Share of the prompt tokens of admitted requests that the prefix cache had."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the computed tokens that were computed again."""
+        """Share of the computed tokens that had been computed before, because of preemptions."""
         computed = self.prompt_tokens + self.output_tokens
         return self.recomputed_tokens / computed if computed else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Share of the sequences' turns that were lost to stalls."""
+        """Share of (running sequence, step) pairs in which the sequence stalled for lack of blocks."""
         turns = self.stalls + self.output_tokens
         return self.stalls / turns if turns else 0.0
 

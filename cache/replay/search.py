@@ -1,7 +1,7 @@
 """The smallest number of engines that meets a target of waiting time, by bisection over whole replays.
 
-Requests are distributed round-robin, and one engine's share is replayed: every n-th request. The engines are
-equal, so their shares are alike.
+Requests are distributed round-robin over n equal engines. Only one engine is simulated, with every n-th
+request, since the shares of all engines are alike.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Found:
 
     Attributes:
         engines: The smallest number that meets the target; None if even the largest number tried does not.
-        waits: The waiting time for each number tried, in seconds.
-        result: The replay with the last number.
+        waits: Number of engines tried -> waiting time in seconds.
+        result: The replay of the last number of engines tried.
     """
 
     engines: int | None
@@ -30,7 +30,7 @@ class Found:
 
 
 def share_of(trace: Trace, engines: int) -> Trace:
-    """Return the requests that one of ``engines`` engines receives with round-robin distribution."""
+    """Return the part of a trace that one of ``engines`` engines receives by round-robin distribution."""
     return replace(trace, requests=trace.requests[::engines])
 
 
@@ -43,15 +43,15 @@ def search_engines(
     most: int = 1024,
     progress: Callable[[int, float], None] | None = None,
 ) -> Found:
-    """Return the fewest engines with ``quantile`` of the waiting time at most ``target`` seconds.
+    """Return the smallest number of engines whose waiting time at ``quantile`` is at most ``target`` seconds.
 
     Args:
-        trace: The requests.
-        setup: One engine.
+        trace: The requests of the whole deployment.
+        setup: Configuration of one engine.
         target: Upper bound of the waiting time in seconds.
-        quantile: The quantile to compare, such as "p99".
-        most: Upper bound of the engines to try.
-        progress: Called with each number tried and its waiting time.
+        quantile: Quantile of the waiting time to compare with the target, such as "p99".
+        most: Upper bound of the number of engines to try.
+        progress: Function called with each number of engines tried and its waiting time in seconds.
     """
     waits: dict[int, float] = {}
     results: dict[int, Replay] = {}

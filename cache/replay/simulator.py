@@ -2,11 +2,12 @@
 
 A step is one forward pass of an engine. `tonnage.cache.scheduler` decides what it computes, with the real
 `KVCacheManager` and its `Admission`. The simulation supplies the clock (a roofline) and the sampled tokens. It
-knows the true output lengths and keeps them from the scheduler. Steps that only decode are taken in one leap.
+knows the true output lengths and hides them from the scheduler. Several consecutive steps that only decode are
+simulated at once (a *leap*).
 
-There are two budgets. With ``whole_prompts`` prompts are admitted while fewer tokens than the budget were
-admitted in the step, decodes aside, and a longer prompt goes alone. Most published simulations use this loop.
-Otherwise the budget is vLLM's ``max_num_batched_tokens`` for decodes and prefill chunks together.
+The token budget of a step has two meanings. By default it is vLLM's ``max_num_batched_tokens`` for decodes and
+prefill chunks together. With ``whole_prompts`` it limits the prompt tokens admitted in a step, decodes cost
+nothing, and a prompt longer than the budget is computed alone. Most published simulations use this second loop.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from tonnage.planner.model.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]
 
-# First token id without a hash id; it is unique per request.
+# Prompts without hash ids use token ids from here on, which are unique per request.
 _UNIQUE = 2**30
-# Upper bound of steps in one leap while requests wait, so that learned lengths are applied again.
+# Upper bound of decode steps simulated at once while requests wait, so that newly learned lengths soon take
+# effect.
 _LEAP = 16
 
 
@@ -44,15 +46,16 @@ class Setup:
         num_blocks: Blocks of the pool, with the null block.
         max_num_seqs: Upper bound of live sequences.
         max_model_len: Upper bound of prompt + output tokens.
-        budget: Tokens of a step; see the module.
+        budget: Token budget of a step; the module explains its two meanings.
         max_tokens: Upper bound of output tokens for requests whose trace has none.
         policy: Admission policy.
         step_time: Duration of a step.
-        whole_prompts: Whether prompts are computed in one step; see the module.
+        whole_prompts: Whether each prompt is computed in one step, instead of in chunks.
         scale: Multiplier of the arrival rate; None: all requests arrive at the start (closed loop).
-        enable_prefix_caching: Whether prefixes are cached.
-        lookahead: Waiting requests that may pass the head; None: the policy's.
-        leap: Whether decode steps are taken in leaps.
+        enable_prefix_caching: Whether the prefix cache is on.
+        lookahead: Number of requests behind the first in the queue that may start before it; None: the
+            policy's.
+        leap: Whether consecutive decode steps are simulated at once.
         check: Whether every invariant is checked at every step.
     """
 
@@ -78,7 +81,7 @@ class _Sequence(Sequence):
 
     trace: TraceRequest
     wanted: int
-    prefixes: bool  # whether its prompt has the trace's hash ids
+    prefixes: bool  # whether the prompt's tokens are made from the trace's hash ids
     admitted: float = -1.0
     first_token: float = -1.0
 
@@ -92,14 +95,14 @@ class _Sequence(Sequence):
 
 
 class Simulator:
-    """A single replay of a trace.
+    """A simulation of one engine that serves the requests of a trace once.
 
     ``progress`` is called with the number of finished requests from time to time.
     """
 
     def __init__(self, trace: Trace, setup: Setup, progress: Callable[[int], None] | None = None) -> None:
         self.trace, self.setup, self.progress = trace, setup, progress
-        # Cached states cost blocks and steps whether or not any is hit.
+        # Cached recurrent states cost blocks and steps whether or not a prefix is hit.
         self.caching = setup.enable_prefix_caching and (trace.has_prefixes or can_cache_states(setup.layout))
         self.manager = KVCacheManager(
             setup.layout,
@@ -117,17 +120,17 @@ class Simulator:
             whole_prompts=setup.whole_prompts,
         )
         if (auto := self.scheduler.admission.auto) is not None:
-            auto.background = False  # the simulated clock stands still while it rehearses
+            auto.background = False  # rehearse within the call, while the simulated clock stands still
         self.now = 0.0
         self._arrived = 0
-        self._computed = 0  # tokens
-        self._stalled: dict[int, int] = {}  # id -> stalled steps in a row
+        self._computed = 0  # number of computed tokens
+        self._stalled: dict[int, int] = {}  # sequence id -> number of consecutive stalled steps
         self.samples = Samples()
         self.result = Replay(trace.name, setup.policy.mode.value, len(trace.requests))
 
     @property
     def steps(self) -> int:
-        """Engine steps so far."""
+        """Number of engine steps simulated so far."""
         return self.scheduler.steps
 
     def run(self) -> Replay:
@@ -140,7 +143,7 @@ class Simulator:
                 self.now = self._arrival(self._arrived)
         result, stats = self.result, self.manager.stats()
         result.steps, result.seconds = self.steps, self.now
-        # All output tokens but the last are computed; recomputed tokens count with the prompts.
+        # All output tokens but the last of each request are computed; recomputed tokens count as prompt tokens.
         result.prompt_tokens = self._computed - (result.output_tokens - result.finished)
         result.preemptions = self.scheduler.counters.preemptions
         result.recomputed_tokens = self.scheduler.counters.preempted_tokens
@@ -177,7 +180,7 @@ class Simulator:
     # -- one step ------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run one step or leap of the scheduler and advance the clock by its duration."""
+        """Run one scheduler step, or several decode steps at once, and advance the clock by the duration."""
         before, scheduler = self.now, self.scheduler
         step = scheduler.step(self._leap() if self.setup.leap else None)
         self._note(step)
@@ -198,7 +201,7 @@ class Simulator:
         self.samples.add(before, self.now - before, running, self.manager.pool, waiting)
 
     def _leap(self) -> int:
-        """Return the steps until a request ends or arrives."""
+        """Return the number of decode steps until a request ends or arrives."""
         running = self.scheduler.running.values()
         if not running:
             return 1

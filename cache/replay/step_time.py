@@ -2,9 +2,9 @@
 
 A step reads all weights once and the K/V of every running sequence. It computes 2 operations per parameter and
 token (Kaplan et al., arXiv 2001.08361, section 2.1). It takes the larger of the two times plus a fixed time for
-launches and the host. Both are divided by the number of devices; communication and attention arithmetic are not
-modelled. Waiting times and shares of a replay are therefore estimates. The order of events under one model is
-exact. The planner's catalogue has the peak figures of GPUs.
+launches and the host. Both times are divided by the number of devices; communication and attention arithmetic
+are not modelled. Waiting times of a replay are therefore estimates. The planner's catalogue has the peak
+figures of GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class StepTime:
     bandwidth: float
     flops: float
     devices: int = 1
-    overhead: float = 0.002  # vLLM 0.32: 3.1 ms for a scheduler step with 256 sequences, about 0.3 ms with 32
+    # vLLM 0.32 takes 3.1 ms for a scheduler step with 256 sequences, about 0.3 ms with 32
+    overhead: float = 0.002
 
     def __post_init__(self) -> None:
         for field in ("weights_bytes", "parameters", "bandwidth", "flops", "devices"):
@@ -45,7 +46,10 @@ class StepTime:
                 raise CacheConfigError(f"{getattr(self, field)} is not positive", field=field)
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
-        """Return the seconds of a step that computes ``tokens`` positions with ``context_tokens`` held."""
+        """Return the seconds of a step that computes ``tokens`` positions.
+
+        The running sequences hold ``context_tokens`` tokens of KV cache, which the step reads.
+        """
         memory = (self.weights_bytes + self.kv_bytes_per_token * context_tokens) / self.bandwidth
         arithmetic = 2.0 * self.parameters * tokens / self.flops
         return max(memory, arithmetic) / self.devices + self.overhead

@@ -9,7 +9,7 @@
   ``output_tokens``, and optionally ``max_tokens``, ``hash_ids``, ``hash_block`` (tokens per id, 512),
   ``tenant`` and ``priority``. `log_line` writes such a line.
 
-A line that cannot be parsed or has impossible values is rejected with its number; nothing is guessed.
+A line that cannot be parsed or has impossible values is rejected, and the error names its line number.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tonnage.cache.errors import CacheError
 from tonnage.cache.replay.columns import NAMES, NEEDED, cell, renamed
 from tonnage.planner.errors import did_you_mean
 
-MOONCAKE_BLOCK = 512  # tokens per hash id: Mooncake, FAST25-release/traces
+MOONCAKE_BLOCK = 512  # tokens per hash id in Mooncake's traces (FAST25-release/traces)
 _AZURE = {"arrival": "TIMESTAMP", "prompt_tokens": "ContextTokens", "output_tokens": "GeneratedTokens"}
 
 
 class TraceError(CacheError):
-    """A trace file or a line of it that cannot be read."""
+    """The error that a trace file, or one of its lines, cannot be read."""
 
     code = "invalid_trace"
 
@@ -41,7 +41,7 @@ class TraceError(CacheError):
 class TraceRequest:
     """One request of a trace.
 
-    ``arrival`` is in seconds from the first request; ``max_tokens`` None: not recorded.
+    ``arrival`` is in seconds from the first request. ``max_tokens`` is None if the trace does not record it.
     """
 
     arrival: float
@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether any request has hash ids, which show prompts that share a prefix."""
+        """Whether any request has hash ids, which show which prompts share a prefix."""
         return any(request.hash_ids is not None for request in self.requests)
 
     @property
@@ -84,7 +84,8 @@ def read_trace(
         path: The file.
         limit: Number of requests to read; None: all.
         skip_bad_lines: Count lines that cannot be parsed instead of raising.
-        columns: The trace's names of the request log's fields (``columns.parse_columns``), for other formats.
+        columns: Request-log field name -> column name of the trace (from ``columns.parse_columns``), for other
+            formats.
 
     Raises:
         TraceError: The file is missing, its format is unknown, it has no request, or a line cannot be parsed.
@@ -163,7 +164,7 @@ def _format_of(
         return "mooncake", all_lines(), _mooncake
     if isinstance(record, dict) and "prompt_tokens" in record:
         return "log", all_lines(), _log
-    with contextlib.suppress(csv.Error):  # a field of a megabyte is not a header
+    with contextlib.suppress(csv.Error):  # a field larger than csv's limit is no header
         columns = [column.strip() for column in next(csv.reader([first.lstrip("\ufeff")]), [])]
     if named is None and set(_AZURE.values()) <= set(columns):
         return "azure", enumerate(file, start=2), _table(columns, _AZURE)

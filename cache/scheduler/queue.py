@@ -7,7 +7,7 @@ sorted again.
 
 **Passing.** While the head waits for blocks, the next requests may start if they do not delay its forecast
 start (`tonnage.cache.admission.passing`). The first forecast start of a head is remembered; after that step no
-request passes it any more. A request that waits for its tenant's quota delays no other request.
+request overtakes it any more. A request that waits for its tenant's quota delays no other request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Waiting:
     Attributes:
         id: The caller's id, unique in the queue and ascending with arrivals; of two equal arrivals the lower
             goes first.
-        request: The request.
+        request: The request's lengths, tenant and priority, as admission needs them.
         arrival: Arrival time in seconds.
     """
 
@@ -64,16 +64,16 @@ class WaitingQueue:
                 hint="0 lets no request pass the head",
             )
         self.ageing, self.lookahead = ageing, lookahead
-        self._order: list[tuple[float, int]] = []  # key, id
+        self._order: list[tuple[float, int]] = []  # (sort key, id) of each entry in order
         self._entries: dict[int, Waiting] = {}
         self._keys: dict[int, tuple[float, int]] = {}
-        self._due: dict[int, int] = {}  # step at which each present or former head was due to start
+        self._due: dict[int, int] = {}  # step at which each present or former head was forecast to start
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Iterate over the entries in order; the queue must not change meanwhile."""
+        """Iterate over the waiting entries in queue order; the queue must not change during the iteration."""
         return (self._entries[id] for _, id in self._order)
 
     def __contains__(self, id: int) -> bool:
@@ -81,11 +81,11 @@ class WaitingQueue:
 
     @property
     def tokens(self) -> int:
-        """Upper bound of the prompt and output tokens of the waiting requests."""
+        """Upper bound of the prompt and output tokens of all waiting requests together."""
         return sum(entry.request.total_tokens * entry.request.n for entry in self._entries.values())
 
     def push(self, entry: Waiting) -> None:
-        """Insert an entry; a preempted request returns with its first arrival, before later arrivals.
+        """Insert an entry; a preempted request keeps its first arrival time and so its place in the queue.
 
         Raises InvalidRequest if the id is in the queue.
         """
@@ -113,16 +113,17 @@ class WaitingQueue:
         start_of: Callable[[Waiting], Head],
         step: int,
     ) -> tuple[Waiting, Answer] | None:
-        """Remove and return the next entry that need not wait, with its decision, or None if all must wait.
+        """Remove and return the next entry that can start or is rejected, or None if all must wait.
 
         Args:
-            ask: Decides on (and admits) an entry, given the head that it would pass.
-            start_of: Forecasts the start of a head.
+            ask: Function that decides on an entry and admits it if possible; its second argument is the head
+                that the entry would overtake.
+            start_of: Function that forecasts the start of the first entry (the head).
             step: Number of the current engine step.
         """
         head: Head | None = None
         asked = 0
-        # entries over quota by tenant, with the same bound as entries behind a head
+        # number of entries per tenant that its quota delays, with the same bound as for entries behind a head
         over: Counter[str] = Counter()
         for entry in self:
             if asked > self.lookahead:

@@ -38,9 +38,10 @@ from tonnage.cache.sequences.tables import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class _Wishes(Generic[S]):
-    """The requested lengths of sequences in a step.
+    """The lengths that sequences request in a step, in tokens.
 
-    ``order`` begins with ``decodes`` sequences that compute one token; ``ends`` are the requested lengths.
+    ``order`` lists the sequences; the first ``decodes`` of them compute one token. ``ends`` are the requested
+    lengths.
     """
 
     order: list[S]
@@ -54,9 +55,10 @@ class Scheduler(Generic[S]):
 
     Args:
         manager: The block manager.
-        budget: Tokens of a step (max_num_batched_tokens).
+        budget: Token budget of a step (max_num_batched_tokens).
         most_logits: Rows of logits that a step has memory for; None: max_num_seqs.
-        lookahead: Waiting requests that may pass the head of the queue; None: the policy's.
+        lookahead: Number of requests behind the first in the queue that may start before it; None: the
+            policy's.
         whole_prompts: Decodes cost no budget, and a prompt is computed whole in the step that admits it. A
             prompt longer than the budget is computed alone. Most published simulations use this loop.
     """
@@ -74,15 +76,16 @@ class Scheduler(Generic[S]):
         self.budget = budget
         self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
         self.whole_prompts = whole_prompts
-        # block size that chunks of prompts are cut to; 0: no cut
+        # block size to which prompt chunks are cut; 0: no cut
         self._aligned = manager.block_size if manager.cached_states else 0
         self.queue = WaitingQueue(lookahead=self.admission.policy.lookahead if lookahead is None else lookahead)
         self.waiting: dict[int, S] = {}
-        self.running: dict[int, S] = {}  # in order of admission, forks after their request
+        # running sequences in order of admission; forks follow their parent's request
+        self.running: dict[int, S] = {}
         self.steps = 0
         self.counters = Counters()
         self._ids = itertools.count()
-        self._changed = True  # a request ended or arrived since all waiting ones were tried
+        self._changed = True  # whether a request ended or arrived since all waiting requests were tried
 
     @property
     def mode(self) -> AdmissionMode:
@@ -107,7 +110,7 @@ class Scheduler(Generic[S]):
         self._changed = True
 
     def drop(self, sequence: S) -> None:
-        """Remove a waiting or running sequence and release its blocks; admission does not learn its length."""
+        """Remove a cancelled sequence and release its blocks; its length does not train the length forecast."""
         if self.waiting.pop(sequence.id, None) is not None:
             self.queue.remove(sequence.id)
         else:
@@ -116,7 +119,7 @@ class Scheduler(Generic[S]):
         self._changed = True
 
     def end(self, sequence: S, output_tokens: int) -> None:
-        """Remove a sequence that ended by itself after ``output_tokens``, which trains the length forecast."""
+        """Remove a finished sequence and train the length forecast with its ``output_tokens``."""
         self.admission.ended(
             output_tokens, sequence.tenant, sequence.prompt - sequence.cached, sequence.max_tokens
         )
@@ -128,10 +131,10 @@ class Scheduler(Generic[S]):
         """Report the duration of a step to admission.
 
         Args:
-            tokens: Positions computed in each turn.
+            tokens: Positions computed in each decode step.
             sequences: Sequences that computed at least one position.
-            seconds: Duration of all turns together.
-            turns: Decode steps taken at once.
+            seconds: Duration of the step, or of all ``turns`` decode steps together.
+            turns: Number of decode steps taken at once.
         """
         auto = self.admission.auto
         if auto is None or not sequences:
@@ -141,11 +144,12 @@ class Scheduler(Generic[S]):
             auto.stepped(tokens, sequences, context, seconds / turns, len(self.running) + len(self.waiting))
 
     def step(self, leap: int | None = None) -> Step[S]:
-        """Decide the next step and take its blocks.
+        """Decide which sequences compute in the next step, and allocate their blocks.
 
         A replay sets ``leap``: if all sequences decode and no request can be admitted, up to ``leap`` steps are
         taken at once. No sequence may end before the last of them. Waiting requests are tried again only after
-        a request ended or arrived. Raises InvariantViolation if a mode that never preempts would have to.
+        a request ended or arrived. Raises InvariantViolation if all sequences stall in a mode that never
+        preempts.
         """
         step: Step[S] = Step()
         if self.waiting:
@@ -160,11 +164,11 @@ class Scheduler(Generic[S]):
         return step
 
     def _leap(self, step: Step[S], turns: int) -> None:
-        """Take ``turns`` decode tokens of each sequence at once, if all decode and the blocks are available."""
+        """Schedule ``turns`` decode steps of each sequence at once, if all decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # upper bound of tokens per sequence and call
-        if self._aligned:  # stop at every block boundary, where states are cached
+            turns = min(turns, self.budget)  # bound the tokens per sequence and call
+        if self._aligned:  # end at the next block boundary, where recurrent states are cached
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
             return
@@ -178,7 +182,7 @@ class Scheduler(Generic[S]):
         step.picked, step.drawing, step.turns = order, order, turns
 
     def _run(self, step: Step[S]) -> int:
-        """Let the running sequences compute, and return the budget left.
+        """Schedule the running sequences, and return the token budget left.
 
         The budget of a stalled sequence is offered to the next. The proof that a safe state always makes
         progress (`tonnage.cache.admission.safety`) requires it.
@@ -200,9 +204,9 @@ class Scheduler(Generic[S]):
             step.stalled.clear()
 
     def _run_last_out(self, step: Step[S]) -> int:
-        """Let the running sequences compute by vLLM's rule.
+        """Schedule the running sequences by vLLM's rule, and return the token budget left.
 
-        If a block is missing, the last sequence is preempted. Returns the budget left.
+        While blocks are missing, the sequence admitted last is preempted.
         """
         while self.running:
             wishes = self._order(step, list(self.running.values()), self.budget)
@@ -213,14 +217,17 @@ class Scheduler(Generic[S]):
         return self.budget
 
     def _order(self, step: Step[S], sequences: list[S], budget: int) -> _Wishes[S]:
-        """Return how far each sequence may compute: decodes first, then prompts while the budget lasts."""
+        """Return the length that each sequence requests in this step.
+
+        Decodes come first, then prompt chunks while the budget lasts.
+        """
         order = [s for s in sequences if s.length - s.computed == 1]
         if not self.whole_prompts:
             order = order[:budget]
             budget -= len(order)
         ends, decodes = [s.length for s in order], len(order)
         if decodes < len(sequences):
-            # There is memory for the logits of most_logits tokens, and each sequence needs the logits of one.
+            # A step has memory for `most_logits` rows of logits, and each sequence needs at least one row.
             spare = self.most_logits - step.rows - len(sequences)
             for sequence in sequences:
                 left = sequence.length - sequence.computed
@@ -243,7 +250,7 @@ class Scheduler(Generic[S]):
         return _Wishes(order, [s.id for s in order], ends, decodes)
 
     def _cut(self, sequence: S, chunk: int, may_wait: bool) -> int:
-        """Return the chunk cut to where a recurrent state is kept; 0 defers it if others compute."""
+        """Return the chunk, cut so that it ends where a recurrent state is kept; 0 defers the chunk."""
         cut = aligned_chunk(
             chunk,
             computed=sequence.computed,
@@ -259,7 +266,7 @@ class Scheduler(Generic[S]):
         return self.manager.grant(wishes.ids, wishes.ends)
 
     def _take(self, step: Step[S], wishes: _Wishes[S], granted: Int64Array) -> int:
-        """Allocate the granted blocks and return the budget used; a sequence that is granted nothing stalls."""
+        """Allocate the granted blocks and return the token budget used; a sequence granted nothing stalls."""
         order, ids, decodes, ends = wishes.order, wishes.ids, wishes.decodes, granted.tolist()
         for sequence, end in zip(order, ends, strict=True):
             sequence.chunk = end - sequence.computed
@@ -303,14 +310,15 @@ class Scheduler(Generic[S]):
     # -- admission -----------------------------------------------------------------------------------------
 
     def _admit(self, step: Step[S], budget: int) -> None:
-        """Admit requests from the queue while there is budget and memory for logits."""
+        """Admit requests from the queue while token budget and memory for logits are left."""
         self._changed = False
         too_long = False
 
         def ask(entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
             nonlocal too_long
             if self.whole_prompts and entry.request.prompt_tokens > budget and budget < self.budget:
-                too_long = True  # it starts in the next step; no other request may pass it
+                # a prompt too long for this step starts in the next; no other request overtakes it
+                too_long = True
                 return Wait(WaitReason.SEQUENCES)
             return self._ask(entry, head)
 
@@ -329,7 +337,7 @@ class Scheduler(Generic[S]):
             step.admitted.append(sequence)
             room = max(budget, sequence.length) if self.whole_prompts else budget
             wishes = self._order(step, [sequence], room)
-            if not wishes.order:  # the next step has the budget for a block of it
+            if not wishes.order:  # the next step has the budget for a whole block of this prompt
                 break
             budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
@@ -377,7 +385,7 @@ class Scheduler(Generic[S]):
             sequence.computed, sequence.chunk = end, 0
 
     def fork(self, parent: S, children: Iterable[S]) -> None:
-        """Start the other sequences of the request that ``parent`` stood for, from what it has computed."""
+        """Start the other sequences of ``parent``'s request (n > 1) as forks that share its computed prompt."""
         parent.forks = 0
         for child in children:
             child.id = next(self._ids)
@@ -386,7 +394,7 @@ class Scheduler(Generic[S]):
             self.running[child.id] = child
 
     def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
-        """Append the sampled token of each sequence, or ``count`` each from an array [sequences, count]."""
+        """Append the sampled token of each sequence, or ``count`` tokens each from [sequences, count]."""
         count = token_ids.shape[1] if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2 else 1
         self.manager.append([s.id for s in sequences], token_ids)
         for sequence in sequences:

@@ -15,26 +15,26 @@ from tonnage.cache.sequences.tables import TokenIds
 class Sequence(ABC):
     """A waiting or running sequence; an engine's subclass adds its own fields.
 
-    ``length`` tokens are known, prompt and output, and K/V of ``computed`` of them is written. A step catches
-    ``computed`` up with ``length``. This one rule covers decode, chunked prefill and the rest of a prompt after
-    a prefix hit. ``index`` is the sequence's number among the n of its request. Index 0 stands for all of them
-    until the ``forks`` others are forked from it, once the prompt is computed.
+    ``length`` tokens are known, prompt and output, and K/V of ``computed`` of them is written. A step computes
+    tokens between ``computed`` and ``length``. This rule covers decode, chunked prefill and the rest of a
+    prompt after a prefix hit. ``index`` is the sequence's number among the n of its request. Index 0 stands for
+    all of them until the ``forks`` others are forked from it, once the prompt is computed.
     """
 
-    prompt: int  # tokens
+    prompt: int  # prompt tokens
     max_tokens: int
-    arrival: float  # seconds, from any origin
+    arrival: float  # arrival time in seconds, from any origin
     forks: int = 0
     index: int = 0
     tenant: str = ""
     priority: int = 0
     scored: bool = False  # whether the logits of every prompt token are requested
-    id: int = -1  # in order of arrival, assigned by the scheduler
+    id: int = -1  # id in order of arrival, assigned by the scheduler
     length: int = 0
     computed: int = 0
     chunk: int = 0  # tokens computed in the current step
     cached: int = 0  # prompt tokens served from the prefix cache
-    junction: int = 0  # tokens in common with a prompt that left no recurrent state; 0: none
+    junction: int = 0  # length of a prefix cached without a recurrent state at its end; 0: none
     preempted: bool = False  # whether it was preempted at least once
     waited: bool = False  # whether admission has deferred it since it was queued
 
@@ -52,7 +52,7 @@ class Sequence(ABC):
 
     @property
     def generated(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens generated so far."""
         return self.length - self.prompt
 
     @property
@@ -67,11 +67,11 @@ class Sequence(ABC):
 
     @property
     def indices(self) -> range:
-        """Numbers of the request's sequences that end when this one does."""
+        """Numbers (0 to n - 1) of the request's sequences that end when this sequence ends."""
         return range(self.index, self.index + 1 + self.forks)
 
     def includes(self, index: int | None) -> bool:
-        """Return whether it can end for sequence ``index`` of its request, or for all (None)."""
+        """Return whether this object stands for sequence ``index`` of its request; None means all sequences."""
         return index is None or self.indices == range(index, index + 1)
 
     @property
@@ -95,7 +95,7 @@ S = TypeVar("S", bound=Sequence)
 class Decisions:
     """The decisions of a step as ids, in which replay, fake engine and HF engine have to agree."""
 
-    chunks: tuple[tuple[int, int], ...]  # (sequence, tokens) in the order of the batch
+    chunks: tuple[tuple[int, int], ...]  # (sequence id, tokens) in the order of the batch
     admitted: tuple[int, ...]
     preempted: tuple[int, ...]
     refused: tuple[int, ...]
@@ -106,15 +106,15 @@ class Step(Generic[S]):
     """The decisions of one scheduler step.
 
     Attributes:
-        picked: Sequences that compute their ``chunk`` tokens, in this order, after ``copies``.
+        picked: Sequences that compute their ``chunk`` tokens in this step, in batch order, after ``copies``.
         drawing: The ``picked`` sequences that sample a token.
         copies: Block copies to perform first.
         admitted: Requests that started in this step.
         preempted: Sequences that lost their blocks and wait again.
         refused: Requests that can never fit, with the reason.
         stalled: Sequences that requested blocks and were granted none.
-        rows: Rows of logits needed.
-        turns: Decode steps taken at once.
+        rows: Number of rows of logits that the step needs.
+        turns: Number of decode steps taken at once.
     """
 
     picked: list[S] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Counters:
     prefix_hit_tokens: int = 0
     shared_hit_tokens: int = 0
     preemptions: int = 0
-    preempted_tokens: int = 0  # computed tokens that must be computed again
+    preempted_tokens: int = 0  # tokens that must be computed again after a preemption
     admissions: dict[tuple[str, str], int] = field(default_factory=dict)
     missing_blocks: dict[tuple[str, str], int] = field(default_factory=dict)
 

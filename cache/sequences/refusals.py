@@ -14,11 +14,11 @@ def refused(
 
     Args:
         core: The block manager's arrays.
-        code: The result code.
+        code: The result code of the failed check.
         sequence_id: Id of the first sequence that failed.
-        row: Its row.
+        row: Row of that sequence in the block tables.
         ends: Requested positions from this sequence on, or empty.
-        tokens: The sequence's new tokens, or empty.
+        tokens: New tokens of that sequence, or empty.
     """
     state, pool = core.rows[row], core.pool[0]
     length, limit, appended = int(state["length"]), int(state["limit"]), len(tokens)

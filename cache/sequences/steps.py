@@ -1,4 +1,4 @@
-"""What a step, a fork and an end do to sequences: compiled loops over rows.
+"""Compiled functions that apply a step, a fork or an end to sequences, each a row of the block tables.
 
 `step` takes a batch. It checks every row first and changes nothing if one fails. It returns ``(code, at)``:
 `OK` and the number of copies, or the first failed check and the index of its sequence in the call.
@@ -28,9 +28,10 @@ from tonnage.cache.prefix.index import evict, publish, sibling_holds
 
 OK, TWICE, NEGATIVE, TOO_LONG, STEP_TOO_LONG, NO_ROOM, OUT_OF_ORDER, STATE_ELSEWHERE = range(8)
 
-# Bits of what a call does to each row, in this order.
+# Bits that select what a call does to each row; they are applied in this order.
 COMMIT, APPEND, EXTEND = 1, 2, 4
-DECODE = COMMIT | APPEND | EXTEND  # every known token is computed, and one more token gets its slot
+# all known tokens are committed, and one more token is appended and gets its slot
+DECODE = COMMIT | APPEND | EXTEND
 
 
 @compiled
@@ -86,7 +87,8 @@ def step(
             if end > row.room or (row.shared_tail != 0 and end > written):
                 most += demand(core, batch[i], written, end, False)
         row.written, row.end = written, end
-    if most > pool.free + pool.cached:  # an upper bound: blocks that the call itself releases are left out
+    # this is an upper bound, since blocks that the call itself releases are left out
+    if most > pool.free + pool.cached:
         short_at = _first_without_room(core, batch, copies)
         if short_at >= 0:
             return NO_ROOM, short_at
@@ -111,7 +113,7 @@ def step(
 
 @inlined
 def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) -> int:
-    """Return the blocks that a row takes for positions below ``end``: new ones, and copies of a shared tail.
+    """Return the blocks that a row takes for positions below ``end``: new blocks and copies of a shared one.
 
     ``computed`` positions of the row are written. ``full_only`` counts full-attention groups only.
     """
@@ -131,9 +133,9 @@ def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) ->
 def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> int:
     """Return the index of the first row that would not get all the blocks that `_grow` takes, or -1.
 
-    A block released on the way (a window moves on, all sharers but the last copy a block) counts as available.
-    Reference counts are decremented as if it had happened and then restored; ``copies`` keeps the blocks
-    meanwhile.
+    Blocks released during the call count as available: blocks before a moving window, and a shared block after
+    all sharers but the last have copied it. The function decrements reference counts on trial and restores
+    them; ``copies`` stores the affected blocks until then.
     """
     pool, size = core.pool[0], core.pool[0].block_size
     available = pool.free + pool.cached
@@ -165,21 +167,21 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
 
 @inlined
 def _moves_on(core: Core, at_row: int) -> bool:
-    """Return whether this call releases the blocks that the row's windows have left."""
+    """Return whether the current call releases blocks that are before the row's sliding windows."""
     row = core.rows[at_row]
     return bool(row.end > row.room or (row.shared_tail & DROP_SOURCE and row.end > row.written))
 
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` the full-attention blocks that EXTEND would take for row i, with its copy."""
+    """Write to ``wanted[i]`` the full-attention blocks that extending row i takes, with a copied block."""
     for i in range(batch.size):
         wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 
 
 @inner
 def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) -> int:
-    """Allocate blocks for the positions below ``end``, after copying what the row must not overwrite.
+    """Allocate a row's blocks for positions below ``end``, and copy shared blocks that it will write to.
 
     Returns the number of copies so far.
     """
@@ -221,7 +223,8 @@ def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) 
                 evict(core, 1, FOR_COPY)
             own = pop_free(core, kind == FULL, row.request)
             core.tables[group, at_row, at] = own
-            release(core, shared, kind == FULL, row.request)  # the other sequences of the request still hold it
+            # other sequences of the request still hold the block
+            release(core, shared, kind == FULL, row.request)
             copies[0, copied], copies[1, copied] = shared, own
             copied += 1
     row.shared_tail &= ~COPY_TAIL
@@ -237,7 +240,8 @@ def share(core: Core, parent: int, child: int) -> None:
         for at in range(core.first[group, parent], entries(core.groups[group].kind, computed, size)):
             block = core.tables[group, parent, at]
             if block != NULL_BLOCK:
-                core.refs[block] += 1  # within one request: no private count changes
+                # the sharers belong to one request, so its count of private blocks does not change
+                core.refs[block] += 1
                 core.tables[group, child, at] = block
         core.first[group, child] = core.first[group, parent]
         stateful = stateful or core.groups[group].kind == STATE
@@ -248,8 +252,8 @@ def share(core: Core, parent: int, child: int) -> None:
     new.length, new.hashed, new.computed, new.limit = old.length, old.hashed, computed, old.limit
     new.published, new.salt, new.shared, new.turn = old.published, old.salt, old.shared, old.turn
     new.request, new.room = old.request, (computed + size - 1) // size * size
-    # The parent's writable end goes back to what is computed, so that its next write needs an extend, which
-    # copies.
+    # The parent's number of writable positions returns to the computed ones. Its next write then needs an
+    # extend, which copies the shared block.
     new.slots = old.slots = computed
     new.shared_tail = old.shared_tail & DROP_SOURCE
     if computed % size != 0 or stateful:  # a recurrent state is written in every step

@@ -18,17 +18,18 @@ from tonnage.cache.errors import InvalidRequest, SequenceFinished, UnknownSequen
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
-_PIECE = 4096  # tokens converted per call of struct
+_PIECE = 4096  # number of tokens converted per call of struct
 
 
 class Sequences:
-    """A mapping of ids to rows for up to ``rows`` live sequences."""
+    """A mapping from sequence ids to rows of the block tables, for up to ``rows`` live sequences."""
 
     def __init__(self, rows: int) -> None:
         self.row_of: dict[int, int] = {}
         self._unused = list(range(rows - 1, -1, -1))
-        self._finished: list[int | None] = [None] * rows  # the last id of each unused row
-        self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)  # the last result of `rows`
+        self._finished: list[int | None] = [None] * rows  # id of the last sequence in each unused row
+        # ids and result of the last call of `rows`
+        self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -52,7 +53,7 @@ class Sequences:
 
     @property
     def next_row(self) -> int:
-        """The row that `open` will return, or -1 if all rows are in use."""
+        """The row that the next call of `open` returns, or -1 if all rows are in use."""
         return self._unused[-1] if self._unused else -1
 
     def finished(self, sequence_id: int) -> bool:
@@ -86,7 +87,7 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
 
     Args:
         token_ids: A flat list or array of ints in [0, 2^31).
-        signed: Let negative ids pass, for a caller that checks them itself.
+        signed: Accept negative ids, for a caller that checks them itself.
         out: Buffer to write a list into if it fits; the result is then a view of it.
 
     Raises:
