@@ -62,7 +62,8 @@ def check_tensors(
         name = spec.name
         if found_format is not None and found_format.kind.suffix is not None:
             name = spec.module + found_format.kind.suffix
-        # A checkpoint may store only the tied copy; transformers' tie_weights swaps them.
+        # A checkpoint may store only the tied copy instead of the original; transformers' tie_weights accepts
+        # both.
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
         )
@@ -87,7 +88,7 @@ def check_tensors(
 
 
 def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[HeaderTensor]]:
-    """Return the weights stored below `<module>.experts.<number>.`, by the spelling of `<module>.experts`."""
+    """Return the expert weights by module: the normalized `<module>.experts` -> tensors of all its experts."""
     out: dict[str, list[HeaderTensor]] = {}
     for tensor in tensors:
         module, mark, rest = tensor.name.partition(".experts.")
@@ -118,9 +119,9 @@ def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: 
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
-    """Return a tensor by its full name, its old name, or its name without the body's prefix; None if absent.
+    """Return a tensor by its full name, its old name, or its name without the base model's prefix.
 
-    A checkpoint of a `...Model` class has names without that prefix.
+    A checkpoint of a `...Model` class has names without that prefix. Returns None if the tensor is absent.
     """
     if name in found:
         return found[name]
@@ -131,7 +132,7 @@ def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
 
 
 def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> tuple[TensorSpec, ...]:
-    """Return the tied tensors that the checkpoint stores in addition to the tensors they share storage with.
+    """Return the tied tensors that the checkpoint stores although they share another tensor's storage.
 
     transformers 5.19 ties them only if the values are equal (modeling_utils.py, tie_weights), which a header
     does not show.
@@ -150,10 +151,10 @@ def tied_copies_in_index(architecture: Architecture, index: CheckpointIndex) -> 
 
 
 def unknown_modules(architecture: Architecture, index: CheckpointIndex) -> list[str]:
-    """Return the modules in an index that the config does not have, with their number of tensors.
+    """Return descriptions of modules that an index has and the config does not, with their tensor counts.
 
-    The largest come first. Layer indices that occur several times are replaced by `*`. The list is empty for a
-    family whose files use other names than transformers.
+    The largest modules come first. Layer indices that occur several times are replaced by `*`. The list is
+    empty for a family whose files use other names than transformers.
     """
     if family_of(architecture.model_type).files.renamed:
         return []

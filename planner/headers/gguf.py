@@ -27,9 +27,9 @@ _SCALARS = {
 }
 _KEPT_ITEMS = 4096  # longer arrays (vocabularies) are skipped; per-layer arrays are much shorter
 _MAX_TENSORS = MAX_TENSORS
-_MAX_HEADER = 100_000_000  # bytes; vocabularies and merges of 256,000 tokens take 12 MB
-_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-_MAX_METADATA = 10_000  # entries; published files have some 50
+_MAX_HEADER = 100_000_000  # bytes; vocabulary and merges of 256,000 tokens take 12 MB
+_MAX_DIMENSIONS = 4  # ggml's limit on the dimensions of a tensor (GGML_MAX_DIMS)
+_MAX_METADATA = 10_000  # maximum metadata entries; published files have some 50
 _MAX_DEPTH = 8
 
 
@@ -58,11 +58,11 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """A reader of values at a moving position, which raises CheckpointError at the end of the data."""
+    """A reader of GGUF values at a moving byte position; it raises CheckpointError at the end of the data."""
 
     def __init__(self, data: mmap.mmap, where: str, longest: int) -> None:
         self.data, self.where, self.at = data, where, 0
-        self.longest = longest  # items; longer arrays are not kept
+        self.longest = longest  # longest array in items that is kept
 
     def fail(self, what: str) -> CheckpointError:
         """Return a CheckpointError that names the current byte position."""
@@ -113,7 +113,8 @@ class _Cursor:
                 self.skip(length * size)
                 return GGUFArray(length)
             return [self.scalar(kind) for _ in range(length)]
-        if length > len(self.data) - self.at:  # each item takes at least a byte
+        # Each item takes at least a byte, so the array is longer than the remaining data.
+        if length > len(self.data) - self.at:
             raise self.fail(f"an array claims {length:,} items")
         if kind == _STRING and length > self.longest:
             self.skip_strings(length)
@@ -152,7 +153,7 @@ def read_gguf(path: Path, longest: int = _KEPT_ITEMS) -> GGUFHeader:
             return _read(_Cursor(data, where, longest), size_of(path, len(data)))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
-    except ValueError:  # mmap of an empty file
+    except ValueError:  # mmap raises ValueError for an empty file
         raise CheckpointError("is empty", field=where) from None
 
 

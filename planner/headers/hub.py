@@ -18,7 +18,8 @@ from tonnage.planner.errors import ModelNotFound
 
 _HUB = "https://huggingface.co"
 _MODELSCOPE = "https://modelscope.cn"
-_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # vllm/envs.py and sglang/srt/environ.py
+# Environment variables of vllm/envs.py and sglang/srt/environ.py.
+_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 
 _explicit = False  # whether --hf-token was given, to which HF_HUB_DISABLE_IMPLICIT_TOKEN does not apply
 
@@ -33,9 +34,9 @@ def _on(switch: str) -> bool:
 
 
 def endpoint() -> str:
-    """Return the hub's address without a trailing slash: `HF_ENDPOINT` (a mirror or private hub), else the hub.
+    """Return the hub's address without a trailing slash: `HF_ENDPOINT` if set, else huggingface.co.
 
-    For ModelScope it is `MODELSCOPE_ENDPOINT` or the public address, with the path of all models.
+    For ModelScope it is `MODELSCOPE_ENDPOINT` or the public address, followed by the path of all models.
     """
     if not modelscope():
         return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
@@ -104,7 +105,7 @@ def token() -> str | None:
 
 
 def add_token_flag(parser: argparse._ActionsContainer) -> None:
-    """Add the option `--hf-token`, which every command with a model has.
+    """Add the option `--hf-token`, which every command that reads a model has.
 
     The value goes into the environment, where huggingface_hub reads it, also in an engine's process. It is not
     part of the parsed arguments, which may be printed and stored.
@@ -140,12 +141,12 @@ class _TokenFlag(argparse.Action):
 def _by_library() -> str | None:
     """Return the token that huggingface_hub finds, or None if the library is not installed."""
     try:
-        from huggingface_hub import get_token  # an optional dependency, needed only with a login
+        from huggingface_hub import get_token  # optional dependency, needed only for some logins
     except ImportError:
         return None
     try:
         return get_token()
-    except Exception as error:  # its exception types exist only if the library is installed
+    except Exception as error:  # the library's exception types may be missing
         raise ModelNotFound(
             f"huggingface_hub has no token: {type(error).__name__}", field="model",
             hint="hf auth login, or set HF_TOKEN",

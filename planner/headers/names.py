@@ -17,9 +17,9 @@ _HOSTS = ("huggingface.co", "hf.co")
 _REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _REVISION = r"\w[\w./+-]*"
 _ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?", re.ASCII)
-_REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # two slashes, one revision
+_REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # a revision that contains slashes
 _ROUTES = ("tree", "blob", "raw", "resolve", "blame")
-_TABS = ("summary", "files")  # tabs of a model's page on ModelScope
+_TABS = ("summary", "files")  # names of the tabs on a model's ModelScope page
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
 _HINT = 'name it "org/name" or "org/name@revision"'
 

@@ -1,6 +1,6 @@
-"""Registry of files of which only the beginning is available.
+"""Registry of files of which only the first bytes are available.
 
-A browser passes only the first bytes of a checkpoint of many GB.
+The planner in a browser receives only the first bytes of a checkpoint of many GB.
 """
 
 from __future__ import annotations
@@ -16,5 +16,8 @@ def register(path: Path, size: int) -> None:
 
 
 def size_of(path: Path, here: int) -> int:
-    """Return the length in bytes of the whole file, of which `here` bytes are available at `path`."""
+    """Return the length in bytes of the whole file, which `register` may have stored; else `here`.
+
+    `here` is the number of bytes available at `path`.
+    """
     return max(here, _WHOLE.get(str(path.absolute()), 0)) if _WHOLE else here

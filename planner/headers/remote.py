@@ -35,7 +35,7 @@ from tonnage.planner.headers.safetensors import MAX_HEADER_BYTES, parse_header
 from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
-_TIMEOUT_SECONDS = 10.0  # for one answer
+_TIMEOUT_SECONDS = 10.0  # time limit of one response
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request
 _MAX_SHARDS = 64  # two requests each; larger models are planned from config.json and the index
 _THREADS = 8
@@ -55,7 +55,8 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         """Return the request that follows a redirect; raise CheckpointError if it leads to another host."""
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         same = (new.scheme, new.hostname, new.port) == (old.scheme, old.hostname, old.port)
-        if (old.scheme, old.port, new.scheme, new.port) == ("http", None, "https", None):  # upgrade to TLS
+        # A redirect from HTTP to HTTPS on the same host is allowed.
+        if (old.scheme, old.port, new.scheme, new.port) == ("http", None, "https", None):
             same = new.hostname == old.hostname
         stored = new.scheme in ("https", old.scheme) and ("." + (new.hostname or "")).endswith(_HUB_STORAGE)
         if not same and not stored:
@@ -63,7 +64,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
                 f"is redirected from {old.hostname} to another host, {new.hostname}", field=old.path[-80:]
             )
         following = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if same and following is not None:  # for example a renamed model
+        if same and following is not None:  # the same host redirects, for example, a renamed model
             for name in _CREDENTIALS & req.unredirected_hdrs.keys():
                 following.add_unredirected_header(name, req.unredirected_hdrs[name])
         return following
@@ -79,10 +80,10 @@ def _as_model_not_found(name: str) -> Iterator[None]:
     except (OSError, ValueError, HTTPException) as error:
         if isinstance(error, InvalidURL):
             why = "its address is not valid"
-        elif isinstance(error, HTTPException):  # its text may quote the server
+        elif isinstance(error, HTTPException):  # the error's text may quote the server
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
-            reason = getattr(error, "reason", error)  # without the system's error number
+            reason = getattr(error, "reason", error)  # the reason without the system's error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
         raise ModelNotFound(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
@@ -169,14 +170,14 @@ class Remote:
                 request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")
-                    if modelscope():  # some of its addresses read the header, others the cookie
+                    if modelscope():  # ModelScope reads the token from header or cookie
                         request.add_unredirected_header("Cookie", f"m_session_id={self._token}")
                 if span is not None:
                     request.add_header("Range", span)
                 return self._open(request, timeout=_TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
             with error:
-                # A plain file server sends no such header.
+                # The hub sends X-Error-Code with a 404; a plain file server does not.
                 if error.code == 404 and error.headers.get("X-Error-Code") in (None, "EntryNotFound"):
                     return None
                 why, hint = self._refused(error.code, error.headers)
@@ -248,7 +249,7 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
         found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
         if isinstance(found, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **found}
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # limits of the size of pictures
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # these files limit image sizes
         if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
             config[name] = parse_config(beside, f"{name}.json")
     return config

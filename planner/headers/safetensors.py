@@ -22,7 +22,7 @@ from tonnage.planner.units import ceil_div
 # one file (58 layers of 256 experts with three matrices, each a weight and a scale: 90,000 tensors) has 11 MB.
 MAX_HEADER_BYTES = 16_000_000
 MAX_TENSORS = 131_072
-_MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is an attack
+_MAX_DIMENSIONS = 64  # limit of torch's TensorIterator (2.13); only a malicious file has more
 
 
 def read_header(path: Path) -> tuple[HeaderTensor, ...]:
@@ -67,7 +67,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor
     Raises:
         CheckpointError: the header contradicts itself or the file.
     """
-    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:  # checked before the JSON is parsed
+    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:  # the count is checked before the JSON is parsed
         raise CheckpointError(f"describes {count:,} tensors; {MAX_TENSORS:,} are read at most", field=where)
     try:
         header = json.loads(text)

@@ -1,1 +1,1 @@
-"""A model as its config describes it: tensors, what each layer caches, and the layout of the block pool."""
+"""Descriptions of a model from its config: tensors, each layer's cache, and the layout of the KV block pool."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 
-if TYPE_CHECKING:  # families without a recipe or a tower do not load these
+if TYPE_CHECKING:  # imported only for types: most families need neither module
     from tonnage.planner.model.recipe import Recipe
     from tonnage.planner.model.vision import Vision
 
@@ -18,10 +18,10 @@ class StateTensor:
     """A tensor of fixed size that one layer keeps per sequence, such as a Mamba state.
 
     Attributes:
-        dtype: the tensor's dtype, or None for the model's.
+        dtype: the tensor's dtype, or None for the model's dtype.
         shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
             tensor.
-        chunk: tokens that the kernel processes at a time (Mamba-2).
+        chunk: tokens that the kernel processes at a time (Mamba-2), or None.
     """
 
     name: str
@@ -43,14 +43,14 @@ class CacheLayer:
 
     Attributes:
         window: tokens that a query attends to, itself included; the chunk size of a `chunked` layer.
-        transformers_kv_heads: KV heads that transformers caches, where it repeats K and V before it stores
-            them.
+        transformers_kv_heads: KV heads that transformers caches if it repeats K and V before caching; else
+            None.
         value_head_size: elements of V per head; None if it equals head_size.
-        shares: index of the layer whose cache this layer reads instead of storing its own.
+        shares: index of the layer whose cache this layer reads instead of storing its own; else None.
         compression: tokens per cached entry.
         index_size: elements per token of the sparse indexer's key, stored beside K and V; 0 without an indexer.
         source_tokens: most tokens of a cross-attention cache (the encoder's output); None if the request
-            decides.
+            determines the number.
     """
 
     layer: int
@@ -83,7 +83,7 @@ class Rotary:
         dim: rotated dimensions per head.
         tables: number of distinct frequency tables (Gemma 3: one for full and one for sliding layers).
         mrope: whether a position has three axes: time, height and width.
-        positions: rows of the table, where it has another number than max_model_len.
+        positions: rows of the table; None if it has max_model_len rows.
     """
 
     dim: int
@@ -96,11 +96,12 @@ class Rotary:
 class Architecture:
     """The shapes of a model; `tensors` and `cache_layers` are in layer order.
 
-    `layers`, `hidden_size` and the other sizes describe the language model; of an encoder-decoder model, the
-    decoder.
+    `layers`, `hidden_size` and the other sizes describe the language model. In an encoder-decoder model, they
+    describe the decoder.
 
     Attributes:
-        intermediate_size: width of the MLP that one token passes; with MoE, of its experts and the shared ones.
+        intermediate_size: width of the MLP that one token passes; with MoE, of the token's experts and the
+            shared experts together.
         max_model_len: longest sequence in tokens.
         cache_layers: caches of the layers; empty for an encoder.
         position_field: the config field from which max_model_len was read.
@@ -108,8 +109,8 @@ class Architecture:
         experts_per_token: routed experts that one token passes.
         unread: switches in the config that no adapter knows and that may add biases or norms to `tensors`.
         via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
-        recipe: the layers as data, or None if the family has no recipe.
-        vision: the tower that reads pictures, if the sizes of its processor are known.
+        recipe: the decoder's modules as data, or None if the family has no recipe.
+        vision: the vision tower, or None if the image sizes of its processor are not known.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Capacity of a block pool: how many requests it holds at once, and the lines that report it.
+"""Capacity of a KV block pool: how many requests it holds at once, and lines of text that report it.
 
 `requests.py` computes the blocks of one request.
 """
@@ -13,15 +13,15 @@ from tonnage.planner.units import gib
 
 
 def at_most(held: float, limit: int | None) -> float:
-    """Return the number of running sequences: what the pool holds, at most `limit` (--max-num-seqs)."""
+    """Return the number of running sequences: `held`, which the pool can hold, limited by --max-num-seqs."""
     return held if limit is None else min(held, limit)
 
 
 def capacity_by_growth(usable: int, peak: int, each: int) -> int:
-    """Return how many requests fit when they are admitted one after the other and grow until no block is free.
+    """Return how many requests fit if admitted one by one, each growing until no block is free.
 
     Args:
-        usable: blocks of the pool.
+        usable: number of usable blocks in the pool.
         peak: blocks of the request that holds the most.
         each: blocks of each other request.
     """
@@ -29,14 +29,14 @@ def capacity_by_growth(usable: int, peak: int, each: int) -> int:
 
 
 def capacity_without_preemption(usable: int, blocks: RequestBlocks, together: int) -> int:
-    """Return how many requests run at once without any preemption, at whatever step each of them is.
+    """Return how many requests run at once without any preemption, whatever step each of them is in.
 
-    Requests whose prompt is being computed hold their arrival blocks. All others hold the blocks of the fullest
-    step of their decode, so that a decode that needs a block finds one.
+    Requests whose prompt is being computed hold their arrival blocks. All other requests hold the blocks of the
+    fullest step of their decode, so that a decode that needs a block finds one.
 
     Args:
-        usable: blocks of the pool.
-        blocks: blocks of one request.
+        usable: number of usable blocks in the pool.
+        blocks: blocks of one request in each phase.
         together: number of prompts that may be computed at the same time.
     """
     if blocks.arrival <= blocks.fullest:
@@ -49,7 +49,7 @@ def capacity_without_preemption(usable: int, blocks: RequestBlocks, together: in
 
 @dataclass(frozen=True, slots=True)
 class RequestCapacity:
-    """How many requests with the same prompt and output length a pool holds at once.
+    """The number of requests with the same prompt and output length that a pool holds at once.
 
     Attributes:
         bytes: bytes of one request at the fullest step of its decode.
@@ -58,8 +58,8 @@ class RequestCapacity:
         at_last: requests that fit if they are admitted one by one and have grown to their last tokens.
         started: requests that fit once their prompts are processed; above `at_once`, some are preempted later.
         together: prompts that may be computed at the same time.
-        limit: --max-num-seqs; the counts above do not include it.
-        share: text that says which share of a trace's requests needs no more blocks than these.
+        limit: --max-num-seqs, which does not limit the counts above.
+        share: text naming the share of a trace's requests that need no more blocks than this request.
     """
 
     prompt_tokens: int
@@ -82,14 +82,15 @@ class RequestCapacity:
 
 @dataclass(frozen=True, slots=True)
 class MixCapacity:
-    """How many requests with the lengths of a trace a pool holds at once on average.
+    """The mean number of requests with the lengths of a trace that a pool holds at once.
 
     Attributes:
         name: name of the trace.
-        requests: requests of the trace that were counted.
-        longer: requests left out because they are longer than max_model_len.
-        blocks: mean blocks per request at the fullest step of its decode, weighted by its steps.
-        at_once: requests that run at once.
+        requests: number of requests of the trace that were counted.
+        longer: number of requests left out because they are longer than max_model_len.
+        blocks: mean blocks per request at the fullest step of its decode; a request weighs as much as it has
+            steps.
+        at_once: number of requests that run at once.
         bounds: lower and upper bound of `at_once`.
     """
 
@@ -125,10 +126,10 @@ def hold(
     """Return the capacity of a pool for requests of one prompt and output length.
 
     Args:
-        law: the blocks that a request needs for its lengths.
+        law: rule for the blocks of a request.
         prompt: tokens of the prompt.
         output: tokens of the answer.
-        usable: usable blocks as planned, their lower and their upper bound.
+        usable: (planned, lower bound, upper bound) of the pool's usable blocks.
         limit: --max-num-seqs.
     """
     blocks, together = law.blocks(prompt, output), law.together(prompt)
@@ -141,11 +142,11 @@ def hold(
 
 
 def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
-    """Return lines that say what a request needs and how prefixes are reused.
+    """Return lines of text that say how much memory a request needs and how prefixes are reused.
 
     Args:
-        law: the blocks that a request needs for its lengths.
-        usable: usable blocks of the pool.
+        law: rule for the blocks of a request.
+        usable: number of usable blocks in the pool.
         limit: --max-num-seqs.
     """
     parts = []

@@ -50,7 +50,7 @@ SAFETENSORS_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def config_dtype(name: object) -> str | None:
-    """Return `dtype` or `torch_dtype` of a config as a key of DTYPE_BYTES, or None if it is absent or "auto".
+    """Return the config's `dtype` or `torch_dtype` as a key of DTYPE_BYTES, or None if absent or "auto".
 
     Raises:
         ConfigError: the config names another dtype.

@@ -10,26 +10,27 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 
-# The largest config.json seen has 0.1 MiB, id2label tables included. ModelOpt's list of quantized modules would
-# have 5 MiB for the largest model (each expert of Kimi-K2). Parsed JSON takes up to 24 times the size of its
-# text (a list of empty lists), so that a plan of a file of this size takes up to 250 MiB.
+# Upper bound of the size of a config.json. The largest file seen has 0.1 MiB, id2label tables included.
+# ModelOpt's list of quantized modules would have 5 MiB for the largest model (each expert of Kimi-K2). Parsed
+# JSON takes up to 24 times the size of its text (a list of empty lists), so planning a file of this size takes
+# up to 250 MiB.
 MAX_CONFIG_BYTES = 8 << 20
-MAX_NESTING = 32  # real configs nest three deep
+MAX_NESTING = 32  # maximum nesting; real configs nest three deep
 
 # Limits far above any published model (Llama-3.1-405B: 126 layers, hidden 16,384; Gemma: vocabulary 262,208).
 # A larger value means a broken file, and building a million TensorSpecs would hang the planner.
 LIMITS = {"layers": 1_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
 
-# Parts of field names that stand for a shape or a cache rule. If no adapter reads such a field and its value is
-# not neutral, it changes the model in a way that the planner does not know.
+# Words in field names that indicate a shape or a cache rule. If no adapter reads such a field and its value is
+# not neutral, the field changes the model in a way that the planner does not know.
 _SHAPE_WORDS = (
     "expert", "moe", "lora", "rank", "num_", "n_", "_size", "_dim", "layer", "head", "shared", "vision",
     "audio", "mamba", "ssm", "conv", "bias", "norm", "window", "sliding", "chunk", "cross", "encoder",
     "adapter", "memory", "altup", "index", "latent", "compress", "sink", "hyper", "mtp", "nextn", "block",
     "alibi", "parallel", "attention",
 )  # fmt: skip
-# Switches with these words add a bias or a norm to existing matrices and no other size. Tables of relative
-# positions are also called biases; _POSITION_WORDS excludes them.
+# Boolean fields with these words in their name add only a bias or a norm to existing matrices. Tables of
+# relative positions are also called biases; _POSITION_WORDS excludes them.
 _SWITCHED = {"bias", "norm"}
 _POSITION_WORDS = ("pos", "rel")
 _NEUTRAL = (None, False, 0, "", "none")
@@ -83,7 +84,7 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError("nested too deeply", field=where) from None
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # the text has an integer with more digits than Python converts
         raise ConfigError(str(error).partition(";")[0], field=where) from None
     if not isinstance(config, dict):
         raise ConfigError(f"must be a JSON object, not {type(config).__name__}", field=where)
@@ -121,9 +122,9 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """A family's access to a config, which records the fields that were read.
+    """Checked access to the fields of a config, which records the fields that were read.
 
-    `check_unread` then finds the fields that no builder read.
+    `check_unread` then finds the fields that no adapter read.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Fields:
         """
         value = self.raw(field)
         if value is None:
-            return default and self.name(field) not in self.config  # null means False
+            return default and self.name(field) not in self.config  # a null in the file means False
         if not isinstance(value, bool):
             raise ConfigError(f"{shown(value)} is not true or false", field=self.name(field))
         return value
@@ -240,7 +241,7 @@ class Fields:
             raise ConfigError(f"{shown(value)} is too large a number", field=self.name(field)) from None
 
     def share(self, field: str, default: float, of: int) -> int:
-        """Return the width that is the number in `field` times `of`, rounded down.
+        """Return a width: the number in `field` times `of`, rounded down.
 
         Raises:
             ConfigError: the width is out of range.
@@ -286,12 +287,12 @@ class Fields:
         return tuple(value)
 
     def listed(self, field: str, layers: int, words: Mapping[Any, bool]) -> tuple[bool, ...] | None:
-        """Return a field with one word per layer as booleans, or None where it is absent.
+        """Return a field with one word per layer as booleans, or None if the field is absent.
 
         Args:
             field: name of the field.
             layers: number of layers.
-            words: each valid word and the boolean that it means.
+            words: valid word -> its boolean value.
 
         Raises:
             ConfigError: the list has another length or other words.
@@ -308,16 +309,16 @@ class Fields:
     def check_unread(
         self, model_type: str, harmless: Mapping[str, tuple[object, ...] | str]
     ) -> tuple[str, ...]:
-        """Return the names of unread switches that can add no more than biases and norms.
+        """Return the names of unread boolean fields that can add no more than biases and norms.
 
-        planning/weights.py bounds the bytes that these switches may add.
+        planning/weights.py bounds the bytes that these fields may add.
 
         Args:
             model_type: the model type, for error messages.
-            harmless: fields known to change nothing, with the values for which that holds (Family.leftovers).
+            harmless: fields that change nothing, with the values for which that is true (Family.leftovers).
 
         Raises:
-            UnsupportedArchitecture: another unread field sounds like a shape.
+            UnsupportedArchitecture: the name of another unread field indicates a shape.
         """
         known = self._read | _PRETRAINED_FIELDS | _COMPUTE_FIELDS
         bounded = []

@@ -1,4 +1,4 @@
-"""Host memory beside an engine's GPUs: its parts and their totals."""
+"""Host memory that an engine uses in addition to its GPUs' memory: its parts and their totals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class HostPart:
         value: expected bytes.
         low: lower bound in bytes.
         high: upper bound in bytes.
-        when: `loading` if the memory is used until the weights are on the GPUs, `serving` if from then on.
+        when: when the memory is in use: `loading` until the weights are on the GPUs, `serving` from then on, or
+            `always`.
         shared: whether the memory is in /dev/shm.
     """
 
@@ -30,13 +31,13 @@ class HostPart:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The host memory that one replica uses beside its GPUs, over all of its processes on one machine.
+    """The host memory that one replica uses in addition to GPU memory, in all of its processes on one machine.
 
     Attributes:
         parts: the parts of this memory.
         page_cache_bytes: bytes that reading the model adds to the page cache. A container is charged with them,
-            but the kernel reclaims them when needed, so that they are not part of the sums.
-        unknown: the reason why no figure is known; the sums are then meaningless.
+            but the kernel reclaims them when needed, so they are not part of the sums.
+        unknown: the reason why the memory is not known, or empty; if set, the sums are meaningless.
     """
 
     parts: tuple[HostPart, ...] = ()

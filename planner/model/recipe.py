@@ -1,6 +1,6 @@
 """A decoder as data: names, sizes and order of its modules.
 
-Families (families/llama.py, gemma.py and others) write recipes, and two interpreters read them.
+Model families (families/llama.py, gemma.py and others) write recipes, and two interpreters read them.
 families/tensors.py derives the tensors of the loaded model, and training/activations.py the tensors that
 autograd keeps in a training step. Operations without a tensor (residual and logit multipliers, scaled
 embeddings) are not part of a recipe.
@@ -61,7 +61,7 @@ class Norm:
     """A normalization layer over `size` values.
 
     Attributes:
-        groups: how many groups of `size` values one token has.
+        groups: number of groups of `size` values per token.
         each: whether each group has a module of its own (`name.norms.0`).
         own: whether the weight has one row per group.
     """
@@ -79,10 +79,10 @@ class Rope:
     """Rotary embedding of the first `dim` values of each head.
 
     Attributes:
-        tables: name of the model's frequency table that is used.
-        joined: whether rotated and other values are concatenated, which stores the result in the order of
+        tables: name of the model's frequency table that this module uses.
+        joined: whether rotated and unrotated values are concatenated into a new tensor, stored in the order of
             heads.
-        fresh: whether each layer interleaves its own copy of the tables.
+        fresh: whether each layer makes its own interleaved copy of the frequency tables.
         apart: whether q and k are rotated separately, in their own dtype (`typed`) or in fp32 (`wide`), and
             stay stored in the order of tokens (GPT-J); empty if not.
         restored: whether the result is cast back to q's dtype.
@@ -101,18 +101,18 @@ class Attention:
     """An attention module: projections, optional norms of q and k, rotary embedding, output projection.
 
     Attributes:
-        qkv: name of a fused projection, or None.
+        qkv: name of a fused projection of q, k and v, or None.
         copied: which of q, k and v are copied out of the fused projection; the others are views.
         repeated: whether that copy also repeats K and V to all heads.
         normed_last: whether q and k are normalized after the rotation.
         clipped: whether q, k and v are clamped in place.
         softcap: whether eager attention caps the scores by tanh.
-        masked: whether a mask is passed even where none is needed.
+        masked: whether an attention mask is passed even if none is needed.
         broadcast: whether SDPA gets fewer KV heads than query heads, which its fused kernels do not support.
-        narrow: whether the eager softmax runs in the model's dtype instead of fp32.
-        upcast: whether eager scores are computed from fp32 copies of q and k.
-        filled: whether eager scores are filled under a boolean mask, which all layers keep.
-        sinks: whether eager attention adds a learned score.
+        narrow: whether the softmax of eager attention runs in the model's dtype instead of fp32.
+        upcast: whether eager attention computes the scores from fp32 copies of q and k.
+        filled: whether eager attention fills the scores under a boolean mask, which all layers keep.
+        sinks: whether eager attention adds a learned score per head (attention sink).
         before_out: a norm before the output projection, or None.
         extra: tensors outside the modules above, named relative to the layer.
     """
@@ -187,7 +187,8 @@ class Mlp:
     """A feed-forward module.
 
     Attributes:
-        names: projections gate, up, down; with `fused` gate-and-up, down; without a gate up, down.
+        names: names of the projections: gate, up and down; if `fused`, gate-and-up and down; without a gate, up
+            and down.
         before_out: a norm before the last projection, or None.
     """
 
@@ -226,11 +227,11 @@ class Router:
 
     Attributes:
         name: name below the module of the experts.
-        normed: whether the chosen weights are divided by their sum.
+        normed: whether the weights of the chosen experts are divided by their sum.
         groups: number of groups of experts and how many of them are chosen; (0, 0) without groups.
-        noisy: whether the input is multiplied by noise, before the router and in it.
+        noisy: whether noise multiplies the input of the MoE block and the input of the router.
         linear: whether the router is an nn.Linear.
-        dtype: the parameter's dtype as in TensorSpec; None for the model's.
+        dtype: the parameter's dtype as in TensorSpec; None for the model's dtype.
         stored: the dtype in checkpoints as in TensorSpec.
     """
 
@@ -247,17 +248,17 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Routed experts: gated MLPs that one layer stores as two tensors.
+    """Routed experts: gated MLPs whose weights one layer stores as two tensors.
 
     Attributes:
         inner: width of each expert.
         count: number of experts.
-        chosen: experts that one token passes.
+        chosen: number of experts that one token passes.
         shared: an MLP that every token passes, named relative to the layer, or None.
         shared_gate: name of the sigmoid gate that weights the shared MLP, or None.
         extra: tensors outside the modules above, named relative to the layer.
-        first: whether the experts stand before the router in the state dict.
-        biased: whether they have biases and matrices stored as [experts, in, out].
+        first: whether the experts precede the router in the state dict.
+        biased: whether the experts have biases and matrices stored as [experts, in, out].
     """
 
     name: str
@@ -296,7 +297,8 @@ class Layer:
     """A decoder layer with its residual branches.
 
     Attributes:
-        parallel: whether every branch reads the layer's input; a branch without a norm uses the preceding norm.
+        parallel: whether all branches read the layer's input; a branch without a norm then uses the output of
+            the preceding branch's norm.
         extra: tensors outside the modules above, named relative to the layer.
     """
 
@@ -311,9 +313,9 @@ class Embedding:
 
     Attributes:
         positions: name and rows of a learned position table added to the embedding, or None.
-        each: whether the position ids are made for each sequence.
+        each: whether position ids are a separate tensor row for each sequence.
         projected: name and output size of a matrix after the embedding, or None.
-        norm: a norm after all of these, or None.
+        norm: a norm after embedding, positions and projection, or None.
         buffers: buffers that follow the embedding in the state dict.
     """
 
@@ -334,7 +336,7 @@ class Head:
 
     Attributes:
         softcap: whether tanh caps the logits.
-        projected: name of a matrix before the head, which maps to the embedding's width, or None.
+        projected: name of a matrix before the head that maps hidden states to the embedding's width, or None.
         buffers: buffers that precede the head in the state dict.
     """
 
@@ -351,8 +353,8 @@ class Table:
 
     Attributes:
         wide: whether cos and sin stay in fp32.
-        complex: whether the table has one complex number per pair instead.
-        half: whether each value stands in the table once instead of twice.
+        complex: whether the table stores one complex number per pair of values instead of cos and sin.
+        half: whether the table stores each frequency once instead of twice.
     """
 
     name: str
@@ -367,9 +369,10 @@ class Recipe:
     """A whole decoder as data: embedding, layers, final norm and head.
 
     Attributes:
-        at: name of the list of layers; a layer's name is `at`.index.
+        at: name of the list of layers; the name of layer i is this name, a dot and i.
         layers: one entry per layer; equal layers are the same object.
-        taped: whether the training interpreter's activations are exact; otherwise they are estimated.
+        taped: whether the activations of training/activations.py are exact for this recipe; otherwise they are
+            estimated.
     """
 
     at: str
@@ -401,13 +404,13 @@ def layer_of(
     """Return a decoder layer of one attention module and one MLP.
 
     Args:
-        flow: position of the norms: before each module (`pre`), after each (`post`), after each sum (`summed`),
-            before and after each (`sandwich`, four norms), or modules side by side with one or two norms
-            (`parallel`).
+        flow: position of the norms. `pre` is before each module, `post` after each module, `summed` after each
+            residual sum, `sandwich` before and after each module (four norms). `parallel` is modules side by
+            side with one or two norms.
         attention: the attention module.
         mlp: the feed-forward module.
         norms: the norms in the order of computation.
-        dropouts: dropout of attention and MLP.
+        dropouts: dropout probabilities of attention and MLP.
         extra: tensors outside the modules, named relative to the layer.
     """
     before: tuple[Norm | None, ...] = norms[:2] if len(norms) > 1 else (*norms, None)

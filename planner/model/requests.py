@@ -25,7 +25,9 @@ HeldKind = Literal["all", "window", "chunk", "state", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupLaw:
-    """The rule by which one group of layers holds blocks of a request.
+    """The rule by which one group of layers holds KV blocks of a request.
+
+    `kind` says which tokens' blocks are held:
 
     - `all`: every token.
     - `window`: the last `window` - 1 tokens and the tokens of the current step.
@@ -35,9 +37,11 @@ class GroupLaw:
 
     Attributes:
         block_size: tokens per block.
-        cap: upper bound of the blocks that the admission of a request asks for, or None.
-        aligned: for `state`: one state per block in which a step ended, freed once the next block is processed.
-        checkpoint: for `state`: one more state where the last chunk of a prompt crosses the end of a block.
+        cap: upper bound of the blocks that must be free to admit a request, or None.
+        aligned: for `state`: whether each block in which a step ended has a state, freed once the next block is
+            processed.
+        checkpoint: for `state`: whether one more state is kept if the last chunk of a prompt crosses the end of
+            a block.
     """
 
     kind: HeldKind
@@ -70,10 +74,10 @@ class GroupLaw:
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:
-    """One step of a request: it computes the tokens from `start` to `end` - 1.
+    """One step of a request, which computes the tokens from `start` to `end` - 1.
 
     Attributes:
-        processed: tokens whose steps have ended.
+        processed: number of tokens whose steps have ended when this step is scheduled.
         closes: whether the step computes the last token of the prompt.
     """
 
@@ -85,10 +89,10 @@ class RequestStep:
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """KV blocks of one request over all groups of layers.
+    """Numbers of KV blocks of one request, summed over all groups of layers.
 
     Attributes:
-        arrival: maximum until the prompt is processed, including the blocks that its admission asks for.
+        arrival: maximum until the prompt is processed, including the free blocks that admission requires.
         peak: maximum over the whole request.
         started: blocks once the prompt is processed.
         fullest: maximum during the decode that follows.
@@ -104,17 +108,17 @@ class RequestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RequestLaw:
-    """The rules by which a request's blocks follow from its lengths.
+    """The rules that give the KV blocks of a request from its lengths.
 
     Attributes:
         groups: one rule per group of layers.
         bytes_per_block: bytes of a block on one rank.
         step_tokens: maximum number of tokens in a step.
-        in_flight: steps that may be unprocessed when a further step is scheduled, that one included.
-        hit_tokens: prefixes are reused in multiples of this number; None without prefix caching.
-        source: the engine and version whose rules these are.
+        in_flight: maximum number of unprocessed steps while a step is scheduled, including that step.
+        hit_tokens: prefixes are reused in multiples of this number of tokens; None without prefix caching.
+        source: the engine and version that the rules are from.
         reserves: whether the blocks of prompt and answer are reserved at admission.
-        note: where these rules differ from the planned version's, or empty.
+        note: how these rules differ from those of the planned version, or empty.
     """
 
     groups: tuple[GroupLaw, ...]
@@ -138,17 +142,17 @@ class RequestLaw:
 
     @property
     def is_linear(self) -> bool:
-        """Return whether memory is linear in tokens, which windows, chunks and states prevent."""
+        """Return whether memory is linear in tokens; windows, chunks and states make it non-linear."""
         return not any(group.kind in ("window", "chunk", "state") for group in self.groups)
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one more token in the groups that keep every token."""
+        """Return the bytes that one more token needs in the groups that keep every token."""
         return sum(self.bytes_per_block // group.block_size for group in self.groups if group.kind == "all")
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Return (window, bytes of one more token below it) for the groups that keep only a window."""
+        """Return (window, bytes per token below the window) for groups that keep only a window of tokens."""
         found: dict[int, int] = {}
         for group in self.groups:
             if group.kind in ("window", "chunk"):
@@ -171,7 +175,8 @@ class RequestLaw:
         if output == 1:
             arrival = max(asked, *held)
             return RequestBlocks(arrival, arrival, held[-1], held[-1], held[-1])
-        settled = min(self.in_flight, output - 1)  # decode steps until the prompt is processed
+        # This many decode steps are scheduled before the prompt counts as processed.
+        settled = min(self.in_flight, output - 1)
         history = self._history(steps, settled)
         early = [self._held(history, place) for place in range(len(steps), len(history))]
         started = early[-1]
@@ -183,9 +188,9 @@ class RequestLaw:
         return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
 
     def together(self, prompt: int) -> int:
-        """Return how many prompts may be computed and not yet processed at the same time.
+        """Return how many prompts may be in computation or still unprocessed at the same time.
 
-        These are the prompts of the steps in flight, one of which may have begun in the step before.
+        These are the prompts of the steps in flight, one of which may have begun in the preceding step.
         """
         return self.in_flight * (self.step_tokens // prompt) + 1
 
@@ -200,7 +205,10 @@ class RequestLaw:
         return RequestStep(ends[place - 1], end, ends[max(0, place - self.in_flight)], end == prompt)
 
     def _chunk_end(self, start: int, prompt: int) -> int:
-        """Return the end of the prompt chunk that begins at `start`; chunks end where a state is kept."""
+        """Return the end of the prompt chunk that begins at `start`.
+
+        Chunks end where a recurrent state is kept.
+        """
         end = min(prompt, start + self.step_tokens)
         size = self._state_block
         if not size:
@@ -216,11 +224,11 @@ class RequestLaw:
 
     @property
     def _state_block(self) -> int:
-        """Return the tokens per block of the states that are kept for prefix hits, or 0 without such states."""
+        """Return the tokens per block of the recurrent states kept for prefix reuse, or 0 without any."""
         return max((group.block_size for group in self.groups if group.aligned), default=0)
 
     def _exports(self, start: int, end: int) -> bool:
-        """Return whether the prompt's last chunk stores a state at the last block border before its end."""
+        """Return whether the prompt's last chunk stores a recurrent state at the last block border in it."""
         size = self._state_block
         at = (end - 1) // size * size
         return (
@@ -231,7 +239,7 @@ class RequestLaw:
         )
 
     def _admitted(self, group: GroupLaw, prompt: int) -> int:
-        """Return the blocks that the admission of a prompt asks of one group."""
+        """Return the blocks of one group that must be free to admit a prompt."""
         if group.kind == "state" and group.aligned:
             return min(group.needed(prompt), 1 + int(group.checkpoint and self._exports(0, prompt)))
         return self._asked(group, prompt)
@@ -243,7 +251,7 @@ class RequestLaw:
         return needed if group.cap is None else min(needed, group.cap)
 
     def _history(self, steps: list[RequestStep], decoded: int) -> list[RequestStep]:
-        """Return the steps of the prompt, followed by `decoded` steps of one token."""
+        """Return the prompt's `steps`, followed by `decoded` decode steps of one token each."""
         prompt = steps[-1].end
         ends = [0, *(step.end for step in steps), *range(prompt + 1, prompt + decoded + 1)]
         behind = range(len(steps) + 1, len(ends))
@@ -272,15 +280,15 @@ class RequestLaw:
         return sum(block >= low for block in kept)
 
     def _held_while_decoding(self, at: int) -> int:
-        """Return the blocks held when token `at` is computed and the prompt is processed."""
+        """Return the blocks that a request holds when token `at` is computed after its prompt was processed."""
         processed = at - self.in_flight + 1
         return sum(group.needed(at + 1) - group.freed(processed) for group in self.groups)
 
     def _steps_taking_blocks(self, low: int, high: int) -> Iterator[int]:
         """Yield the steps from `low` to `high` that take a block, because only these can hold a maximum.
 
-        The blocks of groups that free blocks repeat with their block sizes, and the other groups only grow. The
-        last period is therefore enough.
+        In groups that free blocks, the number of blocks is periodic in the block size. In other groups it only
+        grows. The last period is therefore enough.
         """
         sizes = {group.block_size for group in self.groups if group.kind != "fixed"}
         window = max((group.window for group in self.groups), default=0)

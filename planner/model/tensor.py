@@ -29,14 +29,14 @@ class TensorSpec:
     Attributes:
         module_class: class of the module that owns the tensor. Quantizers select modules by class (`Linear`,
             not its subclasses).
-        tied_to: name of the tensor whose storage this one shares, so that it needs no memory; or None.
-        dtype: dtype of the loaded tensor, or None for the model's. Buffers have a dtype of their own.
+        tied_to: name of the tensor whose storage this tensor shares, so that it needs no memory; or None.
+        dtype: dtype of the loaded tensor, or None for the model's dtype. Buffers have a dtype of their own.
         shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
             tensor.
-        kv_rows: rows of that dimension that belong to KV heads.
-        kv_units: KV heads in these rows; a rank holds at least one whole head.
-        stored: dtype in published checkpoints (`model`: the model's). None means `dtype` for a parameter; a
-            buffer is then not stored.
+        kv_rows: size within the dimension `shard_dim` that belongs to KV heads.
+        kv_units: number of KV heads in `kv_rows`; a rank holds at least one whole head.
+        stored: dtype in published checkpoints, `model` for the model's dtype. None means `dtype` for a
+            parameter, and not stored for a buffer.
     """
 
     name: str

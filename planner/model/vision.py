@@ -1,4 +1,4 @@
-"""Vision: the tower that encodes pictures for the language model, and the picture sizes of its processor."""
+"""Vision towers, which encode images for the language model, and the image sizes of their processors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Tower = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The largest input item (picture, video, sound) of one modality.
+    """The largest input item (image, video, audio) of one modality.
 
     Attributes:
-        tokens: embeddings that the language model receives.
-        patches: patches that the tower encodes; 0 if another tower encodes them.
-        frames: pictures in the item.
+        tokens: embeddings that the language model receives for the item.
+        patches: patches that the vision tower encodes; 0 if another tower encodes the item.
+        frames: number of images in the item.
     """
 
     modality: str

@@ -1,11 +1,11 @@
 """Sizing of a model under flags: weights, runtime memory and pool of each pipeline stage, and the verdict.
 
-The phases follow each other; each takes the frozen records of the earlier ones:
+The phases follow each other; each takes the frozen records of the earlier phases:
 
 1. `Sizer.resolve`: flags -> `ResolvedModel`: the model with complete flags, each rank's weights and the draft.
 2. `stage_model`: -> `StagedModel`: an empty pool and the pipeline stages with the engine's memory.
 3. `fill_pool`: -> `FilledPool`: the number of blocks and their bounds; every stage gets the same number.
-4. `judge_size`: -> `Size`: whether it fits, and all of the above.
+4. `judge_size`: -> `Size`: whether the model fits, with the results of all phases.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tonnage.planner.source.resolve import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model with complete flags and the weights of each rank, before any pool.
+    """A model with complete flags and the weights of each rank, before any KV pool.
 
     Attributes:
-        parts: a rank's share of the model and its weights, for each pipeline stage.
-        draft: the draft model; without one, the target alone.
-        notes: notes on what the draft changes.
+        parts: for each pipeline stage, a rank's share of the model and its weights.
+        draft: the draft model for speculative decoding; without one, a `Draft` of the target alone.
+        notes: notes on what the draft model changes.
     """
 
     architecture: Architecture
@@ -58,7 +58,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """An empty pool and the pipeline stages; `flags` are the plan's, with the pool's block size."""
+    """An empty KV pool and the pipeline stages; `flags` are the plan's flags with the pool's block size."""
 
     pool: PoolSpec
     stages: list[Stage]
@@ -67,7 +67,13 @@ class StagedModel:
 
 @dataclass(frozen=True, slots=True)
 class FilledPool:
-    """The filled pool: its capacity, the bounds of that, and the stages with their share of it."""
+    """The KV pool with its blocks.
+
+    Attributes:
+        held: capacity of the pool.
+        bounds: capacity at the lower and at the upper bound of the number of blocks.
+        stages: the pipeline stages with their share of the pool.
+    """
 
     held: PoolCapacity
     bounds: tuple[PoolCapacity, PoolCapacity]
@@ -79,10 +85,11 @@ class Size:
     """The sizing of a model under complete flags: stages, pool and verdict.
 
     Attributes:
-        parts: a rank's share of the model on each pipeline stage.
-        place: index of the stage with the most used bytes, which decides whether the model fits.
-        bounds: the pool at the lower and at the upper end of its interval.
-        reasons: why it does not fit, empty when it fits.
+        parts: for each pipeline stage, a rank's share of the model.
+        place: index of the pipeline stage with the most used bytes, which decides whether the model fits.
+        held: capacity of the pool.
+        bounds: capacity of the pool at the lower and at the upper end of its interval.
+        reasons: why the model does not fit; empty when it fits.
     """
 
     architecture: Architecture
@@ -123,11 +130,12 @@ class Size:
 
     @property
     def longest(self) -> int:
-        """Return the longest sequence in tokens that the pool holds, at most the model's own limit."""
+        """Return the longest sequence in tokens that the pool holds, at most the model's own maximum."""
         return self.pool.longest(self.held.usable_blocks, self.architecture.max_model_len)
 
 
-# Flags that change neither a tensor nor its storage. Advice varies a dozen of them without new sums of weights.
+# Flags that change neither a tensor nor its storage. Advice varies these flags without summing the weights
+# again.
 _WEIGHTLESS = (
     "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
@@ -135,7 +143,7 @@ _WEIGHTLESS = (
 
 
 class Sizer:
-    """Sizes of one model under several flags; its checkpoint is checked and its weights are summed once."""
+    """A calculator of sizes for one model under several flags; it checks and sums the weights only once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -145,7 +153,7 @@ class Sizer:
         self._hash: Any = None
 
     def hash(self) -> Any:
-        """Return a copy of the SHA-256 object over the model's id, config and header; the caller adds flags."""
+        """Return a copy of the SHA-256 object over the model's id, config and header; callers add the flags."""
         if self._hash is None:
             source = self.source
             tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
@@ -153,9 +161,9 @@ class Sizer:
         return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
-        """Size the model under `deployment`; raise the errors of `make_plan`.
+        """Size the model under `deployment`, with the errors of `make_plan`.
 
-        A refusal by the engine itself also quotes the engine's own error message.
+        If the engine itself would refuse the deployment, the error also quotes the engine's own message.
         """
         try:
             model = self.resolve(deployment)
@@ -191,7 +199,7 @@ class Sizer:
         return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
-        """Return how the weights are quantized, checked against the model and the engine, once per flag."""
+        """Return the quantization of the weights, checked against the model and engine, once per flag value."""
         key = flags.quantization, flags.engine
         if key not in self._formats:
             quantization = read_quantization(self.source.config, flags.quantization)
@@ -200,7 +208,7 @@ class Sizer:
         return self._formats[key]
 
     def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
-        """Return each stage's share of the weights, summed once for flags that leave the weights unchanged."""
+        """Return each pipeline stage's share of the weights, cached for flags that leave them unchanged."""
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
             copies = self._copies or ()
@@ -276,7 +284,7 @@ def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *,
 
 
 def request_law(size: Size) -> tuple[RequestLaw | None, str]:
-    """Return the blocks that a request takes of the pool, or None and the reason why that is unknown."""
+    """Return the rule for the blocks that a request takes, or None and the reason why it is not known."""
     try:
         return engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool), ""
     except UnsupportedArchitecture as error:

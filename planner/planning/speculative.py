@@ -27,14 +27,14 @@ OWN_LAYERS = "mtp"
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model beside its target.
+    """A draft model for speculative decoding, together with its target model.
 
     Attributes:
-        architecture: the target, with the draft's cache layers after its own.
-        weights: the draft's bytes on one rank.
+        architecture: the target model, with the draft's cache layers after its own.
+        weights: bytes of the draft's weights on one rank.
         high: upper bound of these bytes.
         notes: notes for the plan.
-        drafting: the draft as it runs, None without a draft.
+        drafting: how the draft runs; None without a draft.
     """
 
     architecture: Architecture
@@ -48,7 +48,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
     """Return the draft of --speculative-model with its weights and cache layers.
 
     Raises:
-        TonnageError: naming the flag or field that is wrong.
+        TonnageError: the draft is invalid; the error names the flag or config field.
     """
     name = flags.speculative_model
     if name is None:
@@ -67,7 +67,8 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
     quantization = read_quantization(draft.config, None)
     if eagle.is_eagle(draft.config, name):
         made = eagle.eagle_draft(draft.config, name, architecture, draft.tensors)
-        # the draft's rotary table has the target's length (_maybe_override_draft_max_position_embeddings)
+        # The draft's rotary table has the target model's length
+        # (_maybe_override_draft_max_position_embeddings).
         longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
         own = replace(made.architecture, max_model_len=longest)
         found = _on_rank(architecture, own, quantization, flags, follows=1, reads=made.reads)
@@ -92,7 +93,7 @@ _FETCHED: dict[tuple[str, str], ModelSource] = {}
 def _draft_source(name: str) -> ModelSource:
     """Return the files of the draft `name`; a draft from the hub is resolved once per process.
 
-    One plan resolves the draft twice, and a table once for each row.
+    The cache is needed because one plan resolves the draft twice, and a table of plans once per row.
     """
     known = name, endpoint()
     if known in _FETCHED:
@@ -103,14 +104,16 @@ def _draft_source(name: str) -> ModelSource:
     return source
 
 
-# Types of rotary scaling that a longer table extends (config/speculative.py _CACHE_ONLY_ROPE_TYPES, vLLM 0.33)
+# With these types of rotary scaling, a longer table extends the draft's maximum length (_CACHE_ONLY_ROPE_TYPES
+# in config/speculative.py, vLLM 0.33).
 _EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
 
 
 def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
-    """Return the draft's max_model_len where it is below the model's and the engine stops there, else None.
+    """Return the draft's max_model_len if it limits the engine's sequences, else None.
 
-    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. Raises the errors of `add_draft`.
+    The limit applies if it is below the target model's maximum and the engine does not extend the draft.
+    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. The errors are those of `add_draft`.
     """
     flags = chosen.flags
     name = flags.speculative_model
@@ -119,7 +122,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     draft = _draft_source(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
-    elif _rotary_types(draft.config) <= _EXTENDED:  # the draft takes the target's positions
+    elif _rotary_types(draft.config) <= _EXTENDED:  # the draft's table is extended to the target's length
         return None
     else:
         own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len

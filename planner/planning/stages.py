@@ -1,4 +1,4 @@
-"""Pipeline stages of a plan: what a rank of each stage holds besides the pool, and the bytes of a block."""
+"""Pipeline stages of a plan: the memory of a rank of each stage besides the pool, and the bytes of a block."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Added:
     """Bytes that LoRA slots and a draft model add to a rank.
 
     Attributes:
-        lora: LoRA slots, on every rank.
-        draft: the draft's weights, on ranks of the last stage.
-        draft_high: upper bound of the draft's weights.
+        lora: bytes of LoRA slots, on every rank.
+        draft: bytes of the draft's weights, on ranks of the last pipeline stage.
+        draft_high: upper bound of the draft's weights in bytes.
     """
 
     lora: int
@@ -37,7 +37,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage, seen from one of its ranks; the rank's pool is empty until `with_blocks`."""
+    """One pipeline stage, described by one of its ranks; the rank's pool is empty until `with_blocks`."""
 
     rank: RankPlan
     weights: HeldWeights
@@ -55,7 +55,7 @@ class Stage:
     def runtime_terms(self) -> list[Term]:
         """Return the engine's estimates as terms: framework, activations, CUDA graphs."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # reported, but not in the sum of used bytes
+        if self.runtime.beside is not None:  # this term is reported, but not part of the used bytes
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
@@ -142,11 +142,11 @@ def held_parts(
 ) -> list[Part]:  # fmt: skip
     """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
 
-    `stored_copies` has the meaning of `sum_weights`.
+    `stored_copies` are tied tensors that the checkpoint stores as copies (see `sum_weights`).
 
     Raises:
-        DeploymentError: if the parallel sizes do not divide a dimension of the model.
-        UnsupportedArchitecture: if it is not known how the engine divides the model.
+        DeploymentError: the parallel sizes do not divide a dimension of the model.
+        UnsupportedArchitecture: it is not known how the engine divides the model.
     """
     parts = [rank_architecture(architecture, flags, stage) for stage in range(flags.pipeline_parallel_size)]
     return [(part, hold_weights(part, quantization, flags, stored_copies)) for part in parts]
@@ -162,7 +162,7 @@ def build_stages(
     """
     held = [(weights, runtime_of(part, chosen)) for part, weights in parts]
     sizes = _block_bytes(pool, architecture, chosen.flags)
-    # the draft is on the last stage (v1/worker/gpu/model_runner.py)
+    # The draft model is on the last pipeline stage (v1/worker/gpu/model_runner.py).
     before = replace(added, draft=0, draft_high=0)
     each = [before] * (len(held) - 1) + [added]
     return [
@@ -177,7 +177,7 @@ def stage_of(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Ad
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
-    """Return the engine's memory besides weights and pool, calibrated by measured starts if requested."""
+    """Return the engine's memory besides weights and pool, calibrated if --calibration is set."""
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime

@@ -1,4 +1,4 @@
-"""Terms besides weights and runtime (KV pool, LoRA slots, draft, quantized files and kernels), and notes."""
+"""Memory terms besides weights and runtime (KV pool, LoRA slots, draft, quantized files), and notes."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def kv_terms(
     return terms
 
 
-# For each of max_loras slots, vLLM allocates lora_a and lora_b of each linear layer of the language model at
-# max_lora_rank (lora/layers, 0.32.0). The shapes are PEFT's: A [rank, in], B [out, rank].
+# Tensor roles with LoRA. For each of max_loras slots, vLLM allocates lora_a and lora_b for each linear layer of
+# the language model at max_lora_rank (lora/layers, 0.32.0). The shapes are PEFT's: A [rank, in], B [out, rank].
 _LORA_ROLES = ("attention", "mlp")
 
 
 def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
     """Return the bytes of all LoRA slots on one rank.
 
-    Tensor parallelism divides the factor B or A along with the side of its layer that it divides.
+    If tensor parallelism divides a layer's outputs, it also divides the LoRA matrix B; if its inputs, A.
     """
     if not flags.enable_lora:
         return 0
@@ -146,7 +146,8 @@ def quantized_terms(
 ) -> list[Term]:
     """Return the terms of a quantized model: bytes in its files and after the first forward pass.
 
-    The bytes are of all ranks together. A kernel may repack the loaded weights when it first runs.
+    The bytes are sums over all ranks. They may change in the first forward pass, because a kernel may repack
+    the loaded weights.
     """
     if quantization.linear is None:
         return []
@@ -167,14 +168,14 @@ def quantized_terms(
 
 
 def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
-    """Return a note where neither the checkpoint nor the engine produces the requested format."""
+    """Return a note if neither the checkpoint nor the engine can produce the requested quantization format."""
     if asked is None or asked in engine_of(engine).quantizes_to or config.get("quantization_config"):
         return ()
     return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
 
 
 def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
-    """Return notes on environment variables that override the plan, and on what --gpu auto found."""
+    """Return notes on environment variables that override the plan, and on the GPU that --gpu auto found."""
     if gpu == "auto" and flags.device == "cpu":
         return ("no NVIDIA GPU was found here; planned for the CPU", *environment_notes(flags, None))
     return engine_of(flags.engine).environment_notes(flags)

@@ -15,8 +15,8 @@ from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Term, WeightFormat
 from tonnage.planner.quantization.scheme import Quantization
 
-# Largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3). On a CPU, vLLM stores
-# linear layers in them (model_executor/layers/utils.py, vLLM 0.32.0).
+# Rows and columns of the largest block in oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3).
+# On a CPU, vLLM stores linear layers in these formats (model_executor/layers/utils.py, vLLM 0.32.0).
 _TILE = 64
 
 _FIELDS = {
@@ -38,12 +38,12 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of one rank after load.
+    """Weights that one rank holds after loading.
 
     Attributes:
-        total: bytes.
+        total: expected bytes.
         high: upper bound of the bytes.
-        terms: one term per kind of tensor.
+        terms: one memory term per kind of tensor.
         formats: bytes by storage format.
     """
 
@@ -58,10 +58,10 @@ class HeldWeights:
     """Weights that one rank holds on its device, in bytes.
 
     Attributes:
-        loaded: what the engine loads.
-        padding: bytes that a kernel adds as padding.
+        loaded: the weights as the engine loads them.
+        padding: bytes that kernels add as padding.
         rounding: bytes that the allocator adds by rounding.
-        offloaded: bytes moved to the host.
+        offloaded: bytes moved to the host's memory.
     """
 
     loaded: Weights
@@ -95,7 +95,7 @@ def hold_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> HeldWeights:
-    """Return the weights that one rank holds on its device; the arguments have the meaning of `sum_weights`."""
+    """Return the weights that one rank holds on its device; for the arguments see `sum_weights`."""
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)
@@ -109,11 +109,11 @@ def sum_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> Weights:
-    """Return the bytes that a rank holds for its share of the model after load.
+    """Return the bytes that a rank holds for its share of the model after loading.
 
     The sum has parameters, buffers and quantization state. `stored_copies` are tied tensors that the checkpoint
-    stores as well; they are loaded separately if their values differ, so they count in the upper bound. On a
-    CPU vLLM may repack linear weights into padded tiles, which also counts there.
+    stores as copies. They are loaded separately if their values differ, so they count only in the upper bound.
+    On a CPU, vLLM may repack linear weights into padded tiles, which also counts only there.
     """
     engine, dtype = engine_of(deployment.engine), deployment.dtype
     kernels = engine.kernels.get(deployment.device, {})
@@ -132,7 +132,7 @@ def sum_weights(
             held = sum(quantization.loaded_parts(tensor, kernels).values())
         total += held
         if held:
-            # scales and code books are counted with the values
+            # Scales and code books are counted together with the quantized values.
             stored = tensor.dtype or dtype if found is None else found.kind.stored_as or quantization.scheme
             key = (stored, quantization.scheme if converted else "none")
             formats[key] = formats.get(key, 0) + held
@@ -159,8 +159,8 @@ def sum_weights(
 def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) -> HeldWeights:
     """Return `held` for an engine that keeps the types in which the file stores its tensors.
 
-    The rank's share of the file is `held.loaded` / `whole`, where `whole` is the undivided model. Both are in
-    bytes, as if dequantized.
+    The rank's share of the file is `held.loaded` / `whole`. Both numbers are bytes of dequantized weights: of
+    the rank, and of the undivided model.
     """
     share = held.loaded.total
     sums: dict[str, tuple[int, int]] = {}
@@ -199,7 +199,8 @@ def _unnumbered(name: str) -> str:
 def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
     """Return the most bytes that one bias and two norms can add to a matrix.
 
-    These are three float32 vectors for each side of the matrix, each held in full by every one of `ranks`.
+    They are counted as three float32 vectors for each side of the matrix, each held in full by all `ranks`
+    ranks.
     """
     if len(tensor.shape) < 2 or not tensor.is_parameter or tensor.tied_to is not None:
         return 0

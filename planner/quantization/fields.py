@@ -1,4 +1,4 @@
-"""Checked readers for the fields of a checkpoint's `quantization_config`; each raises ConfigError by name."""
+"""Checked readers for the fields of `quantization_config`; each error is a ConfigError that names the field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group_of(found: dict[str, Any], default: int) -> int:
 
 
 def size_of(found: dict[str, Any], name: str, default: int | None, where: str = AT) -> int:
-    """Return the positive integer in field `name`: how many values share a scale."""
+    """Return the positive integer in field `name`, the number of values that share a scale."""
     size = found.get(name, default)
     if type(size) is not int or not 0 < size <= 1 << 20:
         raise ConfigError(f"{shown(size)} is not a positive integer", field=f"{where}.{name}")

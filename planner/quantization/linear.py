@@ -1,4 +1,4 @@
-"""How one linear weight [out, in] is stored: a `LinearFormat`, the parameters of one `Kind` of format."""
+"""Storage of one linear weight [out, in]: a `LinearFormat` sets the parameters of one `Kind` of format."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Parts = Callable[[Any, int, int, str], Storages]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """A way of storing linear weights, and the modules that the tool behind it replaces.
+    """A storage format of linear weights, and the modules that its quantization tool replaces.
 
     Attributes:
-        parts: bytes of each stored tensor of one matrix after load.
-        loaded: the same by kernel name (`Engine.kernels`), for kernels that repack on load.
-        warmed: the same by kernel name, for kernels that repack in the first forward pass.
-        extra_in_file: bytes in the file that are not loaded; negative if the file has fewer.
-        text_in_file: (fewest, most) bytes of a text stored beside a matrix of that shape and dtype.
-        suffix: the tensor's name in the file, where it does not end in `.weight`.
-        stored_as: dtype of the values; None if the scheme's name states it.
+        parts: function that returns the bytes of each stored tensor of one matrix after load.
+        loaded: kernel name (`Engine.kernels`) -> such a function, for kernels that repack weights on load.
+        warmed: kernel name -> such a function, for kernels that repack weights in the first forward pass.
+        extra_in_file: bytes in the file that are not loaded; negative if the file has fewer bytes.
+        text_in_file: (fewest, most) bytes of a text stored with a matrix of a given dtype and shape.
+        suffix: end of the tensor's name in the file, if it is not `.weight`.
+        stored_as: dtype of the stored values; None if the scheme's name states it.
         classes: classes of the replaced modules. `KeptLinear`, an nn.Linear in a family's
             _keep_in_fp32_modules, is never replaced (transformers 5.19, quantizers/base.py).
-        while_loading: whether every nn.Linear is converted on load, routers included, experts and heads
-            excepted. Tools with other formats leave routers unquantized.
+        while_loading: whether the tool converts 16-bit weights on load. It then converts every nn.Linear,
+            routers included, except experts and heads. Tools with other formats leave routers unquantized.
         language_model_only: whether vision and audio towers stay unquantized.
-        detail: text that describes a format besides the scheme's name.
+        detail: function that returns text to describe a format beyond the scheme's name.
     """
 
     name: str
@@ -51,11 +51,14 @@ class LinearFormat:
     """The storage format of one linear layer.
 
     Attributes:
+        kind: the kind of format.
+        bits: bits per value.
+        group_size: number of values that share a scale.
         block: (rows, columns) that share a scale, 0 for a whole side; None for one scale per matrix.
         scale_bytes: bytes of one scale.
         input_scale: whether a static activation scale (fp32) is stored as well.
         double: whether NF4's absmax values are quantized again.
-        symmetric: whether all zero points of GPTQ are equal; they are stored anyway.
+        symmetric: whether all zero points of GPTQ are equal; the file stores them anyway.
         code: `nf4` or `fp4`.
     """
 

@@ -17,7 +17,7 @@ from tonnage.planner.quantization.fields import AT
 from tonnage.planner.quantization.linear import LinearFormat
 from tonnage.planner.quantization.scheme import Quantization
 
-# Order of the formats in the help text and in a sweep
+# Order in which the help text and a sweep list the formats.
 _FIRST = ("bitsandbytes", "gptq", "fp8", "compressed_tensors", "microscaling", "modelopt", "hqq", "torchao")
 
 
@@ -27,7 +27,7 @@ def _modules() -> Iterator[Any]:
 
 
 def flag_formats() -> dict[str, LinearFormat]:
-    """Return value of --quantization -> the format that an engine makes of an unquantized checkpoint."""
+    """Return a map from values of --quantization to the format that an engine makes of 16-bit weights."""
     return {name: made for module in _modules() for name, made in module.FLAGS.items()}
 
 
@@ -49,12 +49,12 @@ def quantized_to(scheme: str) -> Quantization:
 
 
 def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantization:
-    """Return the checkpoint's quantization, or for an unquantized checkpoint the one of --quantization.
+    """Return the checkpoint's quantization, or the one that `flag` (--quantization) requests.
 
     Raises:
-        DeploymentError: if flag and checkpoint contradict each other.
-        UnsupportedArchitecture: for a method that is not known.
-        ConfigError: for fields with wrong types or values.
+        DeploymentError: flag and checkpoint contradict each other.
+        UnsupportedArchitecture: the quantization method is not known.
+        ConfigError: a field has a wrong type or value.
     """
     found = config.get("quantization_config")
     text = config.get("text_config")
@@ -128,11 +128,11 @@ def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:
-    """Refuse a scheme that would replace no module of this model, or would replace a tied one.
+    """Refuse a quantization scheme that would replace no module of this model, or would replace a tied one.
 
     Raises:
-        DeploymentError: if no module is replaced.
-        UnsupportedArchitecture: if a tied tensor would be replaced.
+        DeploymentError: the scheme replaces no module.
+        UnsupportedArchitecture: the scheme would replace a tied tensor.
     """
     if quantization.scheme == "none":
         return

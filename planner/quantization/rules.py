@@ -16,8 +16,9 @@ from tonnage.planner.model.fields import shown
 
 _PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
-# Characters of the regular expressions in published files. Repeated groups are refused: they can take
-# exponential time.
+# Regular expressions in published files use only these characters. Expressions with repeated groups are
+# refused,
+# because they can take exponential time.
 _PLAIN_REGEX = r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}"
 _NESTED = r"[)\]}*+?]\s*[*+{]"
 MAX_PATTERNS = 200_000
@@ -25,7 +26,7 @@ MAX_PATTERNS = 200_000
 
 @cache
 def spelling(name: str) -> str:
-    """Return the one spelling of a module's name: wrapper prefixes removed, MLPs renamed to `mlp`."""
+    """Return the normalized spelling of a module's name: wrapper prefixes removed, MLPs renamed to `mlp`."""
     cut = True
     while cut:
         cut = False
@@ -40,12 +41,12 @@ def spelling(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """A list of names, globs and regular expressions that is matched with a few dictionary look-ups.
+    """Names, globs and regular expressions of modules, matched with a few dictionary look-ups.
 
     Attributes:
-        names: whole modules; every module below one matches too.
-        starts: prefixes, from globs with one star at the end.
-        tails: last components, such as `lm_head` and `gate`.
+        names: names of modules; every module below such a module matches too.
+        starts: prefixes of names, from globs with one star at the end.
+        tails: last components of names, such as `lm_head` and `gate`.
         regex: all other patterns, joined into one expression.
     """
 
@@ -71,7 +72,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
     """Compile names (`lm_head`), globs (`*.attn.*`) and regular expressions (`re:...`) into `Patterns`.
 
     Raises:
-        UnsupportedArchitecture: naming an entry of another form, or one that could run without end.
+        UnsupportedArchitecture: an entry has another form, or could run without end.
     """
     names, starts, tails, expressions = set(), [], set(), []
     for count, value in enumerate(values):

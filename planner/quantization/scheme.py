@@ -1,6 +1,6 @@
-"""Bytes of each tensor in the file, after load and after warm-up, under each way of storing weights.
+"""Bytes of each tensor in the file, after load and after warm-up, for each quantization scheme.
 
-"After load" counts what the process holds: the storages of parameters, buffers and quantization state. Tests
+"After load" counts the memory of the process: the storages of parameters, buffers and quantization state. Tests
 compare it with bitsandbytes 0.50 on a CPU, difference 0 (tests/planner/test_quantization_real.py).
 """
 
@@ -20,17 +20,17 @@ _SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a model's linear weights are stored, module by module.
+    """The quantization of a model's linear weights, module by module.
 
     Attributes:
-        scheme: the name that is printed and compared with the flag.
+        scheme: name of the scheme, printed and compared with --quantization.
         skip: modules left in the model's dtype. None means transformers' default rule: the output head and
             modules tied to it (5.19, quantizers/base.py get_keys_to_not_convert).
         origin: flag or config field that the quantization comes from, for error messages.
-        linear: format of every other linear layer; None if only the modules in `named` are quantized.
-        named: module name in the one spelling -> its own format.
-        experts: format of routed experts where it differs.
-        method: quant_method of the checkpoint, None for a flag.
+        linear: format of all linear layers without an entry in `named`; None if only those are quantized.
+        named: module name in normalized spelling -> the format of that module.
+        experts: format of routed experts if it differs from `linear`, else None.
+        method: quant_method of the checkpoint; None if a flag requests the quantization.
     """
 
     scheme: str = "none"
@@ -42,7 +42,7 @@ class Quantization:
     method: str | None = None
 
     def format_of(self, tensor: TensorSpec) -> LinearFormat | None:
-        """Return the format of this weight, None if it stays in its dtype."""
+        """Return the quantization format of this weight, or None if the weight stays in its dtype."""
         if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding"):
             return None
         kind = self._default().kind
@@ -70,7 +70,7 @@ class Quantization:
         return self.linear
 
     def _expert_format(self, tensor: TensorSpec) -> LinearFormat | None:
-        """Return the format of routed experts' weights, None if they stay in their dtype."""
+        """Return the quantization format of routed experts' weights, or None if they stay in their dtype."""
         # transformers' fused experts are parameters instead of nn.Linear, so bitsandbytes does not convert them
         if self._default().kind.while_loading or len(tensor.shape) != 3 or tensor.name.endswith("_bias"):
             return None
@@ -91,7 +91,7 @@ class Quantization:
         return chosen
 
     def _default(self) -> LinearFormat:
-        """Return a format that represents the scheme: of linear layers, of experts, or the first named one."""
+        """Return a format that represents the scheme: `linear`, else `experts`, else the first in `named`."""
         return self.linear or self.experts or next(iter(self.named.values()))
 
     def converts(self, tensor: TensorSpec) -> bool:
@@ -118,7 +118,7 @@ class Quantization:
         return {name: count * size for name, size in parts.items()}
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
-        """Return the bytes of `tensor` in the checkpoint's files; of buffers only stored ones count."""
+        """Return the bytes of `tensor` in the checkpoint's files; a buffer that files do not store counts 0."""
         if tensor.tied_to is not None or not (tensor.is_parameter or tensor.stored):
             return 0
         found = self.format_of(tensor)
@@ -149,7 +149,7 @@ class Quantization:
         key = (found, matrices(tensor))
         size = _SIZES.get(key)
         if size is None:
-            if len(_SIZES) > 4096:  # bounds the cache in a sweep over many models
+            if len(_SIZES) > 4096:  # the limit bounds the cache in a sweep over many models
                 _SIZES.clear()
             size = _SIZES[key] = sum(self._parts(tensor, found).values())
         return size
@@ -167,7 +167,7 @@ class Quantization:
 
 
 def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
-    """Return (count, out, in) of the matrices stored for this weight; experts are stored one by one."""
+    """Return (count, out, in) of the matrices stored for this weight; each expert is stored separately."""
     if len(tensor.shape) == 2:
         rows, columns = tensor.shape
         return (1, columns, rows) if tensor.module_class == "Conv1D" else (1, rows, columns)

@@ -1,1 +1,1 @@
-"""Quantization formats, one file per tool that writes them; `quantization/read.py` says what a file defines."""
+"""Quantization formats, one file per quantization tool; `quantization/read.py` documents a file's contents."""

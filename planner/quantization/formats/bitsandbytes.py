@@ -15,14 +15,14 @@ from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
 
-_BLOCK = 64  # values per absmax
-_CODE_BYTES = 16 * 4  # 16 levels, fp32
-_NESTED_BLOCK = 256  # absmax values per nested absmax
-_NESTED_CODE_BYTES = 256 * 4  # dynamic map, fp32
-_NESTED_OFFSET_BYTES = 4  # mean of the absmax values, fp32
-_INT8_ROW_BYTES = 4  # SCB: one fp32 absmax per output row
-# Each module's NF4 state is stored as JSON: fixed text, the digits of the shape, and an offset of 17 to 22
-# characters (QuantState.as_dict)
+_BLOCK = 64  # number of values that share one absmax (scale)
+_CODE_BYTES = 16 * 4  # bytes of the code book: 16 levels in fp32
+_NESTED_BLOCK = 256  # number of absmax values that share one nested absmax
+_NESTED_CODE_BYTES = 256 * 4  # bytes of the nested code book: 256 levels in fp32
+_NESTED_OFFSET_BYTES = 4  # bytes of the mean of the absmax values, in fp32
+_INT8_ROW_BYTES = 4  # bytes of SCB, one fp32 absmax per output row
+# Files store each module's NF4 state as JSON text. It has fixed text, the digits of the shape, and an offset of
+# 17 to 22 characters (QuantState.as_dict).
 _JSON_DIGITS = (17, 22)
 
 
@@ -69,12 +69,13 @@ def _state_text(f: LinearFormat, dtype: str, shape: tuple[int, ...]) -> tuple[in
 _CLASSES = ("Linear", "Conv1D")
 INT8 = Kind(
     "int8", _int8, stored_as="int8", classes=_CLASSES, while_loading=True,
-    extra_in_file=lambda f: 1,  # one byte names the format
+    extra_in_file=lambda f: 1,  # one byte in the file names the format
 )  # fmt: skip
 FOUR_BITS = Kind(
     "nf4", _four_bits, stored_as="uint8", classes=_CLASSES, while_loading=True,
     warmed={"bitsandbytes-cpu-avx512": _after_avx512}, text_in_file=_state_text,
-    extra_in_file=lambda f: -_NESTED_OFFSET_BYTES if f.double else 0,  # the JSON text has the offset
+    # In the file, the offset of nested absmax values is part of the JSON text.
+    extra_in_file=lambda f: -_NESTED_OFFSET_BYTES if f.double else 0,
 )  # fmt: skip
 FLAGS = {
     "int8": LinearFormat(INT8),

@@ -20,7 +20,8 @@ from tonnage.planner.units import ceil_div
 def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the stored tensors of `pack-quantized` weights (0.12, quantized_compressors/pack_quantized.py).
 
-    They are int32 words along the inputs, one scale per group in the model's dtype, and the shape as two int64.
+    They are int32 words packed along the inputs, one scale per group in the model's dtype, and the shape as two
+    int64.
     """
     groups = 1 if f.group_size == -1 else ceil_div(into, f.group_size)
     per_word = 32 // f.bits
@@ -67,7 +68,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | None) -> Quantization:
     """Return the quantization of a config with two groups, one of which covers routed experts.
 
-    Published files have no other mix of groups.
+    Published files combine groups in no other way.
     """
     experts = [e for e in made if all("experts" in target for target in e[2])]
     others = [e for e in made if e not in experts]
@@ -104,7 +105,7 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
     if kind == "float" and bits == 4 and stored == "mxfp4-pack-quantized":
         return "mxfp4", LinearFormat(MXFP4)
     if kind == "float" and bits == 4 and weights.get("group_size") == 16:
-        # the file has a global input scale for dynamic activations as well ("local")
+        # The file also has a global input scale if activations are quantized dynamically ("local").
         return "nvfp4", LinearFormat(NVFP4, input_scale=inputs is not None)
     if kind == "int" and stored == "pack-quantized" and bits in (4, 8):
         act_order = weights.get("actorder") in ("group", "dynamic", True)

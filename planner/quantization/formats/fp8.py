@@ -16,9 +16,9 @@ from tonnage.planner.units import ceil_div
 
 
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of a matrix [out, into] of one byte per value.
+    """Return the stored tensors of a matrix [out, into] with one byte per value.
 
-    A 0 in the format's `block` means the whole side shares a scale.
+    A 0 in the format's `block` means that all values along that side share a scale.
     """
     if f.block is None:
         scales = 1

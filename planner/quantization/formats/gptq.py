@@ -22,8 +22,10 @@ def _groups(f: LinearFormat, into: int) -> int:
 def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
     """Return the stored tensors that GPTQ and AWQ share: packed values, packed zero points, 16-bit scales.
 
-    `packed` maps each packed side to its length. Raises UnsupportedArchitecture if one does not fill 32-bit
-    words.
+    `packed` maps the name of each packed side (inputs, outputs) to its length.
+
+    Raises:
+        UnsupportedArchitecture: a packed side does not fill whole 32-bit words.
     """
     for side, size in packed.items():
         if size * f.bits % 32:
@@ -69,8 +71,8 @@ def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel.
 
-    Scales become fp32, zero points are unpacked to bytes, and the order of the inputs is kept beside their
-    groups. Source: gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
+    Scales become fp32 and zero points are unpacked to bytes. The order of the inputs is kept in addition to
+    their group indices. Source: gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
     tests/gptq/test_gptq_real.py.
     """
     parts = {**_gptq(f, out, into, where), **_unpacked(f, out, into)}
@@ -93,10 +95,10 @@ def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
 
 
 def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of vLLM's 4-bit CPU kernel: no zero points, which are equal, or group indices.
+    """Return the stored tensors of vLLM's 4-bit CPU kernel, which keeps no zero points or group indices.
 
-    Sources: vLLM 0.32.0, auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by
-    tests/server/test_both_engines.py.
+    It supports only formats whose zero points are all equal. Sources: vLLM 0.32.0, auto_gptq.py and
+    kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py.
     """
     parts = _gptq(f, out, into, where)
     return {name: parts[name] for name in ("qweight", "scales")}

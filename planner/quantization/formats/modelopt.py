@@ -1,4 +1,4 @@
-"""NVFP4 and FP8 of ModelOpt 0.33, with one algorithm for the model or one per layer."""
+"""NVFP4 and FP8 formats of ModelOpt 0.33, with one algorithm for the whole model or one per layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tonnage.planner.quantization.rules import spelling
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
 
-_BLOCK = 16  # values per fp8 scale (torch/quantization/qtensor/nvfp4_tensor.py)
+_BLOCK = 16  # number of values that share an fp8 scale (torch/quantization/qtensor/nvfp4_tensor.py)
 
 
 def _nvfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:

@@ -30,7 +30,7 @@ FLAGS = {"torchao-int4": LinearFormat(INT4), "torchao-int8": LinearFormat(INT8, 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     """Read a `quantization_config` of torchao."""
     kind = found.get("quant_type")
-    if isinstance(kind, dict):  # torchao >= 0.9 writes its dataclass as JSON
+    if isinstance(kind, dict):  # torchao >= 0.9 writes its config dataclass as JSON
         inner = kind.get("default", kind)
         kind = inner.get("_type") if isinstance(inner, dict) else None
         arguments = inner.get("_data", {}) if isinstance(inner, dict) else {}
