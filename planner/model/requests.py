@@ -118,7 +118,7 @@ class RequestLaw:
         hit_tokens: prefixes are reused in multiples of this number of tokens; None without prefix caching.
         source: the engine and version that the rules are from.
         reserves: whether the blocks of prompt and answer are reserved at admission.
-        note: how these rules differ from those of the planned version, or empty.
+        note: how these rules differ from the rules of the planned version, or empty.
     """
 
     groups: tuple[GroupLaw, ...]

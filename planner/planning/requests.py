@@ -33,7 +33,7 @@ def parse_request(text: str) -> tuple[int, int]:
 def with_requests(plan: Plan, lengths: Iterable[tuple[int, int]]) -> Plan:
     """Return the plan, extended by how many requests of each (prompt, output) length its pool holds at once.
 
-    The errors are those of `Plan.hold`.
+    The errors are the same as of `Plan.hold`.
     """
     return _with_capacities(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
 

@@ -113,7 +113,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     """Return the draft's max_model_len if it limits the engine's sequences, else None.
 
     The limit applies if it is below the target model's maximum and the engine does not extend the draft.
-    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. The errors are those of `add_draft`.
+    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. The errors are the same as of `add_draft`.
     """
     flags = chosen.flags
     name = flags.speculative_model

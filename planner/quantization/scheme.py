@@ -27,7 +27,7 @@ class Quantization:
         skip: modules left in the model's dtype. None means transformers' default rule: the output head and
             modules tied to it (5.19, quantizers/base.py get_keys_to_not_convert).
         origin: flag or config field that the quantization comes from, for error messages.
-        linear: format of all linear layers without an entry in `named`; None if only those are quantized.
+        linear: format of all linear layers outside `named`; None if only modules in `named` are quantized.
         named: module name in normalized spelling -> the format of that module.
         experts: format of routed experts if it differs from `linear`, else None.
         method: quant_method of the checkpoint; None if a flag requests the quantization.
