@@ -184,7 +184,7 @@ def test_incomplete_dropped_files_are_rejected(sight: Sight) -> None:
     sight.page.set_input_files(
         "#file", [file(f"model-0000{at}-of-00002.safetensors", bytes(16)) for at in (1, 2)]
     )
-    sight.refused("index is needed")
+    sight.refused("need their index")
     sight.page.set_input_files("#file", file("qwen.json", CONFIG))  # saved under a name of its own
     sight.planned("own/qwen3-")
     sight.page.goto("about:blank")
