@@ -489,7 +489,8 @@ def main() -> None:
     parser.add_argument(
         "--matrix", action="store_true",
         help="costs x lengths x loads under a clock; its options are --modes, --costs, --cost, --kinds, "
-        "--pools, --loops, --states, --seeds, --requests, --quick, --jobs, --check (--matrix --help)",
+        "--pools, --loops, --states, --seeds, --first-seed, --requests, --quick, --jobs, --check "
+        "(--matrix --help)",
     )  # fmt: skip
     parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=200)

@@ -21,9 +21,8 @@ Kernel = Callable[..., torch.Tensor]
 
 def load_flash_attn() -> Kernel:
     """Load ``flash_attn_varlen_func`` of flash_attn 2.5 or later, adapted to one KV length per sequence."""
-    from flash_attn import (
-        flash_attn_varlen_func,
-    )  # imported here, because the package is optional and for GPUs only
+    # The package is optional and for GPUs only.
+    from flash_attn import flash_attn_varlen_func
 
     def kernel(*, seqused_k: torch.Tensor, **arguments: Any) -> torch.Tensor:
         summed = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
