@@ -42,8 +42,11 @@ def limits_of(plan: Plan) -> Limits:
     return Limits(
         layout=plan.kv_cache.layout,
         usable_blocks=plan.kv_cache.usable_blocks,
+        max_model_len=deployment.max_model_len or 0,
+        max_num_seqs=deployment.max_num_seqs or 0,
+        max_num_batched_tokens=deployment.max_num_batched_tokens or 0,
         cached_states=bool(deployment.enable_prefix_caching),
-        **{name: value or 0 for name, value in values.items()},
+        prefix_caching=bool(deployment.enable_prefix_caching),
     )
 
 
