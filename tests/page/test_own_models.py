@@ -189,4 +189,4 @@ def test_incomplete_dropped_files_are_rejected(sight: Sight) -> None:
     sight.planned("own/qwen3-")
     sight.page.goto("about:blank")
     sight.page.goto(sight.url + "?model=own/gone-1234abcd&gpu=h100-80g&engine=vllm&engine-version=0.33.0")
-    sight.refused("drop it here")
+    sight.refused("Drop the file here")
