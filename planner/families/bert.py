@@ -1,8 +1,8 @@
 """Encoders in BERT's layout: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, MPNet and DistilBERT.
 
-Planned are the bare encoder (``...Model``), the pretraining head (``...ForMaskedLM``) and a classifier. Shapes
-after transformers 5.19. An encoder reads a whole text in one step and keeps nothing between steps, so it has no
-KV cache.
+The planner supports the bare encoder (``...Model``), the encoder with its pretraining head
+(``...ForMaskedLM``), and a classifier. Shapes after transformers 5.19. An encoder reads a whole text in one
+step and keeps nothing between steps, so it has no KV cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-# Fields of published files about training, the tokenizer or other heads; none changes a shape
+# These config fields of published files concern training, the tokenizer or other heads. None changes a shape.
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "directionality", "pooler_fc_size",
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
@@ -37,13 +37,14 @@ class EncoderVariant:
         body: module that holds the encoder in a model with a head.
         layers: module that holds the layers.
         names: modules of one layer: query, key, value, attention output, its norm, MLP up, MLP down, last norm.
-        token_types: there is a table of token types.
-        pooler: the bare encoder has a pooler.
-        pooled: the classifier reads the pooler's output.
-        unused: positions at the start of the table that no token uses; None: pad_token_id + 1.
-        buckets: a table of relative positions exists beside the absolute one.
-        masked_head: dense layer, norm and decoder of the pretraining head.
-        shared_bias: parameter of that head which the decoder's bias may be tied to; None: there is none.
+        token_types: whether there is an embedding table of token types.
+        pooler: whether the bare encoder has a pooler.
+        pooled: whether the classifier reads the pooler's output.
+        unused: number of rows at the start of the position table that no token uses; None: pad_token_id + 1.
+        buckets: whether a table of relative positions exists beside the absolute one.
+        masked_head: names of the dense layer, norm and decoder of the pretraining head.
+        shared_bias: parameter of the pretraining head that the decoder's bias may be tied to; None: there is
+            none.
         classifier: linear layers of the classifier; all but the last keep the hidden size.
     """
 
@@ -158,7 +159,7 @@ def text_length(fields: Fields, positions: int) -> int:
 
 
 def _unused(fields: Fields, variant: EncoderVariant) -> int:
-    """Return how many positions at the start of the table no token uses."""
+    """Return the number of rows at the start of the position table that no token uses."""
     if variant.unused is None:
         return fields.integer("pad_token_id", 1, limit="vocab", minimum=0) + 1
     return variant.unused
@@ -230,7 +231,7 @@ FAMILIES = {
     "camembert": _family(EncoderVariant("Camembert", "roberta", unused=None).build, hf="encoder"),
     "mpnet": _family(
         EncoderVariant(
-            # positions start at 2 whatever pad_token_id says (MPNetEmbeddings.padding_idx)
+            # Position ids start at 2 for every pad_token_id (MPNetEmbeddings.padding_idx).
             "MPNet", "mpnet", token_types=False, unused=2, buckets=True,
             names=(
                 "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",

@@ -19,7 +19,8 @@ def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
     """Check that ``denominator`` divides ``numerator``.
 
     Raises:
-        ConfigError: it does not; the message names ``of`` and its value, the error's field is ``field``.
+        ConfigError: the quotient is no integer. The message names ``of`` and its value; the error's field is
+            ``field``.
     """
     if numerator % denominator:
         raise ConfigError(f"{numerator} is not a multiple of {of} = {denominator}", field=field)
@@ -88,7 +89,7 @@ def read_rope(fields: Fields) -> tuple[str, float]:
 
 
 def window_of(fields: Fields, name: str = "sliding_window") -> int | None:
-    """Return the sliding window in tokens that field ``name`` states, or None."""
+    """Return the sliding window in tokens that the config field ``name`` states, or None."""
     return fields.optional_integer(name, limit="positions")
 
 
@@ -114,7 +115,7 @@ def cache_layers(
 
 
 def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
-    """Return the checked head geometry of the config; the defaults hold where the file lacks the field."""
+    """Return the checked numbers of heads and the head size; the defaults replace fields the file lacks."""
     return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
 
 
@@ -176,7 +177,7 @@ def decoder(
 
 
 def _has_sections(fields: Fields) -> bool:
-    """Return whether the rotary positions are divided by axis (``mrope_section``)."""
+    """Return whether rotary positions have several axes, such as time, height and width (``mrope_section``)."""
     found = (fields.config.get(name) for name in ("rope_parameters", "rope_scaling"))
     return any(isinstance(value, dict) and "mrope_section" in value for value in found)
 
@@ -203,7 +204,7 @@ def number(fields: Fields, field: str, default: float) -> float:
 
 
 def numbers_in(listed: Any) -> frozenset[int]:
-    """Return the integers of a list as a set, since a file may list millions and each layer looks itself up."""
+    """Return the integers of a list as a set, so that one look-up per layer stays fast in a long list."""
     return frozenset(item for item in listed or () if type(item) is int)
 
 
@@ -230,7 +231,7 @@ def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ..
 
 
 def never_tied(fields: Fields) -> bool:
-    """Return False; refuse a tied head where transformers' class cannot tie it."""
+    """Return False; raise an error if the config ties a head that transformers' class cannot tie."""
     if fields.boolean("tie_word_embeddings", False):
         raise UnsupportedArchitecture(
             "true is not supported: transformers' class cannot tie the head", field="tie_word_embeddings"
@@ -239,7 +240,7 @@ def never_tied(fields: Fields) -> bool:
 
 
 def every_layer_routes(fields: Fields) -> None:
-    """Refuse a ``moe_layer_freq`` that leaves some layers without experts."""
+    """Raise an error if ``moe_layer_freq`` leaves some layers without experts."""
     if fields.raw("moe_layer_freq") not in (None, 1):
         raise UnsupportedArchitecture(
             f"{shown(fields.raw('moe_layer_freq'))} is not supported; only 1 is", field="moe_layer_freq"

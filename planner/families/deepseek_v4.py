@@ -6,7 +6,7 @@ where K and V are the same tensor. By ``compress_ratios`` a layer also caches on
 - ratio 4: one entry per 4 tokens, selected by an indexer whose keys are compressed in the same way
 - ratio 128: one entry per 128 tokens
 
-Such a layer also keeps the tokens of the entry that is not complete yet.
+A layer with compressed entries also keeps the tokens of the entry that is not complete yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-_SPARSE, _HEAVY = 4, 128  # tokens per compressed entry: with an indexer, without one
+_SPARSE, _HEAVY = 4, 128  # tokens per compressed entry, in layers with an indexer and in layers without
 _RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": _SPARSE,
@@ -121,7 +121,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _hashed(fields: Fields) -> int:
-    """Return how many of the first layers route by a table of token ids; three when the file does not say."""
+    """Return how many of the first layers choose experts by a table of token ids (3 by default)."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         return 3
@@ -172,7 +172,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
 
 
 def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]:
-    """Return the state of the incomplete entry: K and gate of ``ratio`` tokens (twice as many if indexed)."""
+    """Return the state tensors of an incomplete compressed entry."""
     if ratio == _HEAVY:
         return (StateTensor("compressor", (2, ratio, size), shard_dim=None),)
     return (

@@ -29,10 +29,11 @@ from tonnage.planner.model.recipe import (
     layer_of,
 )  # fmt: skip
 
-Bias = bool | tuple[str, bool]  # always or never | (config field, its default)
+# A bias always or never exists (a bool), or a config field with this default says so.
+Bias = bool | tuple[str, bool]
 _TABLE = "model.rotary_emb."
 
-# Forms of apply_rotary_pos_emb in transformers; ``half`` is Llama's
+# The forms of apply_rotary_pos_emb in transformers; Llama has ``half``.
 ROPES = {
     "half": Rope(0),
     "joined": Rope(0, joined=True),
@@ -49,12 +50,12 @@ class SwitchedNorms:
     """Norms of q and k that a config field switches on.
 
     Attributes:
-        field: the switch.
+        field: config field that switches the norms on.
         default: whether the norms exist when the file does not say.
         names: modules of the norms.
         kind: kind of the norms.
-        each: every head has a module of its own.
-        own: every head has a row of the weight.
+        each: whether every head has a norm module of its own.
+        own: whether the norm's weight has a row for every head.
     """
 
     field: str
@@ -71,32 +72,33 @@ class DenseVariant:
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        qkv_bias: bias of the q, k and v projections.
-        out_bias: bias of the attention's output projection.
-        mlp_bias: bias of the MLP's matrices.
+        qkv_bias: whether the q, k and v projections have biases.
+        out_bias: whether the attention's output projection has a bias.
+        mlp_bias: whether the MLP's matrices have biases.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
         qk_norm_names: modules of these norms.
         switched_norms: norms of q and k that a config field switches on.
-        normed_last: q and k are normed after their rotation.
-        heads_span_hidden: num_attention_heads x head_dim must be hidden_size.
-        qkv: name of the fused projection of q, k and v; None: three projections.
+        normed_last: whether q and k are normed after their rotation.
+        heads_span_hidden: whether num_attention_heads x head_dim must equal hidden_size.
+        qkv: name of the fused projection of q, k and v; None: there are three projections.
         out: name of the output projection.
-        clipped_field: field that, when set, clamps q, k and v.
-        mlp_names: gate, up and down; or two names: up (with the gate, if ``fused``) and down.
-        fused: the first of two MLP matrices holds gate and up.
+        clipped_field: config field that, when set, limits the values of q, k and v.
+        mlp_names: names of the matrices gate, up and down; or two names, up (with the gate, if ``fused``) and
+            down.
+        fused: whether the first of two MLP matrices holds gate and up.
         act: hidden_act when the file does not say.
         flow: order of norms, branches and residual additions in a layer.
-        parallel_field: switch that makes attention and MLP parallel behind the first norm alone.
+        parallel_field: config field that makes attention and MLP parallel behind the first norm alone.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
         final: name of the final norm.
-        head_bias: the head has a bias.
+        head_bias: whether the head has a bias.
         tied: tie_word_embeddings when the file does not say.
         rotary_share: partial_rotary_factor when the file does not say.
         rope: name of the rotary embedding's form in ``ROPES``.
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
-        table_by_kind: full and sliding layers have rotary tables of their own.
+        table_by_kind: whether full and sliding layers have rotary tables of their own.
         window: rule that says which layers slide. ``none``; ``unused``: none, but layer_types is checked;
             ``always``: every layer if there is a window; ``pattern``: layer_types, else sliding_window_pattern;
             ``rotated``: layer_types, else the layers without rotary positions; ``qwen``: see common.kinds_of.
@@ -106,8 +108,8 @@ class DenseVariant:
         dropped: whether that dropout applies behind attention, and behind the MLP.
         embedding_dropout: field of the dropout behind the embedding.
         ignored: config fields of this family that change no shape.
-        extra: hook that adds tensors to a layer.
-        taped: training activations can be derived from the recipe.
+        extra: function that adds further tensors to a layer.
+        taped: whether training activations can be derived from the recipe (the description of layers).
     """
 
     class_name: str
@@ -201,7 +203,7 @@ def _layers(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Return the layers of a dense decoder's recipe, which differ only in the rotary table they read."""
+    """Return the layer descriptions of a dense decoder, which differ only in the rotary table they read."""
     qkv_bias, out_bias, mlp_bias = (
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
@@ -309,7 +311,8 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
 def _pattern(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
     """Return the layer kinds that sliding_window_pattern states; by default every fourth layer is full."""
     stated = fields.config.get("sliding_window_pattern", 4)
-    if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:  # EXAONE 4 states LLLG
+    # EXAONE 4 states the pattern as letters, LLLG: L is a local, G a global layer
+    if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
         slides = [stated[i % len(stated)] == "L" and i != layers - 1 for i in range(layers)]
     elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
         slides = [(i + 1) % stated != 0 for i in range(layers)]
@@ -327,7 +330,7 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     stated = fields.raw("no_rope_layers")
     if (
         isinstance(stated, list) and len(stated) > layers
-    ):  # a list for a deeper model: transformers reads the first entries
+    ):  # transformers reads the first entries of a list that is longer than the model is deep
         fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
     listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed

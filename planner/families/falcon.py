@@ -56,15 +56,15 @@ def build(fields: Fields, model_type: str) -> Architecture:
     attention = Attention(
         "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
         copied="qkv" if new else "kv" if multi_query else "", broadcast=multi_query and not new,
-        # the new decoder architecture repeats K and V to all heads
+        # The new decoder architecture repeats K and V for all query heads.
         repeated=new, rope=None if alibi else Rope(head_size, table),
-        # FalconModel passes a mask even where attention needs none
+        # FalconModel passes a mask even if the attention kernel needs none.
         masked=True, narrow=True,
     )  # fmt: skip
     act = common.act_of(fields, "gelu", "hidden_act", "activation")
     mlp = Mlp("mlp", hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), bias=bias)
     dropout = common.number(fields, "hidden_dropout", 0.0)
-    # parallel branches have one dropout, of their sum
+    # Parallel branches share one dropout, applied to their sum.
     behind = 0.0 if parallel else common.number(fields, "attention_dropout", 0.0)
     layer = layer_of(
         "parallel" if parallel else "pre", attention, mlp,
@@ -73,12 +73,12 @@ def build(fields: Fields, model_type: str) -> Architecture:
     recipe = Recipe(
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
-        (Table(table, head_size),),  # built even when ALiBi replaces rotary positions
+        (Table(table, head_size),),  # the rotary table is built even when ALiBi replaces rotary positions
         linear_class="FalconLinear", taped=not alibi,  # ALiBi's mask holds the slopes of every head
     )  # fmt: skip
     return common.decoder(
         fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
-        # transformers repeats K and V to all heads before it stores them in the new architecture
+        # In the new architecture transformers repeats K and V for all query heads before it caches them.
         tuple(CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)),
         layers=layers, inner=inner, vocab=vocab, rotary=None if alibi else Rotary(head_size, 1), gated=False,
         max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
@@ -104,7 +104,7 @@ def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
 
 def _refined(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Falcon 40B's first files, which always have the new decoder architecture."""
-    # the 40B files do not state the flag: the model_type RefinedWeb means it
+    # The 40B files do not state new_decoder_architecture: the model_type RefinedWeb implies it.
     fields.config = {"new_decoder_architecture": True, **fields.config}
     return build(fields, "falcon")
 
@@ -114,7 +114,7 @@ def _refined_7b(fields: Fields, model_type: str) -> Architecture:
     return build(fields, "falcon")
 
 
-# Field names of the first published files
+# Standard field name -> name in the first published files.
 _REFINED = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
 FAMILIES = {
     "falcon": Family(

@@ -29,18 +29,19 @@ Paged = Literal[
 
 @dataclass(frozen=True, slots=True)
 class VLLMTraits:
-    """What vLLM does differently for a family; named files are of vLLM 0.32.0.
+    """Differences of a model family in vLLM; named files are of vLLM 0.32.0.
 
     Attributes:
-        float16: False when vLLM refuses float16 (_FLOAT16_NOT_SUPPORTED_MODELS, config/model.py).
-        float32_states: recurrent state is float32 by default (NemotronHForCausalLMConfig in
+        float16: whether vLLM accepts float16 (False: _FLOAT16_NOT_SUPPORTED_MODELS, config/model.py).
+        float32_states: whether the recurrent state is float32 by default (NemotronHForCausalLMConfig in
             model_executor/models/config.py; Qwen3.5 by mamba_ssm_dtype of its config; KDA in mamba_utils.py).
-        alternating: the layer's index decides whether it slides (model_executor/models/gpt_oss.py).
-        expanded_mla: latent attention runs and is cached as full attention, V padded to K's head size
-            (model_executor/models/minicpm3.py).
-        one_mrope_length: rotary tables have one length although positions are three-dimensional
+        alternating: whether a layer slides by its index, not by the config (model_executor/models/gpt_oss.py).
+        expanded_mla: whether latent attention runs and is cached as full attention, with V padded to K's head
+            size (model_executor/models/minicpm3.py).
+        one_mrope_length: whether rotary tables have a single length although positions are three-dimensional
             (models/qwen3_vl.py, mrope_positions_factor).
-        wide_router: the router matrix is kept in float32 (params_dtype of GateLinear in model_executor/models).
+        wide_router: whether the router matrix is kept in float32 (params_dtype of GateLinear in
+            model_executor/models).
         embeddings: encoder class whose embeddings vLLM serves (_EMBEDDING_MODELS,
             model_executor/models/registry.py).
         lora_vocabulary: how many of embedding and head the class names as LoRA modules (``embedding_modules``
@@ -67,9 +68,9 @@ class GGUFTraits:
         name: general.architecture of the file.
         class_name: class in transformers.
         norms: norms of a layer besides attn_norm: GGUF name -> name in the state dict.
-        rotary_head: rope.dimension_count is the head size when the file gives no key length.
-        window: the file states the sliding window.
-        bias: the tensors present decide whether attention has biases.
+        rotary_head: whether rope.dimension_count is the head size when the file gives no key length.
+        window: whether the file states the sliding window.
+        bias: whether the tensors present decide if attention has biases.
     """
 
     name: str
@@ -85,9 +86,9 @@ class FileTraits:
     """How a family's published files differ from the modules that transformers makes of them.
 
     Attributes:
-        renamed: most tensors have other names, which transformers changes while loading (5.19,
+        renamed: whether most tensors have other names, which transformers changes while loading (5.19,
             conversion_mapping.py).
-        tied_head: the file stores the head beside the embedding that it is tied to.
+        tied_head: whether the file stores the head although it is tied to the embedding.
         masks_before: transformers version; a file written by an older one stores in every layer a boolean mask
             over all positions (an index counts one bit each), the masked value and the rotary frequencies.
         exponent_scales: FP8 scales called ue8m0 are stored as the exponent alone. In other families that name
@@ -108,7 +109,7 @@ NO_TRAITS, _FILES = VLLMTraits(), FileTraits()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is known about one model type.
+    """The planner's, the engines' and PEFT's knowledge about one model type.
 
     Attributes:
         build: function from a checked config to an Architecture. None: there is no adapter, and transformers'
@@ -117,21 +118,22 @@ class Family:
         aliases: standard field -> its other spelling (attribute_map of the config classes, transformers 5.19).
         absent: value that the config class of transformers 5.19 gives a field which the file lacks (null is not
             absent). Basic sizes have no such value: a file without them is refused.
-        leftovers: fields that sound like a shape and that neither transformers 5.19 nor vLLM 0.32.0 reads, with
-            their harmless values. tests/planner/test_leftovers.py checks this against their code; most were
-            left by the remote code that a model was first published with.
+        leftovers: config fields that are named like a shape but that neither transformers 5.19 nor vLLM 0.32.0
+            reads, with their harmless values. tests/planner/test_leftovers.py checks this against their code.
+            Most were left by the remote code that a model was first published with.
         refusal: why there is no adapter, for the error message; empty when no reason is known.
         first_class: class named by the first published files (remote code).
-        reads_class: ``build`` reads ``architectures`` itself.
+        reads_class: whether ``build`` reads the config field ``architectures`` itself.
         attentions: attention implementations besides eager in transformers 5.19 (_supports_sdpa,
             _supports_flash_attn).
-        final_norm: kind of the last norm, for activation estimates without a recipe.
-        every_expert: a token passes through all experts (modeling_llama4.py, hidden_states.repeat(num_experts,
-            1)), for activation estimates without a recipe.
+        final_norm: kind of the last norm, for activation estimates of a model without a recipe (layer
+            description).
+        every_expert: whether a token passes through all experts (modeling_llama4.py,
+            hidden_states.repeat(num_experts, 1)), for activation estimates without a recipe.
         lora: target modules that PEFT 0.21 chooses for LoRA (peft/utils/constants.py), None when it has none.
         ia3: target modules that PEFT 0.21 chooses for IA3, None when it has none.
         hf: whether the Hugging Face engine serves the family, or the reason why not.
-        vllm: what vLLM does differently.
+        vllm: differences in vLLM's code for this family.
         gguf: how a GGUF file stores the family, None when it cannot.
         files: how published files differ from the loaded modules.
     """
@@ -157,7 +159,7 @@ class Family:
 
 NO_FAMILY = Family(None)
 
-# Values that several families share
+# These values are shared by several families.
 QV = ("q_proj", "v_proj")
 QV_DOWN = (*QV, "down_proj")
 GPT2_NAMES = {

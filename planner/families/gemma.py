@@ -40,10 +40,11 @@ class GemmaVariant:
         class_name: the causal language model's class in transformers.
         defaults: sizes of the config class when the file does not say.
         norms: norms of a layer in the order they run.
-        qk_norm: q and k have a norm per head.
+        qk_norm: whether q and k have a norm per head.
         pattern: every n-th layer is full when the file lists no kinds; 0: every layer is full.
-        pattern_field: sliding_window_pattern states the pattern.
-        by_kind: full and sliding layers have rotary tables of their own, and the file states the scaled length.
+        pattern_field: whether the config field sliding_window_pattern replaces ``pattern``.
+        by_kind: whether full and sliding layers have rotary tables of their own; the config then states the
+            scaled length.
         attention_cap: attn_logit_softcapping when the file does not say.
         final_cap: final_logit_softcapping when the file does not say.
     """
@@ -82,7 +83,8 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
     hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
     heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
     common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")  # the config class checks it
+    # the config class makes the same check
+    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
     head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
     inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
     bias = fields.boolean("attention_bias", False)
@@ -107,14 +109,14 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
         attention = Attention(
             "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
             rope=Rope(head_size, table),
-            # Gemma 3's attention does not read the field
+            # Gemma 3's attention does not read this field.
             softcap=bool(variant.attention_cap and fields.config.get("attn_logit_softcapping", True)),
             dropout=common.number(fields, "attention_dropout", 0.0),
         )  # fmt: skip
         return layer_of(flow, attention, mlp, norms)
 
     made = {table: layer(table) for table in prefixes}
-    # the embedding is multiplied by this scalar, sqrt(hidden_size) in the model's dtype
+    # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
     scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
     recipe = Recipe(
         "model.layers",
@@ -195,10 +197,11 @@ FAMILIES = {
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 8192,
             },
-            # the first layer slides, then kinds alternate (configuration_gemma2.py)
+            # The first layer slides, then full and sliding layers alternate (configuration_gemma2.py).
             _FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
-        leftovers={"sliding_window_size": "sliding_window"},  # the 9B and 27B files state the window twice
+        # the 9B and 27B files state the window in two fields
+        leftovers={"sliding_window_size": "sliding_window"},
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
         vllm=VLLMTraits(float16=False),
         gguf=GGUFTraits("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),

@@ -1,6 +1,6 @@
 """Gemma 3n (text), and the parts that Gemma 4's small models share with it.
 
-The last layers read the keys and values of an earlier layer, and every layer adds an embedding of its own.
+The last layers read the keys and values of an earlier layer, and every layer has its own token embedding.
 Shapes after transformers 5.19, models/gemma3n/ and models/gemma4/. The towers of multimodal files are in
 gemma3n_towers.py.
 """
@@ -92,7 +92,7 @@ def _widths(fields: Fields, layers: int) -> list[int]:
 
 
 def _altup(t: Tensors, at: str, hidden: int, inputs: int) -> None:
-    """Add the AltUp module of one layer, which predicts and corrects ``inputs`` parallel hidden states."""
+    """Add the tensors of a layer's AltUp module, which predicts and corrects ``inputs`` hidden states."""
     t.add(f"{at}.correct_output_scale", (hidden,), "norm", "Gemma3nTextAltUp")
     t.linear(f"{at}.correction_coefs", inputs, inputs, "mlp")
     t.linear(f"{at}.prediction_coefs", inputs * inputs, inputs, "mlp")

@@ -14,9 +14,9 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.fields import Fields, shown
 
-VISION_WIDTH = 2048  # channels of the fused features
-# Stages: (channels, [(start kernel, middle kernel, expansion) of each inverted residual], (pairs of attention
-# and residual, heads, head size, kernel that shrinks keys and values))
+VISION_WIDTH = 2048  # channels of the image tower's fused output
+# Each stage of the image tower is (channels, [(start kernel, middle kernel, expansion) of each inverted
+# residual], (pairs of attention and residual, heads, head size, kernel that shrinks keys and values)).
 _STAGES = (
     (256, [(3, 5, 6), (5, 0, 4), (3, 0, 4), (5, 0, 4), (3, 0, 4)], (0, 0, 0, 0)),
     (640, [(5, 5, 6), *[(5, 0, 4)] * 7, (0, 0, 1)], (14, 12, 64, 3)),
@@ -25,7 +25,7 @@ _STAGES = (
 
 
 def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
-    """Add the image tower [channels out, channels in, kernel, kernel] and the fusion of its last two stages."""
+    """Add the tensors of Gemma 3n's image tower (MobileNetV5) and of the fusion of its last two stages."""
     name = config.get("architecture", "mobilenetv5_300m_enc")
     if name != "mobilenetv5_300m_enc":
         raise UnsupportedArchitecture(

@@ -49,7 +49,7 @@ def finish(
 ) -> Architecture:
     """Return the Architecture of a model without a gated MLP and with full attention.
 
-    ``more`` overrides these two (``gated``, ``cache``) or passes other arguments to ``common.decoder``.
+    ``more`` holds further arguments of ``common.decoder``, or overrides these two (``gated``, ``cache``).
     """
     more.setdefault("gated", False)
     more.setdefault("cache", common.full_layers(layers, dims))
@@ -62,7 +62,7 @@ def finish(
 def _made(
     fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
 ) -> Architecture:
-    """Return the Architecture of a recipe, with the same defaults as ``finish``."""
+    """Return the Architecture of a layer description, by default with a plain MLP and full attention."""
     return finish(
         fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
         recipe=recipe, **more,
@@ -184,7 +184,7 @@ def gptj(
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
         "attn", dims, qkv="qkv_proj" if fused else None, out="out_proj", upcast=True,
-        copied="v" if fused else "",  # CodeGen merges four groups of heads
+        copied="v" if fused else "",  # CodeGen stores heads in four groups, and merging these copies v
         rope=Rope(rotary, joined=True, apart="wide" if fused else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip
@@ -253,7 +253,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
         "self_attention", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True,
         dropout=common.number(fields, "attention_dropout", 0.0),
     )  # fmt: skip
-    # for training, BloomGelu keeps only its input, like a fused activation
+    # BloomGelu keeps only its input for the backward pass, like a fused activation.
     mlp = Mlp("mlp", h, 4 * h, "gelu", ("dense_h_to_4h", "dense_4h_to_h"), bias=True)
     norms = _norms(h, "input_layernorm", "post_attention_layernorm")
     layer = layer_of("pre", attention, mlp, norms, (behind, behind))
@@ -263,7 +263,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     recipe = Recipe(
         "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
-        # slow_but_exact multiplies the slices of a tensor-parallel training run one by one
+        # slow_but_exact multiplies the slices of a matrix from tensor-parallel training one by one.
         taped=not (fields.config.get("slow_but_exact") and fields.config.get("pretraining_tp") != 1),
     )  # fmt: skip
     # ``seq_length`` is the length in training; vLLM 0.32.0 assumes 2048 when no field states a length
@@ -278,7 +278,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    # engines read this field, transformers does not
+    # Engines read this field; transformers does not.
     if fields.integer("expansion_ratio", 4, limit="width") != 4:
         raise UnsupportedArchitecture(
             "must be 4, the only value that transformers supports", field="expansion_ratio"
@@ -297,7 +297,8 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     fields.ignore(
         "learned_pos_emb", "norm_type", "embedding_fraction", "emb_pdrop", "logit_scale", "ffn_config"
     )
-    dropout = common.number(Fields(options), "attn_pdrop", 0.0)  # modeling_mpt.py uses it for the residuals too
+    # modeling_mpt.py applies attn_pdrop to the residuals too
+    dropout = common.number(Fields(options), "attn_pdrop", 0.0)
     attention = Attention(
         "attn", dims, qkv="Wqkv", out="out_proj", clipped=bool(options.get("clip_qkv")), filled=True,
         dropout=dropout,

@@ -28,13 +28,13 @@ FILES = ("preprocessor_config", "video_preprocessor_config")
 """Config fields under which read_config passes the processor's files to a builder."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
-# Frames of the video with most pixels per frame: vLLM limits Qwen2-VL and 2.5 (_MAX_FRAMES_PER_VIDEO in
-# models/qwen2_vl.py); Qwen3-VL shrinks the frames of a longer video
+# The number of frames of the video with the most pixels per frame. vLLM limits it for Qwen2-VL and 2.5
+# (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py); Qwen3-VL shrinks the frames of longer videos.
 _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 
 def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[0]) -> int:
-    """Return the size limit that a processor's file states: ``max_pixels``, else ``size.longest_edge``."""
+    """Return the image size limit in a processor's file: ``max_pixels``, else ``size.longest_edge``."""
     size = processor.get("size")
     found = processor.get("max_pixels")
     if found is None and isinstance(size, dict):
@@ -108,7 +108,7 @@ def square(
     side = v["image_size"] // v["patch_size"]
     if not side:
         raise ConfigError(f"{v['image_size']} is smaller than patch_size", field="vision_config.image_size")
-    extra = 1 if tower == "clip" else 0  # the class token
+    extra = 1 if tower == "clip" else 0  # CLIP adds a class token
     return Vision(
         tower, v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
         v["patch_size"], 1, v["num_channels"] * v["patch_size"] ** 2, width, "fixed",
@@ -178,8 +178,8 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
 
-# The image with most embeddings, height x width in pixels, and the most tiles that are not scaled down
-# (get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py)
+# For each grid: the image with most embeddings (height x width in pixels) and the most tiles that are not
+# scaled down (get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py).
 _ONEVISION = (944, 1153)
 _MOST_TILES = 9
 
@@ -198,7 +198,10 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Return (image pixels after scaling, minus unused pixels) of one grid (select_best_resolution)."""
+        """Return (pixels of the scaled image, minus unused pixels) for an image in a grid of size ``place``.
+
+        The grid with the largest pair fits best (select_best_resolution).
+        """
         scale = min(place[1] / width, place[0] / height)
         left = min(int(width * scale) * int(height * scale), height * width)
         return left, left - place[0] * place[1]
@@ -298,7 +301,8 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
     return Vision(
-        "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,  # rotary positions have three axes
+        # a head has rotary positions for three axes
+        "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,
         v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,
         "pixels", _bounded(image, 451_584, FILES[0]), frames=500, frame=_bounded(frame, 602_112, FILES[1]),
         projector=(fields.integer("projector_hidden_size", width, limit="width"), width),
@@ -336,7 +340,7 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
 
 
 def _soft(fields: Fields) -> int:
-    """Return the embeddings of one image by default."""
+    """Return Gemma 4's default number of embeddings per image."""
     return fields.integer("vision_soft_tokens_per_image", 280, limit="width")
 
 

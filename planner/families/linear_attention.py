@@ -55,8 +55,8 @@ def qwen(
         fields: the config.
         model_type: type of the model.
         class_name: the causal language model's class in transformers.
-        moe: layers may route to experts.
-        fused: the delta nets have two input projections instead of four.
+        moe: whether layers may route to experts.
+        fused: whether the delta nets have two input projections instead of four.
     """
     dims = common.heads_of(fields)
     d = Delta(
@@ -169,7 +169,7 @@ class _QwenExperts:
 
     @classmethod
     def read(cls, fields: Fields, layers: int) -> _QwenExperts:
-        """Return the expert sizes that the config states."""
+        """Return the numbers and sizes of the routed and shared experts that the config states."""
         step = fields.integer("decoder_sparse_step", 1, limit="layers")
         dense = fields.raw("mlp_only_layers") or []
         if not isinstance(dense, list):
@@ -200,7 +200,7 @@ _KINDS = {"linear_attention": False, "full_attention": True}
 
 
 def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is full: ``layer_types``, else the last of every ``interval`` layers."""
+    """Return for each layer whether it has full attention: ``layer_types``, else each ``interval``-th."""
     listed = fields.listed("layer_types", layers, _KINDS)
     return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
@@ -293,7 +293,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # the config class makes layer 4 full, then every fourth layer
+        # The config class gives layer 4, and then every fourth layer, full attention.
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -328,7 +328,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     block = fields.integer("block_size", 256, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    listed = fields.raw("attn_type_list")  # field of the hub's files: 1 is full
+    listed = fields.raw("attn_type_list")  # config field of the hub's files; 1 means full attention
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
     else:
@@ -356,7 +356,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
                 ("slope_rate", (dims.heads, 1, 1)), ("query_decay", (dims.heads, block, 1)),
                 ("key_decay", (dims.heads, block, 1)), ("diagonal_decay", (1, dims.heads, block, block)),
             ):  # fmt: skip
-                # transformers computes these constants in the model's dtype; published files lack them
+                # transformers computes these constant buffers in the model's dtype; published files lack them.
                 t.buffer(f"{here}.{name}", shape, "LightningAttention", None)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         t.router(f"{at}.mlp.gate", count, dims.hidden)
@@ -425,13 +425,13 @@ def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
 
 
 def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is full: ``layer_types``, else ``full_attn_idxs``, else every layer."""
+    """Return for each layer whether it has full attention (``layer_types``, ``full_attn_idxs`` or all)."""
     listed = fields.listed("layer_types", layers, {"conv": False, "full_attention": True})
     indices = fields.raw("full_attn_idxs")
     if listed is None and isinstance(indices, list):
         attending = common.numbers_in(indices)
         return tuple(i in attending for i in range(layers))
-    return listed or (True,) * layers  # the config class's default has no convolution
+    return listed or (True,) * layers  # by default the config class makes no convolution layers
 
 
 def _lfm2_inner(fields: Fields) -> int:
@@ -463,7 +463,8 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        first_class="Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model name it
+        # text-only checkpoints of a pruned model name this class
+        first_class="Qwen3_5MoeForConditionalGeneration",
         vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),
     "kimi_linear": Family(

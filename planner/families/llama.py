@@ -1,7 +1,7 @@
 """Dense decoders of Llama's shape, one row per family; the builder is in dense.py.
 
-Shapes after transformers 5.19, models/<family>/modeling_<family>.py. A small function adds what a row cannot
-say.
+Shapes after transformers 5.19, models/<family>/modeling_<family>.py. A small function adds the tensors that a
+row's options cannot express.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 _GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
-# Hunyuan's first class also built mixtures of experts, MLA and vision towers. Files of the two text types
-# (Hunyuan-MT, HY-MT) still state its fields, which transformers' classes do not read. kv_lora_rank is left out:
-# vLLM treats a model with that field as MLA (model_executor/models/transformers/base.py).
+# Hunyuan's first class also built mixtures of experts, MLA and vision towers. Config files of the two text
+# types (Hunyuan-MT, HY-MT) still state the fields of that class, which transformers' classes do not read.
+# kv_lora_rank is left out, because vLLM treats a model with that field as MLA
+# (model_executor/models/transformers/base.py).
 HUNYUAN_LEFTOVERS: dict[str, Values] = {
     "anyres_pooling_size": (), "anyres_vit_max_image_size": (), "attention_head_dim": "head_dim",
     "cla_share_factor": (), "moe_drop_tokens": (), "moe_random_routing_dropped_token": (),
@@ -148,7 +149,8 @@ FAMILIES = {
             ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
         ).build,
         absent={"num_key_value_heads": 4}, hf="served",
-        leftovers={"max_window_layers": ()},  # SmolLM3-3B states it; its class reads only layer_types
+        # SmolLM3-3B states max_window_layers; its class reads only layer_types
+        leftovers={"max_window_layers": ()},
     ),
     "seed_oss": Family(
         DenseVariant(
@@ -316,7 +318,7 @@ FAMILIES = {
             "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
             dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
         ).build,
-        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini states it; every layer is full
+        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini states full_attn_mod; every layer is full
     ),
     "nemotron": Family(
         DenseVariant(
@@ -340,7 +342,7 @@ FAMILIES = {
         _iquestcoder, absent={"num_key_value_heads": 8, "head_dim": 128},
         first_class="IQuestCoderForCausalLM",
     ),
-    # Published with remote code; the shapes are Llama's
+    # The model was published with remote code; its shapes are Llama's.
     "xverse": Family(
         DenseVariant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build
     ),

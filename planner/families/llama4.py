@@ -35,7 +35,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
         raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
     routes = common.numbers_in(listed)
     kinds, chunk = _chunked(fields, layers)
-    fields.ignore("use_qk_norm", "for_llm_compressor")  # the norm of q and k has no weights
+    # The norm of q and k has no weights, so use_qk_norm changes no shape.
+    fields.ignore("use_qk_norm", "for_llm_compressor")
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i, at in t.layers(layers, "model.layers"):
@@ -46,7 +47,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(mlp, dims.hidden, dense)
             continue
         t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
-        t.router(f"{mlp}.router", count, dims.hidden)  # its class is a subclass of nn.Linear
+        t.router(f"{mlp}.router", count, dims.hidden)  # the router's class is a subclass of nn.Linear
         t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")

@@ -55,7 +55,7 @@ class Mamba2:
     conv_bias: bool
     norm: bool = True
     dtype: str | None = None
-    out_bias: bool | None = None  # None means proj_bias
+    out_bias: bool | None = None  # None: proj_bias says whether the output projection has a bias
     chunk: int = 256
 
     @property
@@ -91,7 +91,7 @@ class Mamba2:
 
 @dataclass(frozen=True, slots=True)
 class Mamba1:
-    """The sizes of one Mamba-1 mixer; ``norms``: dt, B and C have a norm, as in Jamba."""
+    """The sizes of one Mamba-1 mixer; ``norms`` says whether dt, B and C have norms, as in Jamba."""
 
     hidden: int
     inner: int
@@ -166,8 +166,8 @@ def build(
         model_type: type of the model.
         class_name: the causal language model's class in transformers.
         mixer_of: function from the config and the hidden size to the layers' mixer.
-        tied: tie_word_embeddings when the file does not say.
-        normed: dt, B and C have norms without learned weights.
+        tied: whether the head is tied when the file has no tie_word_embeddings.
+        normed: whether dt, B and C have norms without learned weights.
     """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")

@@ -1,11 +1,11 @@
 """The fallback for families without an adapter: transformers' own model code on the meta device (no memory).
 
 Tensors are the module's parameters and buffers. The cache is what one forward pass over a few meta tokens
-leaves in a DynamicCache. Only the roles are read off names: they choose what a quantizer replaces and how terms
-are grouped.
+leaves in a DynamicCache. Names only determine the role of a tensor, which decides whether a quantizer replaces
+it and how bytes are grouped.
 
-It takes longer than an adapter by the import of torch and transformers, and plans one rank only: how an engine
-would divide these modules is not known. Remote code is never run.
+This fallback is slower than an adapter by the import of torch and transformers. It plans one rank only, because
+it is not known how an engine would divide these modules. Remote code is never run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import LIMITS, shown
 from tonnage.planner.model.tensor import Role, TensorSpec
 
-# Cache layers that keep only keys and values; other classes of transformers also keep states
+# These cache layers keep only keys and values; other cache classes of transformers also keep states.
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 # Auto classes of models that generate text, and their class tables in modeling_auto (transformers 5.19)
 _AUTO = {
@@ -32,7 +32,7 @@ _AUTO = {
     "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
-_TOKENS = 8  # tokens of the forward pass that fills the cache
+_TOKENS = 8  # number of tokens in the forward pass that fills the cache
 _ENCODER_DECODER = "encoder-decoder models need an adapter"
 _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code"
 
@@ -42,7 +42,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
 
     Raises:
         UnsupportedArchitecture: ``refusal`` itself when transformers does not know the type, or an error that
-            names what cannot be planned.
+            names the part of the model that the planner does not support.
     """
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UnsupportedArchitecture(refusal.message, field=refusal.field, hint=f"{refusal.hint}; {_INSTALL}")
@@ -60,7 +60,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
         return _build(dict(config), model_type)
     except TonnageError:
         raise
-    except Exception as error:  # transformers raises any class for a config it cannot build
+    except Exception as error:  # transformers raises errors of any class for a config it cannot build
         said = " ".join(str(error).split())
         package = re.search(r"requires the (\S+) library", said)
         if isinstance(error, ImportError) and package:
@@ -92,7 +92,7 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
     with torch.device("meta"):
         model = auto.from_config(loaded, dtype=torch.bfloat16, attn_implementation="eager")
     model.eval()
-    # modules outside transformers' decoder module are towers and projectors
+    # Modules outside transformers' decoder module are towers and projectors.
     inside = "" if text is loaded else _path(model, model.get_decoder())
     tensors = _tensors(model, inside)
     layers = _cache_layers(model, loaded)
@@ -140,9 +140,9 @@ def _path(model: Any, wanted: Any) -> str:
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers or experts beyond the limit.
+    """Raise an error if the config has more layers or experts than the limit.
 
-    Each is a Python object even on the meta device, so a million of them would hang the process.
+    Each layer and expert is a Python object even on the meta device, so a million would hang the process.
     """
     for name, value in config.items():
         if isinstance(value, dict):

@@ -67,7 +67,8 @@ def text(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(f"{at}.mlp", d.hidden, dense)
             continue
         t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
-        t.router(f"{at}.mlp.gate", count, d.hidden, dtype="float32")  # _keep_in_fp32_modules_strict
+        # transformers keeps the router in fp32 (_keep_in_fp32_modules_strict)
+        t.router(f"{at}.mlp.gate", count, d.hidden, dtype="float32")
         t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rotary, "model.rotary_emb.")
@@ -165,7 +166,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     return replace(inside, model_type=model_type, class_name=name, tensors=tensors)
 
 
-# MistralLarge4Config's tower when the file has no vision_config
+# This is MistralLarge4Config's tower, for a file without vision_config.
 _TOWER = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 30, "num_attention_heads": 16,
     "patch_size": 14,

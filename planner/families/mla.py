@@ -39,14 +39,15 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 
     Args:
         fields: the config.
-        defaults: missing sizes are DeepSeek-V3's, for config classes that have these defaults.
+        defaults: whether missing sizes are DeepSeek-V3's, for config classes that have these defaults.
         value_default: v_head_dim when it is missing and ``defaults`` is False.
     """
 
     def size(name: str, default: int) -> int:
         return fields.integer(name, default if defaults else None, limit="width")
 
-    fields.ignore("num_key_value_heads", "head_dim")  # every head's K and V are made from the latent
+    # K and V of every head are made from the latent, so these fields change no shape.
+    fields.ignore("num_key_value_heads", "head_dim")
     return LatentAttention(
         fields.integer("hidden_size", limit="width"),
         fields.integer("num_attention_heads", limit="heads"),
@@ -76,12 +77,12 @@ class LatentVariant:
     Attributes:
         class_name: the causal language model's class in transformers.
         dense_layers: first_k_dense_replace when the file does not say.
-        indexer: layers have sparse indexers.
-        correction: the router has e_score_correction_bias.
-        softmax: the router is a softmax, grouped only if topk_method says so; otherwise a grouped sigmoid.
-        complex_rope: rotary positions are computed as complex numbers.
-        mlp_bias: the class reads mlp_bias.
-        taped: training activations can be derived from the recipe.
+        indexer: whether layers have sparse indexers.
+        correction: whether the router has e_score_correction_bias.
+        softmax: whether the router is a softmax, grouped only if topk_method says so. False: a grouped sigmoid.
+        complex_rope: whether rotary positions are computed as complex numbers.
+        mlp_bias: whether the class reads the config field mlp_bias.
+        taped: whether training activations can be derived from the recipe (the description of layers).
     """
 
     class_name: str
@@ -100,7 +101,7 @@ class LatentVariant:
 
 def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a model with latent attention and experts; ``v`` describes its family."""
-    # DeepSeek's small vision models switch latent attention off and have ordinary heads
+    # DeepSeek's small vision models switch latent attention off and have ordinary heads.
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
     if plain is not None:
         fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
@@ -150,7 +151,8 @@ def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
         Norm("model.norm", d.hidden), Head(tied), (table,),
         taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
     )  # fmt: skip
-    # a layer without an indexer reuses the indices of the last layer with one and caches no index keys
+    # A layer without an indexer reuses the indices of the last layer that has an indexer, and caches no index
+    # keys.
     index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
     return common.decoder(
         fields, model_type, v.class_name, tensors_of(recipe),
@@ -168,7 +170,7 @@ def _correction(count: int) -> tuple[TensorSpec, ...]:
 
 
 def _router(fields: Fields, v: LatentVariant) -> Router:
-    """Return how tokens are routed to experts."""
+    """Return the description of the router that assigns tokens to experts."""
     if v.softmax:
         grouped = fields.config.get("topk_method", "greedy") != "greedy"
         groups = _groups(fields) if grouped else (0, 0)
@@ -177,7 +179,7 @@ def _router(fields: Fields, v: LatentVariant) -> Router:
 
 
 def _groups(fields: Fields) -> tuple[int, int]:
-    """Return (groups of experts, groups that a token may use)."""
+    """Return (number of groups of experts, number of groups that a token may use)."""
     return int(common.number(fields, "n_group", 8.0)), int(common.number(fields, "topk_group", 4.0))
 
 
@@ -258,7 +260,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     Each layer has two attention modules, two dense MLPs and one routed MLP; some of its experts are empty.
     """
     d = read_latent(fields, defaults=True)
-    stated = fields.optional_integer("qk_head_dim", limit="width")  # only this family reads it
+    stated = fields.optional_integer("qk_head_dim", limit="width")  # only this family reads qk_head_dim
     if stated not in (None, d.head_size):
         raise ConfigError(
             f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.head_size}", field="qk_head_dim"
@@ -316,7 +318,8 @@ FAMILIES = {
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "kimi_k2": Family(
-        LatentVariant("DeepseekV3ForCausalLM", 3, taped=False).build,  # published with remote code
+        # the model was first published with remote code
+        LatentVariant("DeepseekV3ForCausalLM", 3, taped=False).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "glm_moe_dsa": Family(

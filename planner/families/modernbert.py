@@ -15,7 +15,7 @@ from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
 
-# Fields about training and heads that change no shape
+# These config fields concern training and heads, and change no shape.
 _NO_SHAPE = (
     "classifier_activation", "classifier_dropout", "classifier_pooling", "decoder_bias", "classifier_bias",
     "deterministic_flash_attn", "initializer_cutoff_factor", "local_attention", "mlp_dropout", "pooling_mode",
@@ -41,7 +41,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary(f"{at}embeddings.tok_embeddings", vocab, hidden)
     t.norm(f"{at}embeddings.norm", hidden, norm)
     for index, layer in t.layers(layers, f"{at}layers"):
-        if index:  # the embedding's norm serves the first layer
+        if index:  # the first layer has no attention norm, since the embedding is normed
             t.norm(f"{layer}.attn_norm", hidden, norm)
         t.linear(f"{layer}.attn.Wqkv", 3 * hidden, hidden, bias=attention_bias, shard="column")
         t.linear(f"{layer}.attn.Wo", hidden, hidden, bias=attention_bias, shard="row")

@@ -1,4 +1,4 @@
-"""Mixture-of-experts decoders with ordinary attention: the builder, and one row per family.
+"""Mixture-of-experts decoders with ordinary attention: the builder, and one table row per family.
 
 Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
 [experts, 2 x inner, hidden] and [experts, hidden, inner]; checkpoints store one matrix per expert.
@@ -43,13 +43,13 @@ def _every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it routes, which the first ``first_k_dense_replace`` do not."""
+    """Return for each layer whether it routes to experts: all but the first ``first_k_dense_replace``."""
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     return tuple(i >= first for i in range(layers))
 
 
 def _interval(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it routes, by ERNIE's start, end and interval."""
+    """Return for each layer whether it routes to experts, by ERNIE's start, end and interval of MoE layers."""
     start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
     end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
     step = fields.integer("moe_layer_interval", 1, limit="layers")
@@ -83,38 +83,41 @@ class MoeVariant:
         mlp: module of the MLP in a layer.
         router: module of the router below the MLP.
         routing: how the experts of a token are chosen.
-        normed: the chosen weights are divided by their sum.
-        router_linear: the router is an nn.Linear.
-        router_bias: the router has a bias.
+        normed: whether the weights of the chosen experts are divided by their sum.
+        router_linear: whether the router is an nn.Linear.
+        router_bias: whether the router has a bias.
         router_dtype: dtype of the loaded router; None: the model's.
         router_stored: dtype of the router in published files; None: the model's.
-        correction: e_score_correction_bias, its name below the MLP; None: there is none.
+        correction: name of e_score_correction_bias below the MLP; None: there is none.
         correction_dtype: dtype of the loaded correction bias; None: the model's.
-        correction_parameter: the correction bias is a parameter [1, experts] instead of a buffer.
+        correction_parameter: whether the correction bias is a parameter [1, experts] instead of a buffer.
         shared: module of the shared expert in a layer; None: there is none.
         shared_names: matrices of the shared expert: gate, up and down, or gate-and-up and down.
-        shared_gate: a gate weighs the shared expert.
+        shared_gate: whether a gate weighs the shared expert.
         shared_size: config field with the shared expert's inner size, and its default (None: required).
         shared_count: without ``shared_size``, config field with the number of shared experts, each as large as
             a routed expert; None: one.
         sparse: function that returns for each layer whether it routes to experts.
-        jitter: router_jitter_noise adds noise in training, which cannot be taped.
-        experts_bias: field that would give the experts biases; refused when set.
-        qkv_bias: bias of the q, k and v projections.
-        out_bias: bias of the attention's output projection.
+        jitter: whether router_jitter_noise adds noise in training, so that training activations cannot be
+            derived.
+        experts_bias: config field that would give the experts biases; a config that sets it is refused.
+        qkv_bias: whether the q, k and v projections have biases.
+        out_bias: whether the attention's output projection has a bias.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
         qk_norm_names: modules of these norms.
-        qk_norm_field: switch that adds a norm per head.
-        normed_last: q and k are normed after their rotation.
+        qk_norm_field: config field that adds a norm per head.
+        normed_last: whether q and k are normed after their rotation.
         rope: name of the rotary embedding's form in dense.ROPES.
         rotary_share: partial_rotary_factor when the file does not say.
-        rotary_field: field with the rotated values of a head, which precedes partial_rotary_factor.
-        rounded_heads: without head_dim, hidden_size / num_attention_heads is rounded down instead of checked.
-        clipped_field: field that, when set, clamps q, k and v.
+        rotary_field: config field with the number of rotated values of a head, which precedes
+            partial_rotary_factor.
+        rounded_heads: whether, without head_dim, hidden_size / num_attention_heads is rounded down instead of
+            checked.
+        clipped_field: config field that, when set, limits the values of q, k and v.
         flow: order of norms, branches and residual additions in a layer.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
-        head_bias: bias of the head.
+        head_bias: whether the head has a bias.
         tied: tie_word_embeddings when the file does not say.
         window: rule of ``common.kinds_of`` that says which layers slide.
         ignored: config fields of this family that change no shape.
@@ -177,7 +180,7 @@ _GRANITE = MoeVariant(
 def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a mixture-of-experts decoder; ``v`` says how it differs from Mixtral."""
     dims = common.heads_of(fields, head_default=0 if v.rounded_heads else None)
-    if not dims.head_size:  # GLM-4.5's config class rounds the quotient down
+    if not dims.head_size:  # GLM-4.5's config class rounds hidden_size / num_attention_heads down.
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
     layers = fields.integer("num_hidden_layers", limit="layers")
     if fields.raw("attn_type_list") not in (None, [1] * layers):
@@ -229,7 +232,7 @@ def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
         "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
         tuple(routed_layer if routes else dense_layer for routes in sparse),
         Norm("model.norm", dims.hidden, v.norm), Head(tied, head_bias), (table,),
-        # the tape has neither the load-balancing loss nor the router's noise
+        # The derivation of training activations covers neither the load-balancing loss nor the router's noise.
         taped=not (fields.config.get("output_router_logits") or _jitter(fields, v)),
     )  # fmt: skip
     widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
@@ -242,7 +245,7 @@ def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _router(fields: Fields, v: MoeVariant) -> Router:
-    """Return how tokens are routed to experts."""
+    """Return the description of the router that assigns tokens to experts."""
     groups, taken = (int(common.number(fields, name, 1.0)) for name in ("n_group", "topk_group"))
     normed = v.normed if isinstance(v.normed, bool) else bool(fields.config.get(*v.normed))
     noisy = v.routing == "mixer" and common.number(fields, "input_jitter_noise", 0.0) > 0
@@ -365,7 +368,8 @@ FAMILIES = {
             "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size", routing="sigmoid",
             normed=True, rope="joined", correction="e_score_correction_bias", correction_dtype=None,
             qkv_bias=False, out_bias=False, qk_norm="full", rotary_field="rotary_dim", jitter=True,
-            router_stored="float32",  # headers of MiniMax-M2.7; transformers loads both in bf16
+            # the headers of MiniMax-M2.7 state float32; transformers loads both tensors in bf16
+            router_stored="float32",
             ignored=(
                 "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
                 "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
@@ -377,7 +381,7 @@ FAMILIES = {
         MoeVariant(
             "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k", routing="softmax-clamped", normed=True,
             rope="ernie", correction="gate.moe_statics.e_score_correction_bias", correction_parameter=True,
-            router_dtype="float32",  # _keep_in_fp32_modules_strict
+            router_dtype="float32",  # transformers keeps the router in fp32 (_keep_in_fp32_modules_strict)
             shared="mlp.shared_experts", shared_count="moe_num_shared_experts", sparse=_interval,
             experts_bias="use_bias", qkv_bias=("use_bias", False), out_bias=("use_bias", False), tied=True,
             ignored=("moe_norm_min",),
@@ -407,7 +411,7 @@ FAMILIES = {
         MoeVariant(
             "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size", per_token_field="moe_topk",
             router="gate.wg", routing="softmax", normed=True,
-            router_linear=True, router_dtype="float32",  # its constructor says so
+            router_linear=True, router_dtype="float32",  # the router's constructor creates it in float32
             shared="mlp.shared_mlp", shared_count=None, qk_norm="head", normed_last=True,
             qk_norm_names=("query_layernorm", "key_layernorm"),
         ).build,

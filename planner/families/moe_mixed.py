@@ -143,7 +143,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = _layers(fields), _vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
-    kinds = fields.layer_types(layers)  # the field that transformers 5 writes
+    kinds = fields.layer_types(layers)  # transformers 5 writes layer_types
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
@@ -315,7 +315,7 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
     sparse = fields.mapping("sparse_attention_config")
     words = {"full_attention": False, "minimax_m3_sparse": True}
     indexed = fields.listed("layer_types", layers, words) if sparse is None else None
-    if indexed is not None:  # the fields that transformers 5 writes
+    if indexed is not None:  # transformers 5 writes other fields
         fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
         return (
             fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
@@ -377,7 +377,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
 def jetmoe(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a JetMoE model, which has experts in the attention too.
 
-    Each token's queries go through ``num_experts_per_tok`` of them.
+    Each token's queries are computed by ``num_experts_per_tok`` attention experts.
     """
     hidden = fields.integer("hidden_size", limit="width")
     layers, vocab = _layers(fields), _vocab(fields)

@@ -20,7 +20,7 @@ from tonnage.planner.model.fields import Fields, shown
 
 @dataclass(frozen=True, slots=True)
 class SlidingMoeVariant:
-    """How Kolibri, Flint and Beam differ.
+    """The options in which the model families Kolibri, Flint and Beam differ.
 
     Attributes:
         class_name: the causal language model's class in transformers.
@@ -29,12 +29,12 @@ class SlidingMoeVariant:
         sparse: function that returns for each layer whether it routes to experts; None: all route.
         norms: norms of a layer.
         shared: module and default inner size of the shared expert; None: there is none.
-        biased: the attention reads attention_bias.
-        sinks: every head has a learned sink score.
-        gated: a matrix and a bias per head weigh the attention output.
-        corrected: the router has a correction bias per expert, in fp32.
-        wide_router: the router is kept in fp32 (_keep_in_fp32_modules_strict, as the correction bias).
-        by_kind: full and sliding layers have rotary tables of their own.
+        biased: whether the attention reads attention_bias.
+        sinks: whether every head has a learned sink score.
+        gated: whether a matrix and a bias per head weigh the attention output.
+        corrected: whether the router has a correction bias per expert, in fp32.
+        wide_router: whether the router is kept in fp32 (_keep_in_fp32_modules_strict, as the correction bias).
+        by_kind: whether full and sliding layers have rotary tables of their own.
     """
 
     class_name: str
@@ -70,7 +70,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
     bias = v.biased and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds = fields.layer_types(layers) or v.kinds(layers)
-    # a missing field means the config class's window; null is refused when a layer slides
+    # Without the field the window is the config class's default. A null window is refused if a layer slides.
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
     gate = "float32" if v.wide_router else None
@@ -129,7 +129,7 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
         if own is None and kind in unrotated:
             continue
         where = f"rope_parameters.{kind}"
-        # the proportional type has a table over the whole head (modeling_rope_utils.py)
+        # The rope type "proportional" has a table over the whole head (modeling_rope_utils.py).
         if isinstance(own, dict) and own.get("rope_type") == "proportional":
             out.append(f"{kind}_")
             continue

@@ -49,9 +49,9 @@ def text_of(
         fields: the wrapper's config.
         text_type: model_type of the language model.
         config: the language model's config; None is refused.
-        tie: False when the wrapper does not decide whether the head is tied.
+        tie: whether the wrapper decides if the head is tied.
         tied: default of the wrapper's config class.
-        either: the head is also tied when the language model's own config says so.
+        either: whether the head is also tied when the language model's own config says so.
     """
     if config is None:
         raise ConfigError("missing", field="text_config")
@@ -164,7 +164,7 @@ class LlavaVariant:
         texts: model types that the language model may have; the first is the default.
         towers: types that the tower may have; the first is the default.
         strategy: vision_feature_select_strategy when the file does not say.
-        either: the head is also tied when the language model's own config says so.
+        either: whether the head is also tied when the language model's own config says so.
         tiles: function from config, limits of one tile and its side in pixels to the limits of an image that is
             cut into tiles; None: an image is one tile.
     """
@@ -240,7 +240,8 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
-    if seen is not None and isinstance(layers, list):  # the outputs of all layers are kept until then
+    # the outputs of all layers are kept until the listed layers are selected
+    if seen is not None and isinstance(layers, list):
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
@@ -299,7 +300,7 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
 
 def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi-VL model from its checked config."""
-    # in the remote code the language model's own config says whether its head is tied
+    # In the remote code, the language model's own config says whether the head is tied.
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
@@ -336,8 +337,8 @@ def qwen(
         text_type: model_type of the language model.
         tower: form of the vision tower.
         kv_heads: num_key_value_heads when the text config does not say; None: the language model's default.
-        deepstack: see towers.qwen.
-        either: see text_of.
+        deepstack: whether a qwen3 tower also gives the language model the outputs of some of its layers.
+        either: whether the head is also tied when the language model's own config says so.
     """
     config = fields.mapping("text_config")
     if config is None:
@@ -385,7 +386,8 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
     crossing = common.numbers_in(crossed)
     fields.ignore("dropout")
     t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab + 8, dims.hidden)  # the eight image tokens have no head
+    # the head has no rows for the eight image tokens
+    t.vocabulary("model.embed_tokens", vocab + 8, dims.hidden)
     cache = []
     for i, at in t.layers(layers, "model.layers"):
         if i in crossing:

@@ -1,4 +1,4 @@
-"""Qwen's Omni models: the thinker alone, which engines serve.
+"""Qwen's Omni models: only the thinker (the multimodal language model), which engines serve.
 
 Talker and vocoder turn its answers into sound. They are separate models and are not loaded (vLLM 0.32.0,
 models/qwen2_5_omni_thinker.py).
@@ -42,7 +42,7 @@ def thinker(
         text_type: model_type of the language model.
         tower: form of the vision tower.
         audio: function that adds the audio encoder's tensors.
-        either: see multimodal.text_of.
+        either: whether the head is also tied when the language model's own config says so.
     """
     config = fields.mapping("thinker_config")
     if config is None:

@@ -12,7 +12,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a RecurrentGemma model: two RG-LRU layers, then one sliding, repeated."""
+    """Return the architecture of a RecurrentGemma model: two RG-LRU layers, then a sliding-attention one."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")

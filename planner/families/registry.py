@@ -27,7 +27,7 @@ def _modules(model_type: str = "") -> Iterator[Any]:
 
 @lru_cache(256)
 def _found(model_type: str) -> Family:
-    """Return the row of a model type, importing modules until one has it."""
+    """Return the ``Family`` of a model type, importing family modules until one has it."""
     for module in _modules(model_type):
         if found := getattr(module, "FAMILIES", {}).get(model_type):
             row: Family = found
@@ -36,12 +36,12 @@ def _found(model_type: str) -> Family:
 
 
 def family_of(model_type: object) -> Family:
-    """Return the row of a model type, or an empty row when no module has it."""
+    """Return the ``Family`` of a model type, or an empty ``Family`` when no module has it."""
     return _found(model_type) if isinstance(model_type, str) else NO_FAMILY
 
 
 def families() -> dict[str, Family]:
-    """Return all rows by model_type, with or without an adapter."""
+    """Return every ``Family`` by model_type, with or without an adapter."""
     return {name: row for module in _modules() for name, row in getattr(module, "FAMILIES", {}).items()}
 
 
@@ -59,7 +59,7 @@ def _known(model_type: str) -> str:
 
 
 class ArchitectureCache:
-    """The architecture of the last config asked for, because advice plans one model with a dozen flags."""
+    """A cache of the last config's architecture, because advice plans one model with a dozen sets of flags."""
 
     def __init__(self) -> None:
         self._config = ""
@@ -100,7 +100,7 @@ def _adapted(config: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config, even with ``unread`` switches or without an adapter.
+    """Return the architecture of a config, even with switches that no builder reads or without an adapter.
 
     A model_type without an adapter is planned from transformers' own modules where transformers is installed
     and knows it (meta.py).

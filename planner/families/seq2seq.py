@@ -4,8 +4,8 @@ BART, mBART, Pegasus, Whisper, T5, mT5, UMT5, T5Gemma and Moonshine, and the dec
 which were made to follow an encoder. Shapes after transformers 5.19 / 5.23.
 
 A decoder layer keeps its own K and V per generated token, and K and V of the encoder's output once per sequence
-(``cross``). Without ``architectures`` the decoder alone is planned where transformers has such a class
-(BartForCausalLM, WhisperForCausalLM), as AutoModelForCausalLM builds it.
+(``cross``). If the config has no ``architectures``, the planner plans the decoder alone where transformers has
+such a class (BartForCausalLM, WhisperForCausalLM), as AutoModelForCausalLM builds it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def bart(
         model_type: type of the model.
         name: prefix of the class names in transformers.
         offset: rows of the position table in front of the first position.
-        first_norm: a norm follows the embedding.
-        last_norm: a norm follows the layers.
-        speech: the encoder reads audio through convolutions (Whisper), not tokens.
+        first_norm: whether a norm follows the embedding.
+        last_norm: whether a norm follows the layers.
+        speech: whether the encoder reads audio through convolutions (Whisper), not tokens.
     """
     known: dict[str, Kind] = {
         f"{name}ForCausalLM": "decoder",
@@ -176,7 +176,7 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
         fields: the config.
         model_type: type of the model.
         name: prefix of the class names in transformers.
-        tables: each layer has a table of buckets, as in UMT5.
+        tables: whether each layer has a table of buckets, as in UMT5.
     """
     known: dict[str, Kind] = {
         f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
@@ -262,7 +262,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             raise ConfigError("missing", field=side)
         sides[side] = Fields(found)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore("vocab_size")  # each side states its own
+    fields.ignore("vocab_size")  # encoder and decoder configs each state a vocab_size
     t = Tensors()
     cache: list[CacheLayer] = []
     widths: dict[str, int] = {}
@@ -295,7 +295,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # the loop above ends with the decoder
+    assert kinds is not None  # the loop above ends with the decoder, so the decoder's kinds are set
     for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)
@@ -342,7 +342,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
         counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
-    if encoder != decoder:  # transformers' classes would give both sides the encoder's size
+    if encoder != decoder:  # transformers' classes would give encoder and decoder the encoder's size
         raise UnsupportedArchitecture(
             f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
             field="decoder_num_key_value_heads",
@@ -406,7 +406,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("ffn_dim", limit="width")
     common.divisible(inner, 2, "ffn_dim", "gate and up")
     window = fields.optional_integer("sliding_window", 3000, limit="positions")
-    # the head has one row less than the embedding, so the two are never tied
+    # The head has one row less than the embedding, so the two tensors are never tied.
     fields.ignore(
         "tie_word_embeddings",
         "audio_vocab_size",

@@ -32,8 +32,8 @@ class Tensors:
     Attributes:
         specs: the tensors so far.
         layer: model layer of the tensors added next, None outside the layers.
-        role: replaces every other role while it is set (towers and encoders).
-        linear_class: class of linear layers.
+        role: role that replaces every other role while it is set (towers and encoders).
+        linear_class: class name of linear layers.
     """
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ class Tensors:
 
         ``shard`` says what tensor parallelism divides: ``column`` the outputs, ``row`` the inputs.
         """
-        if out < 1 or into < 1:  # a quotient of two sizes was rounded down to 0
+        if out < 1 or into < 1:  # a size computed as a quotient was rounded down to 0
             raise ConfigError(f"the config gives it the shape [{out}, {into}]", field=f"{module}.weight")
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
         shape, across = (out, into), dim
-        if module_class == "Conv1D":  # GPT-2's class stores [in, out]; quantizers transpose it
+        if module_class == "Conv1D":  # GPT-2's Conv1D stores [in, out]; quantizers transpose the matrix
             shape, across = (into, out), None if dim is None else 1 - dim
         self.add(f"{module}.weight", shape, role, module_class, shard=across, kv=kv, dtype=dtype, stored=stored)
         if bias:
@@ -138,7 +138,10 @@ class Tensors:
             self.add(f"{module}.bias", (vocab,), "head", "Linear", shard=0)
 
     def layers(self, count: int, prefix: str) -> Iterator[tuple[int, str]]:
-        """Yield (index, ``prefix``.index) of each layer; tensors added meanwhile belong to that layer."""
+        """Yield (index, ``prefix``.index) of each layer.
+
+        Tensors that the caller adds in the body of the loop belong to that layer.
+        """
         for self.layer in range(count):
             yield self.layer, f"{prefix}.{self.layer}"
         self.layer = None
@@ -317,7 +320,7 @@ def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[Tensor
     """Yield ``inv_freq`` and its copy ``original_inv_freq`` in fp32 (transformers 5.19, *RotaryEmbedding)."""
     for prefix in prefixes:
         for name in ("inv_freq", "original_inv_freq"):
-            # arange(0, dim, 2) has dim / 2 entries, rounded up
+            # arange(0, dim, 2) has dim / 2 entries, rounded up.
             shape = ((rotary.dim + 1) // 2,)
             yield TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
 

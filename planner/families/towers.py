@@ -68,7 +68,8 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
             t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
         )
     t.norm(f"{at}.post_layernorm", hidden, "layer")
-    if Fields(config).boolean("vision_use_head", True):  # one learned query pools the patches
+    # the pooling head has one learned query over the patches
+    if Fields(config).boolean("vision_use_head", True):
         head = f"{at}.head"
         t.add(f"{head}.probe", (1, 1, hidden), "vision", "MultiheadAttentionPoolingHead")
         t.add(f"{head}.attention.in_proj_weight", (3 * hidden, hidden), "vision", "MultiheadAttention")
@@ -178,7 +179,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
-            listed = [8, 16, 24]  # Qwen3VLVisionConfig's default
+            listed = [8, 16, 24]  # These are the default layers of Qwen3VLVisionConfig.
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(f"{shown(listed)} is not a list of layers", field="deepstack_visual_indexes")
         mergers = [(f"{at}.merger", hidden)]
@@ -446,7 +447,7 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
-    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # the class does not read intermediate_size
+    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # the class reads mlp_ratio, not intermediate_size
     places = (v["image_size"] // patch) ** 2
     conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
     t.embedding(f"{at}.embeddings.position_embedding", places, hidden)

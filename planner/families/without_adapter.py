@@ -1,4 +1,4 @@
-"""Model types without an adapter about which something else is known, such as their attention class.
+"""Model types that no adapter of the planner supports, with other known facts, such as engine support.
 
 Their plans come from transformers' own modules (planner/families/meta.py).
 """
@@ -26,8 +26,8 @@ _PAGED: dict[Paged, str] = {
 _TOWERS = "its towers and connectors have no adapter"
 _NO_TEXT = "it generates no text"
 _ENCODER = "its encoder has no adapter"
-# Types that came with transformers 5.23 (models/<family>/), and why no adapter plans them. With that version
-# installed, types that generate text are planned from its modules, as above.
+# These model types came with transformers 5.23 (models/<family>/); the text says why no adapter supports them.
+# With that version installed, types that generate text are planned from transformers' modules.
 _REFUSED = {
     **dict.fromkeys(
         ("dots3_note", "dots3_note_text"),

@@ -122,7 +122,8 @@ def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
 def zamba2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Zamba 2 model from its checked config.
 
-    ``num_mem_blocks`` attention blocks are shared; each layer that uses one has its own low-rank adapters.
+    Several layers share each of the ``num_mem_blocks`` attention blocks; each layer has its own low-rank
+    adapters.
     """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
