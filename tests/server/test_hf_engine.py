@@ -274,15 +274,20 @@ async def test_shutdown_does_not_wait_for_a_loading_engine() -> None:
         assert not start.done(), start
     process = engine._process
     assert process is not None
-    wait, waited = process.wait, []
+    calls: list[str] = []  # the reader of the pipe also waits for the process, but only after its death
+    wait, kill = process.wait, process.kill
 
-    def waits(seconds: float | None = None) -> int:
-        waited.append(seconds)
+    def recorded_wait(seconds: float | None = None) -> int:
+        calls.append(f"wait {seconds}")
         return wait(seconds)
 
-    process.wait = waits
+    def recorded_kill() -> None:
+        calls.append("kill")
+        kill()
+
+    process.wait, process.kill = recorded_wait, recorded_kill
     await engine.stop()
-    assert waited[:2] == [0.0, None]  # and not five seconds
+    assert calls[:2] == ["wait 0.0", "kill"]  # and not five seconds
     assert process.returncode == -signal.SIGKILL
     with pytest.raises(EngineDead):
         await start
