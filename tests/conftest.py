@@ -46,6 +46,7 @@ LONGEST = (
     "tests/server/test_fields_honoured.py",
     "tests/server/test_hf_families.py",
     "tests/server/test_hf_formats.py",
+    "tests/server/test_gpu_check.py",
     "tests/server/test_one_step_loop.py",
     "tests/server/test_supervision.py",
     "tests/server/test_hf_runner.py",

@@ -31,7 +31,8 @@ FOREIGN = {
     "servers to watch": {"--enable-metrics", "--metrics"},
     "docker, helm, systemctl, uvx": {"--target", "--set", "--now", "--from"},
     "our scripts": {
-        "--activations", "--all", "--check", "--matrix", "--operations", "--sections", "--stacks",
+        "--activations", "--all", "--check", "--cost", "--costs", "--matrix", "--minutes", "--models",
+        "--operations", "--sections", "--stacks", "--steps",
     },
     "tonnage itself": {"--version"},
     "refused in an example": {"--max-model-length"},
@@ -112,5 +113,5 @@ def test_documented_model_family_equals_source() -> None:
 
 def test_documentation_lists_every_served_model_type() -> None:
     text = (ROOT / "docs/engines.md").read_text()
-    (listed,) = re.findall(r"interface:\s((?:`[\w-]+`,?\s?)+)\.", text)
+    (listed,) = re.findall(r"\n\n((?:`[\w-]+`,\s)+`[\w-]+`)\.\n", text)
     assert tuple(re.findall(r"`([\w-]+)`", listed)) == served()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from datetime import date
 from pathlib import Path
 from statistics import median
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -139,3 +142,47 @@ def test_gpu_count_in_single_gpu_name_is_rejected_with_hint():
         find_gpu("8xH100")
     with pytest.raises(DeploymentError, match="not in the catalogue"):
         find_gpu("8xh1000")
+
+
+class _NvmlError(Exception):
+    """The error of the module that stands in for pynvml."""
+
+
+def _install_nvml(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> list[str]:
+    """Put a module in place of pynvml; return the list of its shutdown calls."""
+    closed: list[str] = []
+    memory = SimpleNamespace(total=100 << 30, reserved=1 << 30)
+    members = {
+        "NVMLError": _NvmlError, "nvmlMemory_v2": 2, "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: closed.append("closed"), "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index, "nvmlDeviceGetName": lambda handle: "NVIDIA H100",
+        "nvmlDeviceGetMemoryInfo": lambda handle, version: memory,
+    }  # fmt: skip
+    module = ModuleType("pynvml")
+    vars(module).update(members | replaced)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return closed
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise _NvmlError("no answer")
+
+
+def test_auto_takes_the_drivers_memory_without_its_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = _install_nvml(monkeypatch)
+    found = find_gpu("auto")
+    assert (found.name, found.memory_bytes, found.basis) == ("NVIDIA H100", 99 << 30, "reported")
+    assert closed == ["closed"]
+
+
+@pytest.mark.parametrize("replaced", [{"nvmlInit": _fail}, {"nvmlDeviceGetCount": lambda: 0}])
+def test_auto_without_a_gpu_is_the_cpu(monkeypatch: pytest.MonkeyPatch, replaced: dict[str, Any]) -> None:
+    _install_nvml(monkeypatch, **replaced)
+    assert find_gpu("auto").name == "cpu"
+
+
+def test_auto_names_the_error_of_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = _install_nvml(monkeypatch, nvmlDeviceGetMemoryInfo=_fail)
+    with pytest.raises(DeploymentError, match="does not report its memory: no answer"):
+        find_gpu("auto")
+    assert closed == ["closed"]

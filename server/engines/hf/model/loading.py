@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ def load_model(plan: Plan) -> PreTrainedModel:
     dtype = DTYPES[plan.deployment.dtype]
     require_computed(dtype, plan.deployment.device)
     options = load_options(plan, dtype)
+    # transformers needs accelerate to place weights. Without it, weights are read into host memory and moved.
+    placement = {"device_map": plan.deployment.device} if find_spec("accelerate") else {}
     with cached_gguf_reader() if "gguf_file" in options else contextlib.nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             dtype=dtype,
             attn_implementation=NAME,
-            device_map=plan.deployment.device,
+            **placement,
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
@@ -45,6 +48,8 @@ def load_model(plan: Plan) -> PreTrainedModel:
             **options,
         )
     model: PreTrainedModel = loaded[0]
+    if not placement:
+        model.to(plan.deployment.device)
     _require_complete(loaded[1])
     model.train(False).requires_grad_(False)
     _own_memory(model)

@@ -13,6 +13,7 @@ import torch
 
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.model.device import DeviceMemory, memory_of
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.process_memory import PeakSampler
@@ -28,8 +29,9 @@ def profile(runner: ModelRunner) -> int:
     It writes to blocks of the pool, so it must run before the first request. On a CPU the process memory is
     measured, on a GPU the device memory of torch's allocator.
     """
-    if runner.device.type == "cuda":
-        return _profile_cuda(runner)
+    memory = memory_of(runner.device)
+    if memory is not None:
+        return _profile_device(runner, memory)
     sampler = PeakSampler(os.getpid(), _INTERVAL)
     before = sampler.sample()
     with sampler:
@@ -37,13 +39,13 @@ def profile(runner: ModelRunner) -> int:
     return max(0, sampler.peak - before)
 
 
-def _profile_cuda(runner: ModelRunner) -> int:
-    torch.cuda.synchronize(runner.device)
-    torch.cuda.reset_peak_memory_stats(runner.device)
+def _profile_device(runner: ModelRunner, memory: DeviceMemory) -> int:
+    memory.wait()
+    memory.reset_peak()
     _step(runner)
-    torch.cuda.synchronize(runner.device)
+    memory.wait()
     # Workspaces that kernels allocated during the load are included as activations.
-    return torch.cuda.max_memory_allocated(runner.device) - runner.weights_bytes - runner.pool.nbytes
+    return memory.peak() - runner.weights_bytes - runner.pool.nbytes
 
 
 def device_bytes(device: torch.device) -> int | None:
@@ -52,10 +54,8 @@ def device_bytes(device: torch.device) -> int | None:
     They include the CUDA context and the unused memory of torch's allocator, which the other measurements leave
     out.
     """
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+    memory = memory_of(device)
+    return None if memory is None else memory.used()
 
 
 def _step(runner: ModelRunner) -> None:

@@ -1,0 +1,62 @@
+"""Memory of the device that the engine runs on, and the order of its work, behind one small interface.
+
+The tests replace `CudaMemory` by a double that records the order of calls, because they have no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class DeviceMemory(Protocol):
+    """The memory figures of one GPU, all in bytes."""
+
+    def wait(self) -> None:
+        """Wait until the device has finished all queued work."""
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak."""
+
+    def peak(self) -> int:
+        """Return the peak of torch's allocations since `reset_peak`."""
+
+    def free(self) -> int:
+        """Return the bytes that no process uses."""
+
+    def used(self) -> int:
+        """Return the bytes that all processes use, with CUDA contexts and torch's unused blocks."""
+
+
+class CudaMemory:
+    """The memory of one CUDA device, by torch's allocator and the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def wait(self) -> None:
+        """Wait until the device has finished all queued work."""
+        torch.cuda.synchronize(self._device)
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """Return the peak of torch's allocations since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def free(self) -> int:
+        """Return the bytes that no process uses."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def used(self) -> int:
+        """Return the bytes that all processes use, with CUDA contexts and torch's unused blocks."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """Return the memory of a GPU, or None for a CPU, whose process memory is measured instead."""
+    return CudaMemory(device) if device.type == "cuda" else None
