@@ -47,9 +47,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # reported below, together with missing and surplus tensors
             **options,
         )
-    model: PreTrainedModel = loaded[0]
-    if not placement:
-        model.to(plan.deployment.device)
+    model: PreTrainedModel = loaded[0] if placement else loaded[0].to(plan.deployment.device)
     _require_complete(loaded[1])
     model.train(False).requires_grad_(False)
     _own_memory(model)
