@@ -23,7 +23,8 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
-from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
+from tonnage.server.text.stop_strings import StopStrings
+from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, detokenizer
 
 # Encoding takes about one microsecond per character. A longer text is encoded in a thread, in slices of about
 # this size. Each slice blocks the event loop for at most about ten milliseconds, and a disconnect stops the
@@ -99,7 +100,7 @@ class Generator:
         found: list[tuple[int, ...]] = []
         one: dict[int, int] = {}  # Equal tokens share one int object, so a token takes 8 bytes instead of 40.
         for part in _slices(texts):
-            for ids in await self._in_thread(tokenizer.encode_all, part, add_special_tokens):
+            for ids in await self.in_thread(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
         return tuple(found)
 
@@ -107,12 +108,13 @@ class Generator:
         """Return the text of each token id, decoded on its own."""
         found: list[str] = []
         for at in range(0, len(ids), _ENCODE_INLINE_CHARACTERS):
-            found += await self._in_thread(
+            found += await self.in_thread(
                 self._state.tokenizer.token_texts, ids[at : at + _ENCODE_INLINE_CHARACTERS]
             )
         return found
 
-    async def _in_thread(self, work: Callable[..., list[Result]], *arguments: Any) -> list[Result]:
+    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Return the result of ``work``, called in a thread; few calls run at once."""
         async with self._encoding:
             return await asyncio.to_thread(work, *arguments)
 
@@ -128,7 +130,7 @@ class Generator:
             tokens = 0
             for at in range(0, len(text), _ENCODE_INLINE_CHARACTERS):
                 part = text[at : at + _ENCODE_INLINE_CHARACTERS]
-                tokens += len((await self._in_thread(tokenizer.encode_all, [part], False))[0])
+                tokens += len((await self.in_thread(tokenizer.encode_all, [part], False))[0])
                 if tokens > 2 * limit:
                     self._state.accounts.refused["never", "max_model_len"] += 1
                     raise ApiError(

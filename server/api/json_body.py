@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pydantic_core
@@ -142,13 +142,13 @@ def read_document(body: bytes | bytearray, most: int, names: Collection[str]) ->
     return document
 
 
-def _check_values(body: bytes | bytearray, most: int) -> None:
+def _check_values(body: bytes | bytearray, most: int, where: str = "the request") -> None:
     """Raise ApiError when the JSON text has more objects, lists, strings or other values than are allowed.
 
     It counts characters, so no Python object is built for a body that is too large. The counts are exact for
     valid JSON; the parser reports invalid JSON later.
     """
-    # A body this short cannot exceed a limit, because each value takes at least two bytes.
+    # A text this short cannot exceed a limit, because each value takes at least two bytes.
     if len(body) <= 2 * _MAX_NAMES:
         return
     quotes = commas = brackets = names = 0
@@ -174,8 +174,23 @@ def _check_values(body: bytes | bytearray, most: int) -> None:
     ):
         if count > limit:
             raise ApiError(
-                ErrorCode.INVALID_VALUE, f"the request has {count} {what}{more}; at most {limit} are allowed"
+                ErrorCode.INVALID_VALUE, f"{where} has {count} {what}{more}; at most {limit} are allowed"
             )
+
+
+def check_embedded(texts: Sequence[str], most: int, where: str) -> None:
+    """Check JSON that is inside strings of a body, by the limits of a body, over all texts together.
+
+    Args:
+        texts: JSON texts, which may be invalid.
+        most: Maximum number of JSON values (``most_values``).
+        where: Name of the field for the error.
+
+    Raises:
+        ApiError: All texts together have too many values.
+    """
+    if sum(map(len, texts)) > 2 * _MAX_NAMES:
+        _check_values("\n".join(texts).encode("utf-8", "replace"), most, where)
 
 
 def _json_object(body: bytes | bytearray) -> dict[str, Any]:

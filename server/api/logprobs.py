@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,3 +75,51 @@ class CompletionLogprobs:
             best = {self._tokenizer.token_text(i): _finite(p) for i, p in listed}
             lists["top_logprobs"].append(best)
         return lists
+
+
+class JsonLists:
+    """JSON text of parallel lists that grow while an answer is generated.
+
+    Log probabilities are written as JSON as soon as their tokens arrive. Written at the end of a long answer,
+    they would stop the event loop for seconds, and as Python objects they take several times the memory.
+
+    Args:
+        names: Names of the lists.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._parts: dict[str, list[str]] = {name: [] for name in names}
+
+    def add(self, lists: dict[str, list[Any]]) -> int:
+        """Append the values of each list; return the added number of characters."""
+        size = 0
+        for name, values in lists.items():
+            if values:
+                part = json.dumps(values, separators=(",", ":"))[1:-1]
+                self._parts[name].append(part)
+                size += len(part)
+        return size
+
+    def text(self, more: str = "") -> str:
+        """Return the lists as one JSON object; ``more`` is the JSON of further members."""
+        members = [f"{json.dumps(name)}:[{','.join(parts)}]" for name, parts in self._parts.items()]
+        return "{" + ",".join([*members, *([more] if more else [])]) + "}"
+
+
+CHAT_LISTS = ("content",)
+COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_EMPTY = '"logprobs":null'
+
+
+def with_logprobs(answer: str, lists: Sequence[str]) -> str:
+    """Return the JSON of an answer with the log probabilities of its choices in place of their nulls.
+
+    A JSON string cannot contain the replaced text, because quotes inside a string are escaped.
+
+    Args:
+        answer: JSON of the answer, whose choices have null log probabilities.
+        lists: JSON of each choice's log probabilities.
+    """
+    pieces = answer.split(_EMPTY)
+    filled = [f'{piece}"logprobs":{text}' for piece, text in zip(pieces, lists, strict=False)]
+    return "".join([*filled, *pieces[len(lists) :]])

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.text.grammar import Grammar
+from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
@@ -28,7 +29,14 @@ TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 StopString = Annotated[str, Field(min_length=1)]
-STOP_EXPECTED = "a string or a list of at most 4 strings"
+STOP_EXPECTED = f"a string or a list of strings, of at most {MAX_STOP_CHARACTERS:,} characters together"
+
+
+def _short(stop: str | list[str] | None) -> str | list[str] | None:
+    """Return the stop strings if their characters together are within the limit."""
+    if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARACTERS:
+        raise ValueError(STOP_EXPECTED)
+    return stop
 
 
 class StreamOptions(BaseModel):
@@ -95,7 +103,7 @@ class SamplingFields(EngineBody):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    stop: Annotated[StopString | list[StopString] | None, AfterValidator(_short)] = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)

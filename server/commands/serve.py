@@ -29,6 +29,7 @@ from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.heap import bound_heap, settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.http.protocol import BoundedHttpProtocol
+from tonnage.server.http.tls import Handshakes
 from tonnage.server.observe.logs import configure
 from tonnage.server.parsers import serve as parser
 from tonnage.server.security.keys import load_keys
@@ -93,6 +94,9 @@ def run(argv: list[str]) -> int:
             ssl_keyfile=settings.ssl_keyfile,
         )
         _load(config)
+        if config.ssl is not None:  # uvicorn would count a connection only after its handshake
+            config.http_protocol_class = Handshakes(config.ssl)  # type: ignore[assignment]
+            config.ssl = None
         stop.server = Server(config)
         address = _url(sock, settings)
         print(f"listening on {address}", flush=True)

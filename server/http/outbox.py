@@ -8,19 +8,30 @@ all streams together.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from tonnage.planner.engines.runtime.api import OUTBOX_BYTES
+from tonnage.server.errors import ApiError, ErrorCode
 
 # OUTBOX_BYTES is the limit over all streams. With events of 250 bytes, one per token, a single slow client may
 # be 67,000 tokens behind, or 512 clients 130 tokens each. In addition, each connection buffers 64 KiB.
 
 
+class Buffer(Protocol):
+    """Bytes of an answer that are held until the client receives them; ``len`` is their number."""
+
+    def __len__(self) -> int:
+        """Return the number of bytes held."""
+
+    def cut(self) -> None:
+        """Give up the answer and release its bytes."""
+
+
 class Outboxes:
-    """The buffers (outboxes) of all streams of one server.
+    """The buffers (outboxes) of all streams of one server, and the parts of answers that are sent whole.
 
     When together they exceed OUTBOX_BYTES, the client with the largest buffer is disconnected.
     """
@@ -29,14 +40,14 @@ class Outboxes:
         self.held = 0
         self.idle = asyncio.Event()  # set while every client has been sent all its events
         self.idle.set()
-        self._behind: set[Outbox] = set()
+        self._behind: set[Buffer] = set()
 
     @property
     def behind(self) -> int:
         """Number of streams with events that are not yet sent to their clients."""
         return len(self._behind)
 
-    def hold(self, outbox: Outbox, size: int) -> None:
+    def hold(self, outbox: Buffer, size: int) -> None:
         """Count ``size`` more bytes buffered by ``outbox``; above the limit, disconnect the slowest clients."""
         self._behind.add(outbox)
         self.idle.clear()
@@ -48,11 +59,50 @@ class Outboxes:
         """Count ``size`` bytes less, because they were sent or discarded."""
         self.held -= size
 
-    def end(self, outbox: Outbox) -> None:
+    def end(self, outbox: Buffer) -> None:
         """Remove an outbox whose client has been sent everything or has disconnected."""
         self._behind.discard(outbox)
         if not self._behind:
             self.idle.set()
+
+
+class HeldAnswer:
+    """The bytes that an answer holds until it is sent whole; they count with the buffers of streams."""
+
+    def __init__(self, outboxes: Outboxes) -> None:
+        self._outboxes = outboxes
+        self._size = 0
+        self.is_cut = False
+
+    def __len__(self) -> int:
+        return self._size
+
+    def hold(self, size: int) -> None:
+        """Count ``size`` more bytes.
+
+        Raises:
+            ApiError: This answer was the largest when all buffers together exceeded their limit.
+        """
+        if size and not self.is_cut:
+            self._size += size
+            self._outboxes.hold(self, size)
+        if self.is_cut:
+            raise ApiError(
+                ErrorCode.SERVER_OVERLOADED,
+                f"answers that wait for their end hold over {OUTBOX_BYTES} bytes, and this one is the largest; "
+                "send stream: true, or fewer logprobs",
+            )
+
+    def cut(self) -> None:
+        """Mark the answer as given up, and release its bytes."""
+        self.is_cut = True
+        self.close()
+
+    def close(self) -> None:
+        """Release the bytes."""
+        self._outboxes.release(self._size)
+        self._size = 0
+        self._outboxes.end(self)
 
 
 class Outbox:

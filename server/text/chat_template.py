@@ -7,7 +7,7 @@ Jinja environment here offers the same names without importing transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,11 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
+
+
+# Upper bound of the characters that a template may produce, and of one ``tojson`` in it: twice the default
+# limit of a request body. A conversation that is shown once fits; JSON that indentation expands does not.
+MOST_CHARACTERS = 2**24
 
 
 class TemplateRefused(TonnageError):
@@ -113,7 +118,7 @@ class ChatTemplate:
         """
         template = self._tool_template if tools else self._template
         try:
-            return template.render(
+            pieces = template.generate(
                 **self._special_tokens,
                 **more,
                 messages=messages,
@@ -122,6 +127,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+            return _joined(pieces)
         except _FAULTS as error:
             raise TemplateRefused(
                 f"the model's chat template rejects these messages: {str(error)[:200]}", field="messages"
@@ -155,9 +161,23 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    # Indentation multiplies the size of deeply nested values. Without it the size is proportional to the body.
+    return encoder.encode(value) if indent is None else _joined(encoder.iterencode(value))
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Return the pieces as one text; raise TemplateError when they exceed ``MOST_CHARACTERS``."""
+    parts: list[str] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MOST_CHARACTERS:
+            raise jinja2.TemplateError(f"the prompt would have more than {MOST_CHARACTERS:,} characters")
+        parts.append(piece)
+    return "".join(parts)
 
 
 def _refuse(message: str) -> NoReturn:

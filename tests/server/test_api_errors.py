@@ -57,7 +57,7 @@ FIELD_ERRORS: list[tuple[dict[str, Any], ErrorCode, str | None]] = [
     ({"stream": "yes"}, ErrorCode.INVALID_TYPE, "stream"),
     ({"stop": ""}, ErrorCode.INVALID_VALUE, "stop"),
     ({"stop": ["a", ""]}, ErrorCode.INVALID_VALUE, "stop"),
-    ({"stop": list("abcde")}, ErrorCode.INVALID_VALUE, "stop"),
+    ({"stop": ["abcde"] * 1000}, ErrorCode.INVALID_VALUE, "stop"),
     ({"stop": 5}, ErrorCode.INVALID_VALUE, "stop"),
     ({"stream_options": {}}, ErrorCode.INVALID_VALUE, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, ErrorCode.UNKNOWN_PARAMETER, "stream_options.x"),

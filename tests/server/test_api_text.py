@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from tonnage.planner.errors import CheckpointError, ConfigError
-from tonnage.server.text.tokenizer import StopStrings, Tokenizer, detokenizer
+from tonnage.server.text.stop_strings import StopAutomaton, StopStrings
+from tonnage.server.text.tokenizer import Tokenizer, detokenizer
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], step: int = 1, prompt: list[int] | None = None) -> list[str]:
@@ -103,6 +105,30 @@ def test_stop_strings_match_across_any_chunk_split(text: str, stops: list[str], 
     if not buffer.stopped:
         out += buffer.flush()
     assert out == reference_stop(text, stops)
+
+
+class CountingDict(dict[tuple[int, str], int]):
+    """A dictionary that counts its lookups."""
+
+    lookups = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Count the lookup."""
+        self.lookups += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("stops", [["a" * 3000 + "b"], ["a" * size + "b" for size in range(1, 80)]])
+def test_lookups_of_stop_strings_are_linear_in_the_text(stops: list[str]) -> None:
+    """Text that nearly completes a stop string again and again costs at most two lookups per character."""
+    buffer = StopStrings(stops)
+    machine = StopAutomaton(stops)
+    counting = machine._next = CountingDict(machine._next)
+    buffer._automaton = machine
+    text = ("a" * 2999 + "c") * 10
+    shown = "".join(buffer.push(text[at : at + 4]) for at in range(0, len(text), 4)) + buffer.flush()
+    assert shown == text
+    assert counting.lookups <= 2 * len(text) + 2
 
 
 def test_text_that_cannot_begin_a_stop_string_is_emitted_immediately() -> None:

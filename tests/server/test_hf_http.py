@@ -78,6 +78,41 @@ def blocks_are_free(url: str) -> bool:
     return bool(pool["used"] == 0 and pool["promised"] == 0)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_whole_completion_has_the_streamed_log_probabilities(client: openai.OpenAI, echo: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo", "prompt": ["The sun is", "One, two"], "max_tokens": 6, "temperature": 0, "logprobs": 3,
+        "echo": echo,
+    }  # fmt: skip
+    whole = client.completions.create(**asked)
+    streamed: list[dict[str, list[Any]]] = [{}, {}]
+    for event in client.completions.create(**asked, stream=True):
+        for choice in event.choices:
+            assert choice.logprobs is not None
+            for name, values in choice.logprobs.model_dump().items():
+                streamed[choice.index].setdefault(name, []).extend(values or [])
+    found = [choice.logprobs.model_dump() for choice in whole.choices if choice.logprobs]
+    assert found == streamed
+    assert all(len(each["tokens"]) == 6 + (3 if echo else 0) for each in found[:1])
+
+
+def test_whole_chat_completion_has_the_streamed_log_probabilities(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 6, "n": 2,
+        "temperature": 0, "logprobs": True, "top_logprobs": 4,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    streamed: list[list[Any]] = [[], []]
+    for event in client.chat.completions.create(**asked, stream=True):
+        for choice in event.choices:
+            if choice.logprobs is not None:
+                streamed[choice.index] += choice.logprobs.model_dump()["content"] or []
+    found = [choice.logprobs.model_dump() for choice in whole.choices if choice.logprobs]
+    assert [each["content"] for each in found] == streamed
+    assert [len(each) for each in streamed] == [6, 6]
+    assert all(len(token["top_logprobs"]) == 4 for token in streamed[0])
+
+
 def test_streamed_completion_equals_whole_completion_and_reports_usage(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {
         "model": "demo",

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pydantic_core
 
 from tonnage.server.api.chat.protocol import Message, ToolCall
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.json_body import check_embedded, most_values
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import ChatTemplate
 
 # Names that chat_template_kwargs must not set, because the server or Jinja itself passes them to the template.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
+
+
+# Conversations of up to this many characters are formatted on the event loop, in less than a millisecond.
+# Larger ones, and those with tools, whose JSON a template may expand, are formatted in a thread.
+_INLINE_CHARACTERS = 16_384
 
 
 async def chat_prompt(
@@ -37,14 +44,20 @@ async def chat_prompt(
         ApiError: The conversation is invalid, or too long for the context.
         TemplateRefused: The template rejects the conversation.
     """
-    text = render(
-        template_of(state),
+    template = template_of(state)
+    arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    check_embedded(arguments, most_values(state.max_model_len), "the JSON in tool call arguments")
+    work = partial(
+        render,
+        template,
         messages,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_arguments=template_arguments,
         tools=tools,
     )
+    is_large = bool(tools or arguments) or sum(len(message.text()) for message in messages) > _INLINE_CHARACTERS
+    text = await generator.in_thread(work) if is_large else work()
     await generator.check_characters([text], param)
     prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
     generator.check_token_ids([prompt], param)

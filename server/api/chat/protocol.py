@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.completions.protocol import Usage
@@ -43,9 +43,14 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
+def _drop(_: Any) -> None:
+    """Return None in place of a value that was validated, so that a waiting request does not hold it."""
+
+
 # Type of a field that clients copy from an earlier response into their next request. The server accepts it,
-# gives it no effect, and never sends it.
+# gives it no effect, never sends it, and keeps no value of it.
 Unread = Field(None, exclude=True)
+Dropped = AfterValidator(_drop)
 
 
 class FunctionCall(BaseModel):
@@ -55,7 +60,7 @@ class FunctionCall(BaseModel):
 
     name: str
     arguments: str
-    parsed_arguments: Any = Unread  # added by the openai client's parse()
+    parsed_arguments: Annotated[Any, Dropped] = Unread  # added by the openai client's parse()
 
 
 class ToolCall(BaseModel):
@@ -91,9 +96,9 @@ class Message(BaseModel):
     reasoning_content: str | None = None
     audio: None = Unread
     function_call: None = Unread
-    annotations: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = Unread
-    parsed: Any = Unread  # added by the openai client's parse()
-    provider_specific_fields: dict[str, Any] | None = Unread  # added by the litellm client
+    annotations: Annotated[Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None, Dropped] = Unread
+    parsed: Annotated[Any, Dropped] = Unread  # added by the openai client's parse()
+    provider_specific_fields: Annotated[dict[str, Any] | None, Dropped] = Unread  # added by the litellm client
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 

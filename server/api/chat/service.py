@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from tonnage.server.api.chat.protocol import (
     ChatChoice,
     ChatCompletion,
     ChatRequest,
-    ChoiceLogprobs,
     FunctionCall,
     NamedTool,
     ToolCall,
@@ -26,11 +25,11 @@ from tonnage.server.api.chat.protocol import (
 from tonnage.server.api.completions.service import ChunkWriter, outcome_of_finishes, usage, usage_so_far
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator
-from tonnage.server.api.logprobs import chat_logprobs
+from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import submission_with_tools, tool_use
-from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
@@ -52,17 +51,21 @@ class ChatService(OpenAIEvents):
         counts = TokenCounts()
         texts = [""] * submission.n
         token_ids: list[list[int]] = [[] for _ in texts]
-        tokens: list[list[TokenLogprobs]] = [[] for _ in texts]
+        lists = [JsonLists(CHAT_LISTS) for _ in texts]
         finishes: list[Finish | None] = [None for _ in texts]
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                texts[delta.index] += delta.text
-                token_ids[delta.index] += delta.token_ids
-                tokens[delta.index] += delta.logprobs
-                finishes[delta.index] = delta.finish_reason or finishes[delta.index]
+        tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
+        deltas = self._generator.run(submission, counts, ticket)
+        with closing(HeldAnswer(self._state.outboxes)) as held:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    texts[delta.index] += delta.text
+                    token_ids[delta.index] += delta.token_ids
+                    finishes[delta.index] = delta.finish_reason or finishes[delta.index]
+                    if request.logprobs:
+                        content = chat_logprobs(delta.logprobs, tokenizer, top)
+                        held.hold(lists[delta.index].add({"content": content}))
         messages = [_message(use, text, ids) for text, ids in zip(texts, token_ids, strict=True)]
         ticket.finish(outcome_of_finishes(finishes))
-        tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         completion = ChatCompletion(
             id=f"chatcmpl-{ticket.request_id}",
             created=int(time.time()),
@@ -71,11 +74,7 @@ class ChatService(OpenAIEvents):
                 ChatChoice(
                     index=index,
                     message=message,
-                    logprobs=ChoiceLogprobs.model_validate(
-                        {"content": chat_logprobs(tokens[index], tokenizer, top)}
-                    )
-                    if request.logprobs
-                    else None,
+                    logprobs=None,
                     finish_reason=_shown_finish(
                         finishes[index] or "stop", isinstance(message, ToolCallMessage)
                     ),
@@ -85,7 +84,10 @@ class ChatService(OpenAIEvents):
             system_fingerprint=self._state.fingerprint,
             usage=usage(counts),
         )
-        return completion.model_dump_json().encode()
+        answer = completion.model_dump_json()
+        if request.logprobs:
+            answer = with_logprobs(answer, [each.text('"refusal":null') for each in lists])
+        return answer.encode()
 
     async def stream(self, request: ChatRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a chat completion as its text arrives.
@@ -179,7 +181,10 @@ class ChatService(OpenAIEvents):
             state.plan.model.vocab_size,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        return submission_with_tools(request, prompt, params, use, lora, request.n or 1), use
+        submission = submission_with_tools(request, prompt, params, use, lora, request.n or 1)
+        # A request that waits keeps its token ids, and not the conversation as text.
+        request.messages, request.tools = [], None
+        return submission, use
 
     def _tools(self, request: ChatRequest) -> ToolUse:
         choice = request.tool_choice

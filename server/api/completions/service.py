@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
 
@@ -19,10 +19,10 @@ from tonnage.server.api.completions.protocol import (
 )
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Delta, Finish, Generator
-from tonnage.server.api.logprobs import CompletionLogprobs
+from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
-from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.counts import Outcome
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -35,13 +35,14 @@ class _Answer:
 
     echo: str = ""  # the prompt's text, when the request has echo; it is shown before the completion
     text: list[str] = field(default_factory=list)
-    tokens: list[TokenLogprobs] = field(default_factory=list)
-    prompt_tokens: tuple[TokenLogprobs | None, ...] = ()
+    lists: JsonLists = field(default_factory=lambda: JsonLists(COMPLETION_LISTS))
+    tokens: int = 0
+    logprob: float = 0.0  # sum over the tokens
     finish: Finish | None = None
 
     @property
     def mean_logprob(self) -> float:
-        return sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
+        return self.logprob / max(1, self.tokens)
 
 
 class CompletionService(OpenAIEvents):
@@ -58,13 +59,21 @@ class CompletionService(OpenAIEvents):
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         answers = [_Answer(text) for text in echo]
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                answer = answers[delta.index]
-                answer.text.append(delta.text)
-                answer.tokens += delta.logprobs
-                answer.prompt_tokens = answer.prompt_tokens or delta.prompt_logprobs
-                answer.finish = delta.finish_reason or answer.finish
+        only_prompt = request.max_tokens == 0
+        builders = self._builders(request, len(answers))
+        deltas = self._generator.run(submission, counts, ticket)
+        with closing(HeldAnswer(self._state.outboxes)) as held:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    answer = answers[delta.index]
+                    answer.text.append(delta.text)
+                    answer.finish = delta.finish_reason or answer.finish
+                    answer.tokens += len(delta.logprobs)
+                    answer.logprob += sum(token.logprob for token in delta.logprobs)
+                    if builders:
+                        tokens = (*delta.prompt_logprobs, *(() if only_prompt else delta.logprobs))
+                        prompt = submission.prompts[delta.index // submission.n]
+                        held.hold(answer.lists.add(builders[delta.index].take(tokens, prompt)))
         ticket.finish(outcome_of_finishes([answer.finish for answer in answers]))
         kept = self._best(answers, submission.n, request.n or 1)
         completion = Completion(
@@ -72,26 +81,27 @@ class CompletionService(OpenAIEvents):
             created=int(time.time()),
             model=request.model,
             choices=[
-                self._choice(request, index, answer, submission.prompts[index // (request.n or 1)])
+                Choice(
+                    index=index,
+                    text=answer.echo + ("" if only_prompt else "".join(answer.text)),
+                    logprobs=None,
+                    finish_reason="length" if only_prompt else answer.finish,
+                )
                 for index, answer in enumerate(kept)
             ],
             system_fingerprint=self._state.fingerprint,
             usage=usage(counts, scoring=request.max_tokens == 0),
         )
-        return completion.model_dump_json().encode()
+        shown = completion.model_dump_json()
+        if builders:
+            shown = with_logprobs(shown, [answer.lists.text() for answer in kept])
+        return shown.encode()
 
-    def _choice(
-        self, request: CompletionRequest, index: int, answer: _Answer, prompt: tuple[int, ...]
-    ) -> Choice:
-        only_prompt = request.max_tokens == 0
-        text = answer.echo + ("" if only_prompt else "".join(answer.text))
-        lists = None
-        if request.logprobs is not None:
-            tokens = (*answer.prompt_tokens, *(() if only_prompt else answer.tokens))
-            lists = CompletionLogprobs(self._state.tokenizer, request.logprobs).take(tokens, prompt)
-        return Choice(
-            index=index, text=text, logprobs=lists, finish_reason="length" if only_prompt else answer.finish
-        )
+    def _builders(self, request: CompletionRequest, count: int) -> list[CompletionLogprobs]:
+        """Return a builder of log probabilities for each choice, or none if the request asks for none."""
+        if request.logprobs is None:
+            return []
+        return [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in range(count)]
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
@@ -113,11 +123,7 @@ class CompletionService(OpenAIEvents):
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
         events = _CompletionEvents(self._state, ticket.request_id, request.model, request.include_usage())
-        logprobs = (
-            [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in echo]
-            if request.logprobs is not None
-            else []
-        )
+        logprobs = self._builders(request, len(echo))
         continuous = request.continuous_usage()
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:

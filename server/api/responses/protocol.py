@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.chat.protocol import FunctionName
+from tonnage.server.api.chat.protocol import Dropped, FunctionName
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
@@ -24,7 +24,7 @@ class InputText(BaseModel):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Any = None  # added by the openai client's parse()
+    parsed: Annotated[Any, Dropped] = None  # added by the openai client's parse()
 
 
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
@@ -66,7 +66,7 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Any = None  # added by the openai client's parse()
+    parsed_arguments: Annotated[Any, Dropped] = None  # added by the openai client's parse()
     # the openai client 3 sends it as ``async_``
     async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))
     caller: None = None

@@ -155,7 +155,9 @@ class ResponseService:
             param="max_output_tokens",
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
-        return submission_with_tools(request, prompt, params, use, lora), use
+        submission = submission_with_tools(request, prompt, params, use, lora)
+        request.input = ""  # a request that waits keeps its token ids, and not the conversation as text
+        return submission, use
 
     def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
         choice = request.tool_choice

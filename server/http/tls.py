@@ -1,0 +1,123 @@
+"""TLS handshakes, counted and limited in time from the moment a connection is accepted.
+
+asyncio and uvloop make a TLS connection known to its protocol after the handshake, for which a client has 60 s.
+Connections that never send a handshake would use up all file descriptors unseen. Here every connection begins
+with `TlsHandshake`, and the HTTP protocol takes over when the handshake is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any, cast
+
+from tonnage.server.http.protocol import CLOSED_AT_ONCE, BoundedHttpProtocol, max_connections
+
+# A handshake takes two round trips. nginx's client_header_timeout of 60 s includes it; ours is shorter, because
+# a connection without a key can wait here.
+HANDSHAKE_SECONDS = 10.0
+
+
+class Handshakes:
+    """The TLS handshakes in progress, and the factory of connections for uvicorn.
+
+    Args:
+        context: TLS context with the server's certificate.
+    """
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self.context = context
+        self.waiting: dict[TlsHandshake, None] = {}  # in the order of acceptance
+
+    def __call__(self, **arguments: Any) -> TlsHandshake:
+        """Return the protocol of a new connection; ``arguments`` are uvicorn's for an HTTP protocol."""
+        return TlsHandshake(self, lambda: BoundedHttpProtocol(**arguments), arguments["server_state"])
+
+    def make_room(self, connections: int) -> None:
+        """Close the oldest handshakes when they and ``connections`` exceed the limit of connections."""
+        if len(self.waiting) + connections <= max_connections():
+            return
+        for oldest in list(self.waiting)[: min(CLOSED_AT_ONCE, len(self.waiting) - 1)]:
+            oldest.close()
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection until its TLS handshake is complete."""
+
+    def __init__(self, handshakes: Handshakes, make: Callable[[], BoundedHttpProtocol], state: Any) -> None:
+        self._handshakes, self._make, self._state = handshakes, make, state
+        self._transport: asyncio.Transport | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._early = bytearray()  # bytes for which no protocol is in place yet
+        self._ended = False  # the client has ended the connection already
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake, and close older handshakes when there are too many connections."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._handshakes.waiting[self] = None
+        self._handshakes.make_room(len(self._state.connections))
+        self._task = asyncio.get_running_loop().create_task(self._shake_hands())
+
+    async def _shake_hands(self) -> None:
+        loop, transport = asyncio.get_running_loop(), self._transport
+        assert transport is not None
+        work = loop.create_task(
+            loop.start_tls(
+                transport,
+                self,
+                self._handshakes.context,
+                server_side=True,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            )
+        )
+        # start_tls queues the calls by which its own protocol takes over. `_pass_on` runs directly after them.
+        loop.call_soon(loop.call_soon, self._pass_on)
+        try:
+            encrypted = await work
+        except (OSError, asyncio.CancelledError):  # SSLError and timeouts are OSErrors
+            transport.abort()
+            return
+        finally:
+            self._handshakes.waiting.pop(self, None)
+        if encrypted is None or encrypted.is_closing() or self._ended:
+            transport.abort()
+            return
+        protocol = self._make()
+        encrypted.set_protocol(protocol)
+        protocol.connection_made(encrypted)
+        if self._early:
+            protocol.data_received(bytes(self._early))
+
+    def _pass_on(self) -> None:
+        """Pass bytes that arrived before start_tls took over the connection to its protocol.
+
+        uvloop (0.23, handles/basetransport.pyx) reads from a connection before start_tls can pause it.
+        """
+        early, self._early = self._early, bytearray()
+        protocol: Any = None if self._transport is None else self._transport.get_protocol()
+        if protocol is self or not early:
+            return
+        while early:
+            buffer = protocol.get_buffer(len(early))
+            count = min(len(buffer), len(early))
+            buffer[:count] = early[:count]
+            protocol.buffer_updated(count)
+            del early[:count]
+
+    def data_received(self, data: bytes) -> None:
+        """Keep bytes of the handshake for `_pass_on`, and bytes after it for the HTTP protocol."""
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, whose client has closed it."""
+        self._ended = True
+        self._handshakes.waiting.pop(self, None)
+
+    def close(self) -> None:
+        """Close the connection in the middle of its handshake."""
+        self._handshakes.waiting.pop(self, None)
+        if self._task is not None:
+            self._task.cancel()
+        if self._transport is not None:
+            self._transport.abort()

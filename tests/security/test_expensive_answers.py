@@ -1,0 +1,189 @@
+"""Requests whose handling grows faster than their size: stop strings, templates, logprobs, arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from tonnage.server.api import endpoint
+from tonnage.server.api.body import parse_body
+from tonnage.server.api.chat import protocol as chat
+from tonnage.server.api.logprobs import COMPLETION_LISTS, JsonLists, with_logprobs
+from tonnage.server.api.responses import protocol as responses
+from tonnage.server.engines.inbox import Inbox
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http import outbox
+from tonnage.server.http.outbox import HeldAnswer, Outboxes
+from tonnage.server.text import chat_template
+from tonnage.server.text.chat_template import ChatTemplate, TemplateRefused
+from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
+
+HELLO = {"role": "user", "content": "hello"}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+# -- stop strings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", ["a" * (MAX_STOP_CHARACTERS + 1), ["ab"] * (MAX_STOP_CHARACTERS // 2 + 1)])
+async def test_stop_strings_beyond_the_limit_are_rejected_with_the_limit(server, checked, stop: Any) -> None:
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1, "stop": stop}
+    error = checked(await server.http.post(COMPLETIONS, json=body))
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "stop")
+    assert "at most 4,096 characters together" in error.message
+
+
+async def test_more_than_four_stop_strings_are_accepted(server) -> None:
+    body = {"model": "demo", "prompt": "a", "max_tokens": 2, "stop": [f"stop {at}" for at in range(100)]}
+    assert (await server.http.post(COMPLETIONS, json=body)).status_code == 200
+
+
+async def test_reader_of_many_queued_chunks_lets_other_tasks_run() -> None:
+    inbox: Inbox[int] = Inbox()
+    for item in range(1000):
+        inbox.put_nowait(item)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count())
+    got = [await inbox.get() for _ in range(1000)]
+    other.cancel()
+    assert got == list(range(1000))
+    assert turns >= 1000 // 16
+
+
+# -- chat templates -------------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return an object in which objects are nested ``depth`` levels deep."""
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_indented_json_of_nested_tools_is_cut_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 100_000)
+    template = ChatTemplate("{{ tools | tojson(indent=4) }}")
+    tools = [nested(180) for _ in range(2000)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateRefused, match="more than 100,000 characters"):
+            template.render([HELLO], tools=tools)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * 2**20
+    small = [nested(3)]
+    assert template.render([HELLO], tools=small) == json.dumps(small, indent=4)
+
+
+def test_loop_of_a_template_is_cut_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 10_000)
+    template = ChatTemplate("{% for a in range(1000) %}{% for b in range(1000) %}x{% endfor %}{% endfor %}")
+    with pytest.raises(TemplateRefused, match="more than 10,000 characters"):
+        template.render([HELLO])
+
+
+async def test_long_conversations_are_formatted_outside_the_event_loop(
+    server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    plain = ChatTemplate.render
+
+    def recorded(self: ChatTemplate, *arguments: Any, **named: Any) -> str:
+        threads.append(threading.current_thread())
+        return plain(self, *arguments, **named)
+
+    monkeypatch.setattr(ChatTemplate, "render", recorded)
+    for content in ("hello", "hello " * 5000):
+        body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        await server.http.post(CHAT, json=body)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_values_inside_arguments_of_tool_calls_are_counted_before_parsing(server, checked) -> None:
+    arguments = '{"a":[' + "{}," * 250_000 + "{}]}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    error = checked(await server.http.post(CHAT, json={"model": "demo", "messages": messages}))
+    assert error.code == ErrorCode.INVALID_VALUE
+    assert "the JSON in tool call arguments has 250003 objects and lists; at most 200000" in error.message
+
+
+# -- fields without effect ------------------------------------------------------------------------------------
+
+
+def test_fields_without_effect_are_not_kept() -> None:
+    large = ["x" * 1000] * 10
+    message = HELLO | {"parsed": large, "annotations": large, "provider_specific_fields": {"a": large}}
+    body, _ = parse_body(json.dumps({"model": "demo", "messages": [message]}).encode(), chat.FIELDS)
+    (kept,) = body.messages
+    assert (kept.parsed, kept.annotations, kept.provider_specific_fields) == (None, None, None)
+    part = {"type": "output_text", "text": "a", "parsed": large, "annotations": []}
+    answer = {"type": "message", "role": "assistant", "id": "1", "status": "completed", "content": [part]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "parsed_arguments": large}
+    text = json.dumps({"model": "demo", "input": [answer, call]}).encode()
+    assert "xxx" not in repr(parse_body(text, responses.FIELDS)[0])
+
+
+async def test_waiting_request_keeps_no_conversation(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[chat.ChatRequest] = []
+    plain = endpoint.parse_body
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        found = plain(*arguments, **named)
+        seen.append(found[0])
+        return found
+
+    monkeypatch.setattr(endpoint, "parse_body", recorded)
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 1000}}]
+    body = {"model": "demo", "messages": [HELLO], "tools": tools, "tool_choice": "none", "max_tokens": 1}
+    assert (await server.http.post(CHAT, json=body)).status_code == 200
+    (request,) = seen
+    assert (request.messages, request.tools) == ([], None)
+
+
+# -- log probabilities ----------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_joined_from_pieces_into_the_answer() -> None:
+    pieces = [JsonLists(COMPLETION_LISTS) for _ in range(2)]
+    lists: dict[str, list[Any]] = {
+        "tokens": ["a", '"logprobs":null'], "token_logprobs": [-1.5, None], "top_logprobs": [None, {}],
+        "text_offset": [0, 1],
+    }  # fmt: skip
+    assert pieces[0].add(lists) == pieces[1].add(lists) > 40
+    pieces[1].add(lists)
+    said = json.dumps({"choices": [{"text": '"logprobs":null', "logprobs": None}] * 2}, separators=(",", ":"))
+    whole = json.loads(with_logprobs(said, [each.text('"more":1') for each in pieces]))
+    assert [choice["text"] for choice in whole["choices"]] == ['"logprobs":null'] * 2
+    assert whole["choices"][0]["logprobs"] == lists | {"more": 1}
+    assert whole["choices"][1]["logprobs"] == {name: values * 2 for name, values in lists.items()} | {"more": 1}
+
+
+def test_largest_answer_that_waits_for_its_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "OUTBOX_BYTES", 1000)
+    outboxes = Outboxes()
+    small, large = HeldAnswer(outboxes), HeldAnswer(outboxes)
+    small.hold(300)
+    large.hold(600)
+    small.hold(200)  # over the limit together: the larger one is given up
+    assert (large.is_cut, small.is_cut, outboxes.held) == (True, False, 500)
+    with pytest.raises(ApiError, match="stream: true") as caught:
+        large.hold(1)
+    assert caught.value.code == ErrorCode.SERVER_OVERLOADED
+    small.close()
+    large.close()
+    assert (outboxes.held, outboxes.behind) == (0, 0)
