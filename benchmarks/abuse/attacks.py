@@ -49,6 +49,38 @@ def matching(kind: str, value: Any, **more: Any) -> Callable[[], Body]:
     return lambda: body | more
 
 
+def at_once(count: int, path: str, body: Callable[[], Body]) -> Attack:
+    """Return an attack that sends ``count`` equal requests at once."""
+
+    async def run(server: AttackedServer) -> Answers:
+        return await counted(ask(server.port, path, ABUSER, body()) for _ in range(count))
+
+    return run
+
+
+def nested(depth: int, count: int) -> dict[str, Any]:
+    """Return a tool whose parameters have ``count`` members, each nested ``depth`` levels deep."""
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    parameters = {"type": "object", "properties": {f"p{at}": value for at in range(count)}}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+async def resets(server: AttackedServer) -> Answers:
+    """Connect 5,000 times, send a request of 1.2 KB and reset the connection."""
+    places = asyncio.Semaphore(64)  # connections that are open at the same time
+    whole = request(COMPLETIONS, ABUSER, {"prompt": "a" * 1000, "max_tokens": 1})
+
+    async def one() -> str:
+        async with places, connection(server.port) as (_, writer):
+            writer.write(whole)
+            await writer.drain()
+        return "reset"
+
+    return await counted(one() for _ in range(5000))
+
+
 async def uploads(server: AttackedServer) -> Answers:
     """Hold 32 bodies of 8 MB for five seconds, complete except for the last byte."""
     size = 8_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from abuse import attacks
-from abuse.attacks import Attack, bodies, disconnecting, flood, listed, matching, text
+from abuse.attacks import Attack, at_once, bodies, disconnecting, flood, listed, matching, nested, text
 from abuse.raw_http import CHAT, COMPLETIONS, RESPONSES
 from abuse.server_process import ENGINES
 
@@ -53,6 +53,19 @@ MISTAKES = (
 LETTERS = listed("prompt", '"a"', 2_000_000)
 PROMPTS = listed("prompt", '"' + "lorem ipsu" * 1600 + '"', 512)
 
+LONG_STOPS = {"prompt": "a", "max_tokens": 7000, "stop": ["a" * 600_000 + end for end in "bcde"]}
+MOST_STOPS = {"prompt": "a", "max_tokens": 700, "stop": ["a" * 1023 + end for end in "bcde"]}
+HELLO = {"role": "user", "content": "Once"}
+LOGPROBS = {"messages": [HELLO], "max_tokens": 900, "n": 8, "logprobs": True, "top_logprobs": 20}
+CALL = {"name": "f", "arguments": '{"a":[' + "{}," * 2_600_000 + "{}]}"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": CALL}],
+}
+UNREAD = {"messages": [HELLO | {"parsed": ["x" * 1000] * 7000}], "max_tokens": 300}
+TOOLS = {"messages": [HELLO], "tools": [nested(180, 700)], "max_tokens": 4}
+
 FIRST = flood(64, 10, {"prompt": "Once", "max_tokens": 64, "priority": -1000})
 MANY = flood(32, 15, {"prompt": ["Once"] * 16, "max_tokens": 100})
 
@@ -93,6 +106,24 @@ CASES = (
     _grammar("properties", "an object of 3,000 properties", "json", PROPERTIES),
     _grammar("nested", "nested repetitions, n = 16", "regex", NESTED, n=16, temperature=1.0),
     _grammar("long_grammar", "a grammar of 100 KB", "grammar", LONG),
+    Case(
+        "stops", 1, "stop strings of 600,000 characters, then the longest that are accepted",
+        bodies((COMPLETIONS, lambda: LONG_STOPS), (COMPLETIONS, lambda: MOST_STOPS)),
+    ),
+    Case("nested_tools", 1, "tools of depth 180, four times at once", at_once(4, CHAT, lambda: TOOLS)),
+    Case(
+        "arguments", 1, "2.6 million objects in the arguments of a tool call, three times at once",
+        at_once(3, CHAT, lambda: {"messages": [HELLO, CALLED]}),
+    ),
+    Case(
+        "unread", 3, "40 waiting requests with 7 MB that nothing reads", at_once(40, CHAT, lambda: UNREAD),
+        seconds=120,
+    ),
+    Case(
+        "logprobs", 3, "20 log probabilities a token, not streamed, eight answers of 900 tokens",
+        bodies((CHAT, lambda: LOGPROBS)), REAL, 180,
+    ),
+    Case("resets", 4, "5,000 connections that are reset after a request of 1.2 KB", attacks.resets),
     Case("deaf", 3, "eight streams of 16 sequences that are never read", attacks.deaf, seconds=180),
     Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", attacks.slow_heads),
     Case("trailers", 4, "100 MB of trailers after a chunked body, twice", attacks.trailers),

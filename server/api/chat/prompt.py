@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pydantic_core
@@ -46,18 +45,20 @@ async def chat_prompt(
     """
     template = template_of(state)
     arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    check_embedded(arguments, most_values(state.max_model_len), "the JSON in tool call arguments")
-    work = partial(
-        render,
-        template,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        template_arguments=template_arguments,
-        tools=tools,
-    )
+
+    def formatted() -> str:
+        check_embedded(arguments, most_values(state.max_model_len), "the JSON in tool call arguments")
+        return render(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_arguments=template_arguments,
+            tools=tools,
+        )
+
     is_large = bool(tools or arguments) or sum(len(message.text()) for message in messages) > _INLINE_CHARACTERS
-    text = await generator.in_thread(work) if is_large else work()
+    text = await generator.in_thread(formatted) if is_large else formatted()
     await generator.check_characters([text], param)
     prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
     generator.check_token_ids([prompt], param)
