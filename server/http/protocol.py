@@ -32,10 +32,10 @@ MAX_CONNECTIONS = 2048
 # millisecond. Done once for each of 4,000 simultaneous connections, the search delayed /health by 14 s
 # (benchmarks/abuse.py connections, load 12).
 CLOSED_AT_ONCE = 64
-# File descriptors that connections must leave unused. With the hf engine the server itself has 18 files open
-# (/proc/PID/fd of the API process). The rest is for an engine that starts while another one ends, for logs, and
-# for connections that are being closed.
-RESERVED_FILES = 64
+# File descriptors that connections must leave unused. With the hf engine the server itself has 46 files open
+# (/proc/PID/fd of the API process); 32 of them listen (commands/serve.py). The rest is for an engine that
+# starts while another one ends, for logs, and for connections that are being closed.
+RESERVED_FILES = 96
 # Number of requests that a connection may send before the first is answered; above it the connection is closed.
 # uvicorn has no limit: 128 KB with 4,738 heads blocked the event loop for 124 ms (11 ms with 16 heads), and the
 # pipeline could grow without end.
