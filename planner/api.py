@@ -24,7 +24,10 @@ _Fields = ParamSpec("_Fields")
 def _takes(
     made: Callable[_Fields, Deployment],
 ) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
-    """Give the decorated function, for type checkers and editors, the parameters `model` and all of `made`."""
+    """Return a decorator that shows type checkers and editors a function's real parameters.
+
+    These are `model`, followed by the parameters of `made`.
+    """
     return lambda function: function
 
 

@@ -115,7 +115,7 @@ class Auto:
     def __init__(self, engine: Engine, target_itl: float | None = None, *, background: bool = True) -> None:
         self.engine, self.target_itl, self.background = engine, target_itl, background
         self.fit = CostFit()
-        self.log = log  # an adapter sets its engine's logger
+        self.log = log  # inside vLLM, the scheduler replaces it with vLLM's logger
         self._cost_said = False
         self.fallbacks = 0  # number of times that the guard returned to vLLM's rule
         self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
@@ -131,7 +131,7 @@ class Auto:
         # These counts start at the last rehearsal. The guard and the share of recomputed tokens use them.
         self._seconds = self._tokens = 0.0
         self._steps = self._held_steps = self._queued_steps = self._in_system = 0
-        self._accuracy = 1.0  # ratio of the measured to the forecast tokens per second of vLLM's rule
+        self._accuracy = 1.0  # under vLLM's rule: measured tokens per second, divided by the forecast
         self._usual = 0.0  # moving average of the number of running and waiting requests
         self._lost = 0.0
         self._behind = self._banned_until = 0

@@ -75,7 +75,10 @@ def growth_of(
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
-    """Return the blocks that uncomputed prompt tokens still take, over all ``groups`` full-attention groups."""
+    """Return the number of blocks that the uncomputed prompt tokens will need.
+
+    The count is over all ``groups`` full-attention groups.
+    """
     from tonnage.cache.admission.loops import missing_blocks
 
     return missing_blocks(snapshot.rows, block_size, groups)

@@ -96,6 +96,9 @@ def new_model(num_blocks: int, learning: bool) -> tuple[npt.NDArray[np.void], in
     shift = max(0, (num_blocks // most).bit_length() - 1)
     model = np.zeros(1, MODEL)
     model["learning"], model["sample_shift"] = learning, shift
-    model["factors"], model["hazard"] = 1.0, 1e-9  # initial values, equal for all classes and above 0
+    model["factors"], model["hazard"] = (
+        1.0,
+        1e-9,
+    )  # positive, and the same for every class at first
     model["weights"] = 2.0 ** (-np.arange(256) / WEIGHT_STEPS)
     return model, REACH * ((num_blocks >> shift) + 1) if learning else 1

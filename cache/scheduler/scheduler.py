@@ -76,7 +76,7 @@ class Scheduler(Generic[S]):
         self.budget = budget
         self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
         self.whole_prompts = whole_prompts
-        # block size to which prompt chunks are cut; 0: no cut
+        # Prompt chunks are cut to a multiple of this block size; 0 means that they are not cut.
         self._aligned = manager.block_size if manager.cached_states else 0
         self.queue = WaitingQueue(lookahead=self.admission.policy.lookahead if lookahead is None else lookahead)
         self.waiting: dict[int, S] = {}
@@ -394,7 +394,12 @@ class Scheduler(Generic[S]):
             self.running[child.id] = child
 
     def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
-        """Append the sampled token of each sequence, or ``count`` tokens each from [sequences, count]."""
+        """Append the sampled tokens to the sequences.
+
+        Args:
+            sequences: Sequences that drew tokens.
+            token_ids: One token id per sequence [sequences], or several per sequence [sequences, count].
+        """
         count = token_ids.shape[1] if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2 else 1
         self.manager.append([s.id for s in sequences], token_ids)
         for sequence in sequences:

@@ -113,9 +113,10 @@ def step(
 
 @inlined
 def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) -> int:
-    """Return the blocks that a row takes for positions below ``end``: new blocks and copies of a shared one.
+    """Return the number of blocks that a sequence needs to write K/V up to position ``end``.
 
-    ``computed`` positions of the row are written. ``full_only`` counts full-attention groups only.
+    The count has new blocks, and a copy of a last block that is shared. ``at_row`` is the sequence's row in the
+    tables. Its K/V below position ``computed`` is written. ``full_only`` counts full-attention groups only.
     """
     row, size, blocks = core.rows[at_row], core.pool[0].block_size, 0
     for group in range(core.groups.size):

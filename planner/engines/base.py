@@ -243,7 +243,7 @@ class Engine(ABC):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of ``runtime_terms`` for a GPU.
+        """Return the estimates of activations, framework and CUDA graphs on a GPU.
 
         ``fitted`` replaces the shipped coefficients. Cross-validation passes coefficients that were fitted
         without one source of measurements.

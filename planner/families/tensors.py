@@ -326,7 +326,10 @@ def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[Tensor
 
 
 def tensors_of(recipe: Recipe) -> Tensors:
-    """Return the tensors of a recipe: embedding, layers, final norm, head and rotary frequencies."""
+    """Return the tensors of a model that a `Recipe` describes.
+
+    They are those of the embedding, the layers, the final norm, the head, and the rotary frequencies.
+    """
     t = Tensors()
     t.linear_class = recipe.linear_class
     first = recipe.embedding

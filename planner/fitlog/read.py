@@ -158,7 +158,10 @@ class _Reader:
             self._failures.append(printable(f"{match[1].rpartition('.')[2]}: {match[2].strip()}"))
 
     def _rank(self, name: str, process: str) -> str:
-        """Return the key of a record's figures: its rank's name, or its process until that name is known."""
+        """Return the key under which the figures of a log record are collected.
+
+        It is the name of the rank that wrote the record, or its process while the log has not named the rank.
+        """
         if not process:
             return name
         if name:

@@ -58,7 +58,10 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Return the bytes of one block, unused layer slots included; they are the same for every group."""
+        """Return the bytes of one block, which are the same for every group.
+
+        A block of a group with fewer layers has unused layer slots, which count too.
+        """
         return self.layer_slots * self.slot_bytes
 
     def token_bytes(self, group: KVGroup) -> int:

@@ -1,4 +1,4 @@
-"""The model that the training planner reads: the serving planner's tensors, and a recipe of the layers."""
+"""The description of a model for training plans: its tensors, and the operations of its layers (`Recipe`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class TrainingModel:
 
 
 def model_from(id: str, architecture: Architecture) -> TrainingModel:
-    """Return a `TrainingModel` with the architecture's recipe, else with sums of tensor shapes."""
+    """Return the training planner's description of a model.
+
+    If the family has no `Recipe` of its layers' operations, activations are estimated from tensor shapes.
+    """
     recipe = architecture.recipe
     if taped(recipe):
         return TrainingModel(id, architecture, recipe)

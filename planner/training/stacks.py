@@ -233,7 +233,10 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def stack_notes(setup: TrainingSetup) -> list[str]:
-    """Return notes on the stack's defaults that are in effect, and on gradients freed after each step."""
+    """Return notes for a training plan: which defaults of the software stack (such as Unsloth) apply.
+
+    A further note says that gradients are freed after each step, if they are.
+    """
     out = []
     stack = stack_of(setup)
     if stack.name:

@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from tonnage.planner.engines.runtime.api import LIMIT_BYTES
 
-# Accepted relative difference for all processes. Weights and KV pool must match exactly, but allocations of
-# libraries are only estimated.
+# Accepted relative difference between the measured and the planned memory of all processes together. Weights
+# and KV pool must match exactly, but allocations of libraries are only estimated.
 PROCESS_BOUND = 0.10
 
 

@@ -223,7 +223,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_stalled()
 
     def on_response_complete(self) -> None:
-        """End an answer: wait for the next request, and start the time limit of bytes not yet sent."""
+        """Mark the connection as waiting for its next request.
+
+        A client that does not read the rest of its answer is disconnected after WRITE_SECONDS.
+        """
         self._since = time.monotonic()
         super().on_response_complete()
         # without a time limit, close() would wait forever for a client that does not read

@@ -29,6 +29,6 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_config_with_one_changed_field_matches_transformers(model_type):
+def test_config_with_one_changed_field_has_the_parameters_of_transformers(model_type):
     class_name, config = single_changes.base_of(model_type)
     assert single_changes.differences(class_name, config) == []

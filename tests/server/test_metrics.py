@@ -264,7 +264,7 @@ async def test_prefix_hits_are_split_by_block_visibility(server) -> None:
     assert value(samples, "tonnage_prefix_hit_tokens_total", source="salt") == 2 * 48
 
 
-async def test_plan_info_has_both_revisions(server) -> None:
+async def test_plan_info_has_revisions_before_and_after_the_load(server) -> None:
     _, samples = await scrape(server)
     infos = [dict(labels) for name, labels in samples if name == "tonnage_plan_info"]
     assert [info["revision"] for info in infos] == ["0", "1"]

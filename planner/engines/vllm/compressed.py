@@ -17,7 +17,8 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 
 BLOCK = 256  # tokens per block of compressed entries; kernels have no other size (sparse_mla.py)
 _WINDOW_BLOCK = 64  # tokens per block of a sliding-window cache (DeepseekV4SWACache)
-# Compress ratio -> tokens per block of a compressor's state (CompressorStateCache).
+
+# Tokens per block of a compressor's state (CompressorStateCache), by compress ratio.
 _STATE_BLOCKS = {4: 4, 128: 8}
 _ENTRY = 584  # bytes in fp8_ds_mla: 448 fp8 values, 64 bf16 rotary values, 8 bytes of scales
 _HEAD, _INDEX = 512, 128  # head size and indexer key size that the kernels and the entry of 584 bytes have

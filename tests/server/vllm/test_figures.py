@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     log.setLevel(level)
 
 
-def test_figures_of_a_gpu_worker_are_read(folder: Path) -> None:
+def test_memory_figures_of_a_gpu_worker_are_received(folder: Path) -> None:
     assert read() == WorkerMemory()
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)

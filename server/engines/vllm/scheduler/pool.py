@@ -88,10 +88,10 @@ class Evictions:
         logger.exception("Tonnage failed to count evicted blocks and stops counting them")
 
     def stepping(self, decodes: bool) -> None:
-        """Set whether a step begins in which all running requests decode.
+        """Record whether all running requests decode in the step that begins.
 
         In such a step, vLLM looks up the prefix of every request that starts. Pass False at the end of a step,
-        and for a step for which this is not certain.
+        and when some running request may still be in its prefill.
         """
         self._known = "decode" if decodes else ""
 
