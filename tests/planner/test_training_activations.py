@@ -125,7 +125,7 @@ def test_adapter_activations_equal_autograd(family, precision, method, saved):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row) and not routes(row)])
-def test_kept_activations_with_lora_on_every_linear_layer_equal_autograd(family, precision, saved):
+def test_lora_on_every_linear_layer_activations_equal_autograd(family, precision, saved):
     def real():
         import peft
 
