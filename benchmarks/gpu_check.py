@@ -121,12 +121,18 @@ def check(arguments: argparse.Namespace, device: str, names: list[str]) -> int:
         "bad": sorted(bad),
         "steps": {name: asdict(found) for name, found in outcomes.items()},
     }
+    unwritten = False
     if arguments.html:
         from gpu_check.page import write_page
+        from tonnage.planner.errors import DeploymentError
 
-        write_page(arguments.html, device, outcomes)
+        try:
+            write_page(arguments.html, device, outcomes)
+        except DeploymentError as error:
+            print(f"gpu_check: {error}", file=sys.stderr)
+            unwritten = True
     print(json.dumps(answer))
-    return 1 if bad else 0
+    return 1 if bad else 2 if unwritten else 0
 
 
 if __name__ == "__main__":

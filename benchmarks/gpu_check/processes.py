@@ -14,9 +14,12 @@ from typing import Any
 
 from .rows import FAILED, OFF, SKIPPED, Row
 
-# Seconds of each step, of 8 minutes; a step without an entry has the last.
-LIMITS = {"device": 40, "first-step": 150, "attention": 150, "vllm": 500}
+# Seconds of each step, of 8 minutes; a step without an entry has OTHER_LIMIT. On two busy cores, where nothing was
+# compiled before, first-step took 118 s.
+LIMITS = {"device": 40, "first-step": 240, "attention": 150, "vllm": 500}
 OTHER_LIMIT = 90
+# Seconds that a process may take before its first step: torch alone took 25 s to import on two busy cores.
+START_LIMIT = 120
 # Steps that measure the memory of a whole GPU, so no earlier step may have used it in the same process.
 FRESH = ("memory", "out-of-memory", "vllm")
 
@@ -97,8 +100,12 @@ class Check:
     def _follow(
         self, name: str, messages: queue.Queue[dict[str, Any] | None], process: subprocess.Popen[str]
     ) -> bool:
-        """Collect the rows of one step; return whether the process can go on with the next."""
-        begin, limit = time.monotonic(), LIMITS.get(name, OTHER_LIMIT)
+        """Collect the rows of one step; return whether the process can go on with the next.
+
+        The step's limit counts from the message with which the step begins. Until then the process imports
+        packages, for which START_LIMIT holds.
+        """
+        begin, limit = time.monotonic(), START_LIMIT
         outcome = Outcome("ok")
         why = None
         while why is None:
@@ -109,6 +116,8 @@ class Check:
                 break
             if message is None:
                 why = f"the process ended with status {process.wait()}"
+            elif "begin" in message:
+                begin, limit = time.monotonic(), LIMITS.get(name, OTHER_LIMIT)
             elif "row" in message:
                 outcome.rows.append(row := Row(**message["row"]))
                 self._tell(name, row)

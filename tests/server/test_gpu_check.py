@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,15 +25,31 @@ from tonnage.server.engines.hf.model import profile
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
-def check(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the program with the given flags."""
+# Hides the installed project from importlib.metadata, as in an environment that has only the packages of NEEDED.
+NOT_INSTALLED = """
+import importlib.metadata
+found = importlib.metadata.version
+def version(name):
+    if name == "tonnage":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+"""
+
+
+def check(*flags: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program with the given flags, and with `path` as PYTHONPATH."""
     command = [sys.executable, str(SCRIPT), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
 
 
-def test_every_step_runs_on_the_cpu_and_agrees_with_the_plan(tmp_path: Path) -> None:
+def test_every_step_runs_on_the_cpu_without_an_installation_and_agrees_with_the_plan(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done = check("--device", "cpu", "--json", "--html", str(page))
+    (tmp_path / "sitecustomize.py").write_text(NOT_INSTALLED)
+    done = check("--device", "cpu", "--json", "--html", str(page), path=str(tmp_path))
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["bad"]) == (0, []), done.stderr[-4000:]
     steps: dict[str, Any] = answer["steps"]
@@ -50,6 +67,13 @@ def test_every_step_runs_on_the_cpu_and_agrees_with_the_plan(tmp_path: Path) -> 
     assert "<h2>attention: ok" in page.read_text()
 
 
+def test_page_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None:
+    done = check("--device", "cpu", "--steps", "device", "--html", str(tmp_path / "absent" / "page.html"))
+    assert done.returncode == 2
+    assert json.loads(done.stdout.splitlines()[-1])["steps"]["device"]["rows"]
+    assert "absent" in done.stderr
+
+
 def test_missing_gpu_is_named_with_the_flag_that_runs_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -62,6 +86,8 @@ CHILD = """
 import json, os, signal, sys, time
 def send(**message):
     print(json.dumps(message), flush=True)
+if sys.argv[1] == "slow":
+    time.sleep(4)
 for name in sys.argv[1:]:
     send(begin=name)
     send(row={"name": name, "value": 1})
@@ -96,6 +122,16 @@ def test_steps_after_a_failed_step_still_run(monkeypatch: pytest.MonkeyPatch, fr
     assert "no end after 3 s" in outcomes["hangs"].why
     # the row of each step was reported before the step ended
     assert [name for name, found in told if isinstance(found, Row)] == names
+
+
+def test_time_before_the_first_step_does_not_count_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "OTHER_LIMIT", 3)
+    command = [sys.executable, "-c", CHILD]
+    run = Check(command, ["slow"], time.monotonic() + PATIENCE, fresh=False, tell=lambda *_: None)
+    assert run.run()["slow"].status == "ok"
+    monkeypatch.setattr(processes, "START_LIMIT", 1)
+    run = Check(command, ["slow"], time.monotonic() + PATIENCE, fresh=False, tell=lambda *_: None)
+    assert "no end after 1 s" in run.run()["slow"].why
 
 
 def test_steps_beyond_the_time_are_skipped() -> None:
