@@ -5,9 +5,10 @@
     python benchmarks/abuse.py --engine hf --case enum deaf    selected cases
     python benchmarks/abuse.py --list
 
-During each case, four limits hold, and afterwards the server returns to its state from before:
+During each case, five limits hold, and afterwards the server returns to its state from before:
 
 - Another tenant's stream never pauses for longer than one second.
+- A short request of the same tenant is answered within three seconds.
 - /health answers within 100 ms (99th percentile of probes every 50 ms from another process).
 - All processes together use at most the plan plus 3 %.
 - The API process uses at most its share of the plan, plus 3 % of the plan. The fake engine runs inside the API

@@ -124,6 +124,7 @@ def check(arguments: argparse.Namespace, device: str, names: list[str]) -> int:
     unwritten = False
     if arguments.html:
         from gpu_check.page import write_page
+
         from tonnage.planner.errors import DeploymentError
 
         try:

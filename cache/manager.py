@@ -142,6 +142,7 @@ class KVCacheManager:
         salt: str | bytes = "",
         tenant: str = "",
         produced: int = 0,
+        weight: float = 1.0,
         head: admission.Head | None = None,
     ) -> Admitted | admission.Wait | admission.Never:
         """Decide whether a request may start; if so, take its cached prefix blocks and register its sequence.
@@ -159,6 +160,7 @@ class KVCacheManager:
             salt: Cache salt; requests share cached blocks only with requests of the same salt.
             tenant: Name of the tenant, for its quota.
             produced: Number of trailing prompt tokens that are the request's own output, after a preemption.
+            weight: Weight of the tenant's key among several keys.
             head: Start forecast (from `start_of`) of the first waiting request, if this request would start
                 before it.
 
@@ -176,7 +178,9 @@ class KVCacheManager:
         # The tokens are written directly to the row that the sequence would get, since an unused row holds no
         # state.
         tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
-        request = admission.AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
+        request = admission.AdmissionRequest(
+            len(tokens), max_tokens, n, tenant, produced=produced, weight=weight
+        )
         decision = self.admission.decide_early(request, head)
         if decision is not None and not isinstance(decision, admission.Admit):
             return decision

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
+from importlib import import_module
 from pathlib import Path
 
-from tonnage import __version__
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.tables import FIRST, SCRIPT
 from tonnage.planner.units import gib
@@ -215,9 +215,10 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
         style: additional CSS rules.
     """
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    made_by = f"Tonnage {import_module('tonnage').__version__}"
     told = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in (*facts, ("made by", f"Tonnage {__version__}"), ("made at", now))
+        for name, value in (*facts, ("made by", made_by), ("made at", now))
         if value
     )
     asked = f"<pre>{escape(shlex.join(words))}</pre>" if words else ""

@@ -22,7 +22,7 @@ from abuse.server_process import SLACK, VICTIM, AttackedServer, ServerSnapshot
 from tonnage.server.engines.process_memory import process_tree
 
 # Limits: no single request, connection or file may take more than its share of time or memory from others.
-GAP_SECONDS, HEALTH_MS = 1.0, 100.0
+GAP_SECONDS, HEALTH_MS, ANSWER_SECONDS = 1.0, 100.0, 3.0
 SETTLE_SECONDS = 60.0  # time limit for the server to return to its state from before
 WATCH_START_SECONDS = 60.0
 AFTER_SECONDS = 1.0  # further measurement after the attack has ended
@@ -188,6 +188,8 @@ def with_exceeded_limits(found: CaseResult, server: AttackedServer) -> CaseResul
             broken.append("the victim's stream was lost")
         if any(not said.startswith("200") for said in seen["answers"]):
             broken.append("the victim was refused")
+        if seen["answer_s"] > ANSWER_SECONDS:
+            broken.append("the victim's short request waited")
     if seen["health_p99_ms"] > HEALTH_MS:
         broken.append("/health")
     if found.memory > 1 + SLACK:

@@ -14,8 +14,8 @@ from typing import Any
 
 from .rows import FAILED, OFF, SKIPPED, Row
 
-# Seconds of each step, of 8 minutes; a step without an entry has OTHER_LIMIT. On two busy cores, where nothing was
-# compiled before, first-step took 118 s.
+# Seconds of each step, of 8 minutes; a step without an entry has OTHER_LIMIT. On two busy cores, where nothing
+# was compiled before, first-step took 118 s.
 LIMITS = {"device": 40, "first-step": 240, "attention": 150, "vllm": 500}
 OTHER_LIMIT = 90
 # Seconds that a process may take before its first step: torch alone took 25 s to import on two busy cores.

@@ -11,6 +11,7 @@
 ``loops``       the loops of peak and forecast over the running requests (compiled, not imported here)
 ``passing``     when the head of the queue can start, and which requests may pass it
 ``policy``      the modes guaranteed, predictive, greedy, no_evict and auto
+``shares``      fair shares of several API keys
 ``decide``      the decisions, as pure functions of a state
 ``controller``  the decisions applied to our block manager (compiled, not imported here)
 ``cost``        the seconds of an engine step, fitted online

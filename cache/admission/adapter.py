@@ -12,6 +12,7 @@ from tonnage.cache.admission.auto import auto_of
 from tonnage.cache.admission.decide import Rules, State
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy
+from tonnage.cache.admission.shares import Shares
 from tonnage.cache.admission.types import Limits
 
 
@@ -29,6 +30,7 @@ class AdmissionAdapter(ABC):
     def __init__(self, policy: Policy, limits: Limits, forecast: LengthForecast) -> None:
         self.policy, self.limits = policy, limits
         self.auto = auto_of(policy, limits)
+        self.shares = Shares(policy.keys, limits)
         in_effect = policy.under(VLLM) if policy.mode is AdmissionMode.AUTO else policy
         self.rules = Rules(in_effect, limits, forecast)
 

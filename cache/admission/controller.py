@@ -18,6 +18,7 @@ from tonnage.cache.admission.passing import Head, head_start
 from tonnage.cache.admission.policy import Policy
 from tonnage.cache.admission.reservation import refusal, reserved_blocks, split_reservation
 from tonnage.cache.admission.safety import Leaving, last_owners
+from tonnage.cache.admission.shares import Uses
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Wait, WaitReason
 from tonnage.cache.blocks.groups import FULL
@@ -53,16 +54,17 @@ class Admission(AdmissionAdapter):
         never = refusal(request, limits, self.policy.tenant_blocks)
         if never is not None:
             return never
-        short = held.sequences + request.n - limits.max_num_seqs
+        blocks = reserved_blocks(request, limits)
+        seats, kept = self._kept(request, blocks)
+        short = held.sequences + request.n + seats - limits.max_num_seqs
         if short > 0:
             return Wait(WaitReason.SEQUENCES, 0, short)
-        blocks = reserved_blocks(request, limits)
         if self.policy.tenant_blocks is not None:
             short = held.of_tenant(request.tenant) + blocks - self.policy.tenant_blocks
             if short > 0:
                 return Wait(WaitReason.TENANT_QUOTA, short)
         known = decisions.decide_by_sum(
-            held.reserved, blocks, not held.by_slot, self.rules, head=head is not None
+            held.reserved, blocks + kept, not held.by_slot, self.rules, head=head is not None
         )
         if known is None:
             return None
@@ -87,10 +89,20 @@ class Admission(AdmissionAdapter):
         new = Newcomer(
             entry=(used + cached, cached, full, prompt, left, 0, request.max_tokens, request.n),
             cached=cached, windowed=windowed, reserved=full + windowed, lost=lost[self.reservations.order()],
-            produced=request.produced, tenant=request.tenant,
+            produced=request.produced, tenant=request.tenant, kept=self._kept(request, full + windowed)[1],
         )  # fmt: skip
         short = decisions.decide(self._state(1), new, self.rules, head)
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
+
+    def rank(self, request: AdmissionRequest, uses: Uses) -> tuple[int, float]:
+        """Return the place of a waiting request among several keys; ``uses`` are from `Reservations.uses`."""
+        return self.shares.rank(uses, request, reserved_blocks(request, self.limits))
+
+    def _kept(self, request: AdmissionRequest, blocks: int) -> tuple[int, int]:
+        """Return the seats and blocks that must stay free for other keys when the request starts."""
+        if not self.shares.several:
+            return 0, 0
+        return self.shares.kept(self.reservations.uses(), request, blocks)
 
     def _state(self, most: int = 0) -> State:
         """Return the state of the running requests, with array space for ``most`` further requests."""

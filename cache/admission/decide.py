@@ -23,7 +23,7 @@ from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.blocks.state import Int32Array, Int64Array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Newcomer:
     """A request waiting for an admission decision.
 
@@ -37,6 +37,7 @@ class Newcomer:
             request. None if no block would be shared.
         produced: Output tokens that the request produced before a preemption.
         tenant: Name of the tenant whose finished requests forecast this request's length.
+        kept: Blocks that must stay free for requests of other keys.
     """
 
     entry: Sequence[int]
@@ -46,6 +47,7 @@ class Newcomer:
     lost: Int32Array | None = None
     produced: int = 0
     tenant: str = ""
+    kept: int = 0
 
 
 @dataclass(slots=True)
@@ -173,7 +175,7 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
         head: The first request of the queue if ``new`` would start before it; its start must not be delayed.
     """
     short = decide_by_sum(
-        state.reserved, new.reserved, not len(state.snapshot), rules,
+        state.reserved, new.reserved + new.kept, not len(state.snapshot), rules,
         head=head is not None, outsiders=state.outsiders,
     )  # fmt: skip
     if short is not None:
@@ -181,12 +183,12 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     after = state.with_one(new)
     policy = rules.policy if rules.fresh or new.produced else _GREEDY
     if head is None and not policy.forecasts:
-        return blocks_short(after, after.output_left, rules.limits, policy)
+        return blocks_short(after, after.output_left, rules.limits, policy, kept=new.kept)
     tenants = None if state.tenants is None else [*state.tenants, new.tenant]
     lengths = rules.lengths(after, np.append(state.produced, new.produced), tenants)
     if int(after.prompt_left.sum()) <= rules.limits.max_num_batched_tokens:
         lengths[-1] -= 1  # a prompt that fits in one step also produces the first token in that step
-    return blocks_short(after, lengths, rules.limits, policy, head)
+    return blocks_short(after, lengths, rules.limits, policy, head, new.kept)
 
 
 def committed(state: State, rules: Rules) -> int:

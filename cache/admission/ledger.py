@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tonnage.cache.admission.reservation import split_reservation
+from tonnage.cache.admission.shares import Uses, add_use
 from tonnage.cache.admission.snapshot import (
     COLUMNS,
     HELD,
@@ -120,6 +121,13 @@ class Reservations:
     def of_tenant(self, tenant: str) -> int:
         """Return the number of blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
+
+    def uses(self) -> Uses:
+        """Return what the running requests of each tenant hold."""
+        found: Uses = {}
+        for each in self.by_slot.values():
+            add_use(found, each.request, each.sequences, each.blocks)
+        return found
 
     @property
     def used(self) -> int:

@@ -70,6 +70,7 @@ class Policy:
         watermark: Share of the usable blocks that admission leaves free for growth, as vLLM's ``--watermark``.
         tenant_blocks: Upper bound of the blocks reserved for one tenant at a time.
         target_itl: P99 of the seconds between tokens that mode ``auto`` must keep, at the price of throughput.
+        keys: Number of API keys that share the engine (`tonnage.cache.admission.shares`).
 
     Raises:
         CacheConfigError: A value is out of range or has no effect in the mode.
@@ -80,6 +81,7 @@ class Policy:
     watermark: float | None = None
     tenant_blocks: int | None = None
     target_itl: float | None = None
+    keys: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve < 1:
@@ -106,6 +108,8 @@ class Policy:
             )  # fmt: skip
         if self.tenant_blocks is not None and self.tenant_blocks < 1:
             raise CacheConfigError(f"{self.tenant_blocks} is below 1", field="tenant_blocks")
+        if self.keys < 1:
+            raise CacheConfigError(f"{self.keys} is below 1", field="keys")
 
     @property
     def quantile(self) -> float:
@@ -150,9 +154,9 @@ class Policy:
     def under(self, rule: Rule) -> Policy:
         """Return the policy, greedy or predictive, that mode ``auto`` applies while it follows ``rule``."""
         if rule == VLLM:
-            return Policy(AdmissionMode.GREEDY, tenant_blocks=self.tenant_blocks)
+            return Policy(AdmissionMode.GREEDY, tenant_blocks=self.tenant_blocks, keys=self.keys)
         assert rule.share is not None
-        return Policy(AdmissionMode.PREDICTIVE, 1 - rule.share, 0.0, self.tenant_blocks)
+        return Policy(AdmissionMode.PREDICTIVE, 1 - rule.share, 0.0, self.tenant_blocks, keys=self.keys)
 
     def margin(self, limits: Limits) -> int:
         """Return the number of blocks that must stay free when a new request starts."""
@@ -210,17 +214,22 @@ def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int,
 
 
 def blocks_short(
-    state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
+    state: RunningSnapshot,
+    output_left: IntArray,
+    limits: Limits,
+    policy: Policy,
+    head: Head | None = None,
+    kept: int = 0,
 ) -> int:
     """Return the blocks that must be released before the last request of ``state`` may start; 0: none.
 
-    The arguments are described in `blocks_taken`. In guaranteed mode it must also stay possible that every
-    request finishes.
+    The arguments are described in `blocks_taken`; ``kept`` blocks must stay free for other keys. In guaranteed
+    mode it must also stay possible that every request finishes.
     """
-    room = limits.usable_blocks - policy.margin(limits)
+    room = limits.usable_blocks - policy.margin(limits) - kept
     for taken in blocks_taken(state, output_left, limits, policy, head):
         if taken > room:
             return taken - room
     if policy.mode is AdmissionMode.GUARANTEED:
-        return max(0, committed_peak(state) - state.capacity)
+        return max(0, committed_peak(state) + kept - state.capacity)
     return 0

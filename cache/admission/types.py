@@ -43,6 +43,7 @@ class AdmissionRequest:
         priority: Priority in the queue; a lower number goes first.
         produced: Number of trailing prompt tokens that are the request's own output, computed again after a
             preemption.
+        weight: Weight of the tenant's key, its share of the engine relative to other keys.
 
     Raises:
         InvalidRequest: A count is below 1.
@@ -54,6 +55,7 @@ class AdmissionRequest:
     tenant: str = ""
     priority: int = 0
     produced: int = 0
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         for field, value in (

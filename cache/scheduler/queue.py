@@ -5,6 +5,9 @@ first (as in vLLM), and one step of priority is worth ``ageing`` seconds of wait
 only requests that arrive within a bounded time can overtake a request: no request starves, and nothing is
 sorted again.
 
+Where several API keys share the engine, entries of keys within their share come first
+(`tonnage.cache.admission.shares`).
+
 **Passing.** While the head waits for blocks, the next requests may start if they do not delay its forecast
 start (`tonnage.cache.admission.passing`). The first forecast start of a head is remembered; after that step no
 request overtakes it any more. A request that waits for its tenant's quota delays no other request.
@@ -16,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
 from tonnage.cache.admission.types import AGEING_SECONDS
@@ -67,6 +70,7 @@ class WaitingQueue:
         self._order: list[tuple[float, int]] = []  # (sort key, id) of each entry in order
         self._entries: dict[int, Waiting] = {}
         self._keys: dict[int, tuple[float, int]] = {}
+        self._tenants: Counter[str] = Counter()  # number of entries of each tenant
         self._due: dict[int, int] = {}  # step at which each present or former head was forecast to start
 
     def __len__(self) -> int:
@@ -94,6 +98,7 @@ class WaitingQueue:
         key = (entry.arrival + entry.request.priority * self.ageing, entry.id)
         insort(self._order, key)
         self._entries[entry.id], self._keys[entry.id] = entry, key
+        self._tenants[entry.request.tenant] += 1
 
     def remove(self, id: int) -> Waiting:
         """Remove and return an entry (admitted, rejected or cancelled).
@@ -105,13 +110,16 @@ class WaitingQueue:
             raise UnknownSequence(f"request {id} is not queued", field="id")
         self._due.pop(id, None)
         del self._order[bisect_left(self._order, key)]
-        return self._entries.pop(id)
+        entry = self._entries.pop(id)
+        self._tenants -= Counter((entry.request.tenant,))  # a count of 0 leaves the counter
+        return entry
 
     def take(
         self,
         ask: Callable[[Waiting, Head | None], Answer | Wait],
         start_of: Callable[[Waiting], Head],
         step: int,
+        rank: Callable[[Waiting], Any] | None = None,
     ) -> tuple[Waiting, Answer] | None:
         """Remove and return the next entry that can start or is rejected, or None if all must wait.
 
@@ -120,12 +128,14 @@ class WaitingQueue:
                 that the entry would overtake.
             start_of: Function that forecasts the start of the first entry (the head).
             step: Number of the current engine step.
+            rank: Function that returns the place of an entry among several tenants, the lowest first. Equal
+                places and None keep the queue's order.
         """
         head: Head | None = None
         asked = 0
         # number of entries per tenant that its quota delays, with the same bound as for entries behind a head
         over: Counter[str] = Counter()
-        for entry in self:
+        for entry in self if rank is None or len(self._tenants) < 2 else sorted(self, key=rank):
             if asked > self.lookahead:
                 return None
             if over and over[entry.request.tenant] > self.lookahead:

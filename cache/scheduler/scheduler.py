@@ -19,7 +19,7 @@ Preemption is by recompute. Each admission mode has one rule:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Generic
@@ -27,6 +27,7 @@ from typing import Generic
 import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
+from tonnage.cache.admission.shares import divided
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import Admitted, KVCacheManager
@@ -187,8 +188,9 @@ class Scheduler(Generic[S]):
         The budget of a stalled sequence is offered to the next. The proof that a safe state always makes
         progress (`tonnage.cache.admission.safety`) requires it.
         """
+        spared = self._spared()
         while True:
-            todo, budget = list(self.running.values()), self.budget
+            todo, budget = list(self.running.values()), self.budget - spared
             while todo and budget > 0:
                 wishes = self._order(step, todo, budget)
                 budget -= self._take(step, wishes, self._grant(wishes))
@@ -197,7 +199,7 @@ class Scheduler(Generic[S]):
                 asked = {s.id for s in wishes.order}
                 todo = [s for s in todo if s.id not in asked]
             if step.picked or not self.running:
-                return budget
+                return budget + spared
             if self.mode is not AdmissionMode.PREDICTIVE:
                 raise InvariantViolation(f"all running sequences stall in {self.mode} mode", field="progress")
             self._preempt(step, self._victims())
@@ -208,8 +210,9 @@ class Scheduler(Generic[S]):
 
         While blocks are missing, the sequence admitted last is preempted.
         """
+        spared = self._spared()
         while self.running:
-            wishes = self._order(step, list(self.running.values()), self.budget)
+            wishes = self._order(step, list(self.running.values()), self.budget - spared)
             granted = self._grant(wishes)
             if granted.tolist() == wishes.ends:
                 return self.budget - self._take(step, wishes, granted)
@@ -229,13 +232,16 @@ class Scheduler(Generic[S]):
         if decodes < len(sequences):
             # A step has memory for `most_logits` rows of logits, and each sequence needs at least one row.
             spare = self.most_logits - step.rows - len(sequences)
+            parts = self._parts(sequences, budget)
             for sequence in sequences:
                 left = sequence.length - sequence.computed
                 if left == 1:
                     continue
                 if budget <= 0:
                     break
-                chunk = min(budget, left)
+                chunk = min(budget, left) if parts is None else min(budget, left, parts[sequence.tenant])
+                if chunk == 0:  # the sequence's key has used its part of the budget
+                    continue
                 if sequence.scores:
                     chunk = min(chunk, 1 + max(0, spare))
                 if self._aligned:
@@ -245,9 +251,41 @@ class Scheduler(Generic[S]):
                 if sequence.scores:
                     spare -= chunk - 1
                 budget -= chunk
+                if parts is not None:
+                    parts[sequence.tenant] -= chunk
                 order.append(sequence)
                 ends.append(sequence.computed + chunk)
         return _Wishes(order, [s.id for s in order], ends, decodes)
+
+    def _parts(self, sequences: list[S], budget: int) -> dict[str, int] | None:
+        """Return the part of the token budget that each key has for prompts, or None if no key shares it."""
+        if not self.admission.shares.several:
+            return None
+        wanted: dict[str, int] = {}
+        for sequence in sequences:
+            if (left := sequence.length - sequence.computed) > 1:
+                wanted[sequence.tenant] = wanted.get(sequence.tenant, 0) + left
+        return divided(max(0, budget), wanted) if len(wanted) > 1 else None
+
+    def _spared(self) -> int:
+        """Return the part of the token budget that running prompts leave to a waiting request of another key.
+
+        It is 0 unless a seat is free for such a request, and admission may decide differently than in the last
+        step.
+        """
+        held = self.manager.reservations
+        if not self.admission.shares.several or not self.waiting or not self._changed:
+            return 0
+        computing = {s.tenant for s in self.running.values() if s.length - s.computed > 1}
+        if not computing:
+            return 0
+        seats = self.manager.limits.max_num_seqs - held.sequences
+        others = [e for e in self.queue if e.request.tenant not in computing and e.request.n <= seats]
+        if not others:
+            return 0
+        uses = held.uses()
+        first = min(others, key=lambda entry: self.admission.rank(entry.request, uses))
+        return min(first.request.prompt_tokens, self.budget // (1 + len(computing)))
 
     def _cut(self, sequence: S, chunk: int, may_wait: bool) -> int:
         """Return the chunk, cut so that it ends where a recurrent state is kept; 0 defers the chunk."""
@@ -323,7 +361,9 @@ class Scheduler(Generic[S]):
             return self._ask(entry, head)
 
         while budget > 0 and self.waiting and step.rows < self.most_logits:
-            taken: tuple[Waiting, Admitted | Never] | None = self.queue.take(ask, self._start_of, self.steps)
+            taken: tuple[Waiting, Admitted | Never] | None = self.queue.take(
+                ask, self._start_of, self.steps, self._rank()
+            )
             if taken is None:
                 self._changed = too_long
                 return
@@ -342,6 +382,13 @@ class Scheduler(Generic[S]):
             budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
 
+    def _rank(self) -> Callable[[Waiting], tuple[int, float]] | None:
+        """Return a function that gives the place of an entry among several keys, or None for one key."""
+        if not self.admission.shares.several:
+            return None
+        uses = self.manager.reservations.uses()
+        return lambda entry: self.admission.rank(entry.request, uses)
+
     def _ask(self, entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
         sequence, wish = self.waiting[entry.id], entry.request
         answer = self.manager.admit(
@@ -352,6 +399,7 @@ class Scheduler(Generic[S]):
             salt=sequence.salt,
             tenant=wish.tenant,
             produced=wish.produced,
+            weight=wish.weight,
             head=head,
         )
         if isinstance(answer, Wait) and not sequence.waited:

@@ -28,6 +28,7 @@ class Sequence(ABC):
     index: int = 0
     tenant: str = ""
     priority: int = 0
+    weight: float = 1.0  # weight of the tenant's key
     scored: bool = False  # whether the logits of every prompt token are requested
     id: int = -1  # id in order of arrival, assigned by the scheduler
     length: int = 0
@@ -85,6 +86,7 @@ class Sequence(ABC):
             self.tenant,
             self.priority,
             produced=produced,
+            weight=self.weight,
         )
 
 

@@ -340,6 +340,7 @@ class Generator:
                 tenant=tenant.name,
                 cache_salt=salt,
                 priority=priority,
+                weight=tenant.weight,
                 lora=submission.lora,
             )
             for prompt in submission.prompts

@@ -34,6 +34,7 @@ from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.extras import require, require_serving
+from tonnage.server.security.keys import load_keys
 from tonnage.server.settings import Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
@@ -155,8 +156,9 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     """
     asked = settings.deployment()
     policy = Policy(
-        AdmissionMode(settings.admission_mode), watermark=settings.watermark, target_itl=settings.target_itl
-    )
+        AdmissionMode(settings.admission_mode), watermark=settings.watermark, target_itl=settings.target_itl,
+        keys=max(1, len(load_keys(settings.api_key, settings.api_key_file))),
+    )  # fmt: skip
     if settings.lora_modules and not asked.enable_lora:
         raise DeploymentError(
             "LoRA adapters need slots in the plan", field="lora_modules", hint="add --enable-lora"

@@ -185,6 +185,7 @@ class FakeEngine(Engine):
             forks=request.n - 1,
             tenant=request.tenant,
             priority=request.priority,
+            weight=request.weight,
             owner=entry,
             reply=self._reply(request, 0),
         )
@@ -318,6 +319,7 @@ class FakeEngine(Engine):
                 arrival=parent.arrival,
                 tenant=parent.tenant,
                 priority=parent.priority,
+                weight=parent.weight,
                 index=index,
                 owner=parent.owner,
                 reply=self._reply(request, index),

@@ -61,7 +61,8 @@ BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p"
 class GenerationRequest:
     """A request for ``n`` output sequences from one prompt.
 
-    ``request_id`` is unique among the requests in flight. ``lora`` is the name of the LoRA adapter; empty means
+    ``request_id`` is unique among the requests in flight. ``weight`` is that of the tenant's key among several
+    keys. ``lora`` is the name of the LoRA adapter; empty means
     the base model.
     """
 
@@ -72,4 +73,5 @@ class GenerationRequest:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+    weight: float = 1.0
     lora: str = ""

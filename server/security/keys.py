@@ -32,6 +32,7 @@ class _Entry(BaseModel):
     key: Annotated[str, Field(min_length=_MIN_KEY_LENGTH, max_length=1024)] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False, strict=False)] = 1.0
     max_num_seqs: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     share_prefixes: bool = False
@@ -117,6 +118,7 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
     tenant = Tenant(
         name=parsed.name,
         priority=parsed.priority,
+        weight=parsed.weight,
         cache_salt="" if parsed.share_prefixes else parsed.name,
         max_num_seqs=parsed.max_num_seqs,
         tokens_per_minute=parsed.tokens_per_minute,

@@ -16,6 +16,7 @@ class Tenant:
         name: Name of the tenant in the key file; empty on a server without keys.
         priority: Default priority of the tenant's requests, and the best priority that they may request. Lower
             values run first.
+        weight: Share of the engine relative to other keys while several want it.
         cache_salt: Salt that separates the tenant's cached prefixes from other tenants'; empty to share
             prefixes.
         max_num_seqs: Limit of the tenant's sequences in flight; None for no limit.
@@ -25,6 +26,7 @@ class Tenant:
 
     name: str = ""
     priority: int = 0
+    weight: float = 1.0
     cache_salt: str = ""
     max_num_seqs: int | None = None
     tokens_per_minute: int | None = None

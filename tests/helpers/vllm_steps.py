@@ -129,15 +129,19 @@ def scheduler(cls: type[Any], made: VllmConfig, specs: Sequence[KVCacheSpec] | N
 def request(
     name: str, prompt: Sequence[int] | int, max_tokens: int, *, priority: int = 0, arrival: float = 0.0,
     stop: list[str] | None = None, adapter: int = 0, regex: str | None = None,
-    salt: str | None = None, block_size: int = BLOCK,
+    salt: str | None = None, block_size: int = BLOCK, key: str = "", weight: float = 1.0,
 ) -> Request:  # fmt: skip
     """Return a vLLM request.
 
-    ``adapter`` is the adapter's number (0: none); ``regex`` is a structured-output constraint.
+    ``adapter`` is the adapter's number (0: none); ``regex`` is a structured-output constraint; ``key`` is the
+    API key that sent it.
     """
     tokens = [hash((name, at)) % 50_000 for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
     grammar = None if regex is None else StructuredOutputsParams(regex=regex)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop, structured_outputs=grammar)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=0, stop=stop, structured_outputs=grammar,
+        extra_args={"tonnage_key": key, "tonnage_weight": weight} if key else None,
+    )  # fmt: skip
     sampling.update_from_generation_config({}, EOS)
     return Request(
         name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher(block_size),

@@ -25,7 +25,8 @@ from tonnage.server.engines.hf.model import profile
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
-# Hides the installed project from importlib.metadata, as in an environment that has only the packages of NEEDED.
+# Hides the installed project from importlib.metadata, as in an environment that has only the packages of
+# NEEDED.
 NOT_INSTALLED = """
 import importlib.metadata
 found = importlib.metadata.version

@@ -101,7 +101,8 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
     if not plan.kv_cache.layout.groups:
         return {}
     admission = {
-        "admission_mode": str(policy.mode), "watermark": policy.watermark, "target_itl": policy.target_itl
+        "admission_mode": str(policy.mode), "watermark": policy.watermark, "target_itl": policy.target_itl,
+        "keys": policy.keys,
     }  # fmt: skip
     return {
         "scheduler_cls": "tonnage.server.engines.vllm.scheduler.backend_scheduler.BackendScheduler",

@@ -25,6 +25,11 @@ HONOURED = BASIC_PARAMS | {
 }
 
 
+# Names in a request's `extra_args` (vLLM's `vllm_xargs`) of the key that sent it, of the key's weight, and of
+# the request's priority.
+KEY, WEIGHT, PRIORITY = "tonnage_key", "tonnage_weight", "tonnage_priority"
+
+
 def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) -> Any:
     """Return vLLM's SamplingParams for a request and its checked grammar, if any.
 
@@ -55,6 +60,9 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
         ignore_eos=True,  # the model's EOS ids are in stop_token_ids if they should end the output
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args={KEY: request.tenant, WEIGHT: request.weight, PRIORITY: request.priority}
+        if request.tenant
+        else None,
     )
 
 

@@ -21,6 +21,7 @@ from tonnage.cache.admission.loops import compile_loops
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
+from tonnage.server.engines.vllm.scheduler.key_shares import KeyShares
 
 # Upper bound of the requests that start in one step, so that a burst of requests is spread over several steps.
 _WAVE = 32
@@ -64,6 +65,7 @@ class VllmAdmission(AdmissionAdapter):
         self._short = 0  # number of blocks that the refused request lacked
         self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
         self._departed_then = 0  # `account.departed` at the last refusal
+        self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
         # a step.
@@ -114,7 +116,9 @@ class VllmAdmission(AdmissionAdapter):
 
     # -- one step --------------------------------------------------------------------------------------------
 
-    def plan(self, waiting: Iterable[Any], room: int, step: int) -> tuple[list[Any], list[Any]]:
+    def plan(
+        self, waiting: Iterable[Any], room: int, step: int, keys: KeyShares | None = None
+    ) -> tuple[list[Any], list[Any]]:
         """Return the waiting requests that may start in this step, and the running requests that skip it.
 
         Args:
@@ -122,7 +126,9 @@ class VllmAdmission(AdmissionAdapter):
                 prefix of the queue.
             room: upper bound of the requests that may start.
             step: number of the step.
+            keys: what each API key holds, if several keys share the engine.
         """
+        self._keys = keys
         self.forecast.step = step
         self._fresh.clear()
         waiting = iter(waiting)
@@ -167,12 +173,18 @@ class VllmAdmission(AdmissionAdapter):
                 break
             hit = self.account.find(request)
             new = self._newcomer(request, hit)
+            if self._keys is not None:
+                seats, new.kept = self._keys.kept(request)
+                if len(allowed) + seats >= most:
+                    break
             short = decisions.decide(state, new, self.rules)
             if short > 0:
                 self._refused, self._short = (request.request_id, step), short
                 self._departed = self._departed_then = self.account.departed
                 break
             state.take(new)
+            if self._keys is not None:
+                self._keys.take(request)
             self._fresh.append(hit)
             self._departed += 1
             allowed.append(request)

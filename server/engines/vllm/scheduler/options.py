@@ -18,7 +18,7 @@ from tonnage.planner.units import parse_seconds
 # The default, mode auto, follows vLLM's own rule until a rehearsal shows that another rule serves the load
 # better (benchmarks/vllm_admission.py --matrix).
 DEFAULT = AdmissionMode.AUTO
-KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction")
+KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction", "keys")
 EVICTION = ("lru", "learned")  # vLLM's own eviction, and `tonnage.server.engines.vllm.eviction`
 
 
@@ -41,6 +41,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
             _number(values, "length_quantile"),
             _number(values, "watermark"),
             target_itl=_seconds(values, "target_itl"),
+            keys=_count(values, "keys"),
         )
     except CacheConfigError as error:
         raise BadOption(f"{_where(str(error.field), given)}: {error}") from None
@@ -106,6 +107,16 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         raise CacheConfigError(f"{value!r} is not a number", field=key) from None
+
+
+def _count(values: Mapping[str, Any], key: str) -> int:
+    """Return option `key` as a whole number of at least 1, which is also its default."""
+    value = _number(values, key)
+    if value is None:
+        return 1
+    if value != int(value) or value < 1:
+        raise CacheConfigError(f"{values[key]!r} is not a number of keys", field=key)
+    return int(value)
 
 
 def _seconds(values: Mapping[str, Any], key: str) -> float | None:

@@ -32,6 +32,7 @@ from tonnage.server.engines.vllm.scheduler.account import Account
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.fallback import config_of
 from tonnage.server.engines.vllm.scheduler.groups import read_groups
+from tonnage.server.engines.vllm.scheduler.key_shares import KeyShares, shortest_first
 from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
 from tonnage.server.engines.vllm.scheduler.report import Report
 from tonnage.server.engines.vllm.scheduler.step_times import StepTimes
@@ -116,9 +117,11 @@ class AdmissionMixin(Scheduler):
                 self._account.sync()
                 if self.waiting:
                     self.admission.choose(len(self.running) + len(self.waiting))
-                if self.admission.mode is not AdmissionMode.GREEDY:
-                    allowed, stalled = self._plan()
                 free = self._account.pool.get_num_free_blocks()
+        if self.admission is not None:
+            with self._guarded("before a step"):
+                if self.admission.mode is not AdmissionMode.GREEDY or self.admission.shares.several:
+                    allowed, stalled = self._plan()
         begun = self.clock()
         if self._report is not None:
             with self._reporting():
@@ -218,7 +221,21 @@ class AdmissionMixin(Scheduler):
             self._sort_out()
         streaming = self.num_waiting_for_streaming_input
         room = getattr(self, self._names.seats) - len(self.running) - streaming
-        return self.admission.plan(self._candidates(), room, self.current_step)
+        if not self.admission.shares.several:
+            return self.admission.plan(self._candidates(), room, self.current_step)
+        keys = KeyShares(
+            self.admission.shares, self.running, lambda request: sum(self._account.reservation(request))
+        )
+        stalled: list[Request] = []
+        if self.admission.mode is AdmissionMode.GREEDY:
+            allowed = keys.may_start(self._candidates(), room)
+        else:
+            waiting = keys.ordered(self._candidates())
+            allowed, stalled = self.admission.plan(waiting, room, self.current_step, keys)
+        if self.current_step % 2:
+            allowed, behind = shortest_first(allowed, self.running)
+            stalled = list(dict.fromkeys([*stalled, *behind]))
+        return allowed, stalled
 
     def _candidates(self) -> Iterator[Request]:
         """Yield the waiting requests that only lack free blocks, in queue order.

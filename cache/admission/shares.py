@@ -1,0 +1,125 @@
+"""Fair shares: what each API key may hold of the engine while other keys want it, and what one key leaves free.
+
+A server with several keys gives each of them a share of the seats (``max_num_seqs``) and of the blocks, in
+proportion to the keys' weights. The shares have three effects, which the schedulers of our engines and of vLLM
+apply with the functions of this module:
+
+- Waiting requests of keys within their share start before those of keys above it. Among keys of equal priority,
+  the one that holds least for its weight goes first (dominant resource fairness: Ghodsi et al., NSDI 2011).
+- A key above its share leaves a small reserve of seats and blocks free. A short request of another key thus
+  starts at once, although no running request is ever preempted for it.
+- The token budget of a step is divided among the keys whose prompts are computed in it (max-min fairness).
+
+A key whose requests run alone may use everything except the reserve. With fewer than two keys nothing changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tonnage.cache.admission.types import AdmissionRequest, Limits
+
+# The reserve is this part of the seats (at least one) and of the blocks. A key that runs alone loses as much,
+# and it suffices for a few short requests of other keys (benchmarks/abuse.py: queue, deaf).
+RESERVED_PART = 32
+_LAST = (sys.maxsize, 0.0)  # rank of requests of keys above their share
+
+
+@dataclass(slots=True)
+class KeyUse:
+    """What the running requests of one key hold.
+
+    Attributes:
+        sequences: Sequences that run or will be forked.
+        blocks: Blocks reserved for them.
+        weight: Weight of the key.
+    """
+
+    sequences: int = 0
+    blocks: int = 0
+    weight: float = 1.0
+
+
+Uses = dict[str, KeyUse]  # what each key with running requests holds, by the key's name
+
+
+def add_use(uses: Uses, request: AdmissionRequest, sequences: int, blocks: int) -> None:
+    """Add a running request to the use of its key."""
+    use = uses.setdefault(request.tenant, KeyUse(weight=request.weight))
+    use.sequences += sequences
+    use.blocks += blocks
+
+
+class Shares:
+    """The shares of the keys of one engine.
+
+    Args:
+        keys: Number of keys whose requests may arrive.
+        limits: Sizes of the block pool and of a step.
+    """
+
+    def __init__(self, keys: int, limits: Limits) -> None:
+        self.several = keys > 1
+        self._keys, self._limits = keys, limits
+        self._seats = max(1, limits.max_num_seqs // RESERVED_PART)
+        self._blocks = limits.usable_blocks // RESERVED_PART
+
+    def within(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> bool:
+        """Return whether the key of ``request`` stays within its share if the request starts.
+
+        A key without a running request is within its share. One share more than there are running keys is
+        counted while a further key may come.
+
+        Args:
+            uses: What each key with running requests holds.
+            request: The request that may start.
+            blocks: Blocks to reserve for it.
+        """
+        own = uses.get(request.tenant)
+        if not self.several or own is None or not own.sequences:
+            return True
+        present = [use.weight for use in uses.values() if use.sequences]
+        further = 1.0 if self._keys > len(present) else 0.0
+        share = own.weight / (sum(present) + further)
+        return (
+            own.sequences + request.n <= share * self._limits.max_num_seqs
+            and own.blocks + blocks <= share * self._limits.usable_blocks
+        )
+
+    def rank(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, float]:
+        """Return the place of a waiting request; the lowest goes first, and equal ones keep the queue's order.
+
+        Requests of keys above their share come last and keep the queue's order.
+        """
+        if not self.within(uses, request, blocks):
+            return _LAST
+        own = uses.get(request.tenant, KeyUse(weight=request.weight))
+        seats, blocks = self._limits.max_num_seqs, max(1, self._limits.usable_blocks)
+        return request.priority, max(own.sequences / seats, own.blocks / blocks) / own.weight
+
+    def kept(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, int]:
+        """Return the seats and blocks that must stay free for other keys when ``request`` starts.
+
+        They are 0 for a key within its share, and for a request that runs alone.
+        """
+        if not any(use.sequences for use in uses.values()) or self.within(uses, request, blocks):
+            return 0, 0
+        return self._seats, self._blocks
+
+
+def divided(budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
+    """Return the tokens of a step's budget that each key may use for prompts (max-min fairness).
+
+    No key gets more than it wants, and what it leaves is divided among the others.
+
+    Args:
+        budget: Tokens to divide.
+        wanted: Prompt tokens that each key could compute.
+    """
+    found: dict[str, int] = {}
+    for at, (key, tokens) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
+        found[key] = min(tokens, -(-budget // (len(wanted) - at)))
+        budget -= found[key]
+    return found

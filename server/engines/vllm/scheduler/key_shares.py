@@ -1,0 +1,108 @@
+"""The shares of several API keys inside vLLM's scheduler (`tonnage.cache.admission.shares`).
+
+A request's key is the entry `tonnage_key` of its `extra_args`. `tonnage serve` sets it. A client of a plain
+`vllm serve` gives it as `vllm_xargs: {"tonnage_key": "team-a"}`, and the start has
+`--additional-config '{"tonnage": {"keys": 2}}'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tonnage.cache.admission import AdmissionRequest
+from tonnage.cache.admission.shares import Shares, Uses, add_use
+from tonnage.server.engines.vllm.params import KEY, PRIORITY, WEIGHT
+
+
+def wish_of(request: Any) -> AdmissionRequest:
+    """Return the key, weight and priority of a request of vLLM; key "" and weight 1 if it names none."""
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    key, weight, priority = extra.get(KEY, ""), extra.get(WEIGHT, 1.0), extra.get(PRIORITY, 0)
+    return AdmissionRequest(
+        1, 1, tenant=key if isinstance(key, str) else "",
+        priority=priority if isinstance(priority, int) else 0,
+        weight=float(weight) if isinstance(weight, int | float) and weight > 0 else 1.0,
+    )  # fmt: skip
+
+
+class KeyShares:
+    """What each key holds at the beginning of a step, and with the requests that start in it.
+
+    Args:
+        shares: the shares of the engine's keys.
+        running: the running requests.
+        blocks: function that returns the blocks reserved for a request.
+    """
+
+    def __init__(self, shares: Shares, running: Iterable[Any], blocks: Callable[[Any], int]) -> None:
+        self._shares, self._blocks = shares, blocks
+        self._uses: Uses = {}
+        for request in running:
+            self.take(request)
+
+    def take(self, request: Any) -> None:
+        """Add a running or starting request."""
+        uses, wish, blocks = self._about(request)
+        add_use(uses, wish, 1, blocks)
+
+    def ordered(self, waiting: Iterable[Any]) -> list[Any]:
+        """Return the waiting requests in the order of `Shares.rank`."""
+        return sorted(waiting, key=lambda request: self._shares.rank(*self._about(request)))
+
+    def within(self, request: Any) -> bool:
+        """Return whether the request's key stays within its share if the request starts."""
+        return self._shares.within(*self._about(request))
+
+    def kept(self, request: Any) -> tuple[int, int]:
+        """Return the seats and blocks that must stay free for other keys when the request starts."""
+        return self._shares.kept(*self._about(request))
+
+    def may_start(self, waiting: Iterable[Any], room: int) -> list[Any]:
+        """Return the waiting requests that vLLM may see in this step, where vLLM decides about blocks.
+
+        Requests of keys above their share are seen only if no other request may start.
+
+        Args:
+            waiting: the waiting requests in order.
+            room: number of free seats.
+        """
+        found: list[Any] = []
+        any_within = False
+        for request in self.ordered(waiting):
+            within = self.within(request)
+            if len(found) + self.kept(request)[0] >= room or (any_within and not within):
+                break
+            any_within |= within
+            found.append(request)
+            self.take(request)
+        return found
+
+    def _about(self, request: Any) -> tuple[Uses, AdmissionRequest, int]:
+        """Return the arguments of the methods of `Shares` for a request."""
+        return self._uses, wish_of(request), self._blocks(request)
+
+
+def shortest_first(starting: list[Any], running: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the requests that start where one key alone computes prompts, and the running ones that skip the step.
+
+    vLLM computes prompts in the order in which they started, and a long one uses the whole budget of a step. In
+    every second step, for which this function is called, only the key with the fewest prompt tokens to compute
+    computes prompts. So a long prompt of one key delays a short one of another key by one step.
+
+    Args:
+        starting: the waiting requests that may start in this step.
+        running: the running requests.
+    """
+    prompts = [request for request in running if request.num_computed_tokens < request.num_prompt_tokens]
+    left: dict[str, int] = {}
+    for request in (*prompts, *starting):
+        key = wish_of(request).tenant
+        left[key] = left.get(key, 0) + request.num_tokens - request.num_computed_tokens
+    if len(left) < 2:
+        return starting, []
+    first = min(left, key=left.__getitem__)
+    return (
+        [request for request in starting if wish_of(request).tenant == first],
+        [request for request in prompts if wish_of(request).tenant != first],
+    )
