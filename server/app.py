@@ -33,6 +33,7 @@ from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
 from tonnage.server.observe.request_log import RequestLog
 from tonnage.server.observe.tracing import TraceContext, Tracing
+from tonnage.server.security.hosts import HostCheck, allowed_hosts
 from tonnage.server.security.keys import KeyRing, load_keys
 from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
@@ -106,6 +107,7 @@ def create_app(
         # instead.
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,  # FastAPI serialises the document for every request; ``docs_router`` does it once
     )
     app.state.tonnage = state
     keys = load_keys(settings.api_key, settings.api_key_file)
@@ -123,7 +125,7 @@ def create_app(
         app.include_router(models_router(state))
         app.include_router(tokenize_router(state, generator))
     app.include_router(operations_router(state, Metrics(state), generator))
-    app.include_router(docs_router(f"{settings.model_name}: API"))
+    app.include_router(docs_router(f"{settings.model_name}: API", app))
     app.include_router(plan_page_router())
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
@@ -165,6 +167,9 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: F
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    hosts = allowed_hosts(settings.host, settings.allowed_hosts, keys=bool(keys))
+    if hosts is not None:
+        app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestId)
     app.add_middleware(RequestPacing)
     if settings.otlp_traces_endpoint:

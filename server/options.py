@@ -129,6 +129,10 @@ class Options:
         (), "keys, each a tenant (default: open to all)", group=_SECURITY, metavar="KEY,...", secret=True
     )
     api_key_file: Path | None = flag(None, "TOML file of keys with quotas", group=_SECURITY, metavar="FILE")
+    allowed_hosts: tuple[str, ...] = flag(
+        (), "names that the header Host may have (default: any; without keys on loopback only loopback's)",
+        group=_SECURITY, metavar="NAME,...",
+    )  # fmt: skip
     metrics_public: bool = flag(False, "serve /metrics without a key", group=_SECURITY)
     ssl_certfile: Path | None = flag(None, "TLS certificate chain (PEM)", group=_SECURITY, metavar="FILE")
     ssl_keyfile: Path | None = flag(None, "TLS private key (PEM)", group=_SECURITY, metavar="FILE")

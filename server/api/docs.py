@@ -1,18 +1,23 @@
-"""/docs and /redoc: Swagger UI and ReDoc with local files, so that they work without internet access."""
+"""/openapi.json, /docs and /redoc: Swagger UI and ReDoc with local files, which need no internet access."""
 
 from __future__ import annotations
 
+import json
 from html import escape
 from importlib.resources import as_file, files
+from pathlib import Path
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, render
 
 # fastapi-offline (MIT) ships the files of Swagger UI (Apache-2.0) and ReDoc (MIT).
 _FILES = "fastapi_offline"
 _SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
+# Files that are sent at once. A page loads three.
+MOST_FILES = 64
 _DAY = {"cache-control": "private, max-age=86400"}
 
 # Both pages need inline styles. The content security policy restricts scripts and requests to this server.
@@ -32,13 +37,57 @@ _STARTS = {
 }
 
 
-def docs_router(title: str) -> APIRouter:
-    """Return a FastAPI router for /docs, /redoc and their files; ``title`` is the title of both pages."""
+class _Sending:
+    """The number of files that are being sent."""
+
+    def __init__(self) -> None:
+        self.files = 0
+
+
+class _CountedFile(FileResponse):
+    """A file of the documentation, refused while too many are being sent.
+
+    A client that does not read keeps some hundred kilobytes of a file in memory, for a minute
+    (`tonnage.server.http.protocol.WRITE_SECONDS`).
+    """
+
+    def __init__(self, path: Path, sending: _Sending) -> None:
+        super().__init__(path, headers=_DAY)
+        self._sending = sending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file, or an error when MOST_FILES are being sent."""
+        if self._sending.files >= MOST_FILES:
+            error = ApiError(ErrorCode.SERVER_OVERLOADED, "too many files of the documentation are being sent")
+            await render(error)(scope, receive, send)
+            return
+        self._sending.files += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._sending.files -= 1
+
+
+def docs_router(title: str, app: FastAPI) -> APIRouter:
+    """Return the router of /openapi.json, /docs, /redoc and their files.
+
+    Args:
+        title: Title of both pages.
+        app: App whose OpenAPI document is served.
+    """
     router = APIRouter(include_in_schema=False)
+    sending = _Sending()
+    documents: list[bytes] = []  # the OpenAPI document once it is serialised
     # The package is looked up only here, so that a command can first name the missing extra.
     static = files(_FILES) / "static"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        if not documents:
+            documents.append(json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")).encode())
+        return Response(documents[0], media_type="application/json")
 
     @router.get("/docs")
     async def swagger() -> Response:
@@ -60,6 +109,6 @@ def docs_router(title: str) -> APIRouter:
         if name not in _SHIPPED:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the documentation has no such file")
         with as_file(static / name) as path:  # as_file copies nothing, unless the packages are in a zip file.
-            return FileResponse(path, headers=_DAY)
+            return _CountedFile(path, sending)
 
     return router

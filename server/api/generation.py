@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
-from tonnage.server.engines.errors import Refused
+from tonnage.server.engines.errors import NeverFits, Refused
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.errors import ApiError, ErrorCode
@@ -172,7 +172,13 @@ class Generator:
                 )
 
     def max_tokens(
-        self, limit: int | None, longest_prompt: int, *, default: int | None = None, param: str = "max_tokens"
+        self,
+        limit: int | None,
+        longest_prompt: int,
+        *,
+        default: int | None = None,
+        param: str = "max_tokens",
+        prompt: str = "prompt",
     ) -> int:
         """Return the maximum number of completion tokens of a request.
 
@@ -182,7 +188,8 @@ class Generator:
             longest_prompt: Tokens of the longest prompt.
             default: Limit for a request that sets none, in tokens, reduced to what the context leaves. None
                 allows the rest of the context.
-            param: The request field that an error message names.
+            param: The request field of the limit, which an error names.
+            prompt: The request field of the prompt, which an error names.
 
         Raises:
             ApiError: Prompt and completion exceed the context (context_length_exceeded); a retry cannot
@@ -200,7 +207,7 @@ class Generator:
                 f"this model's maximum context length is {context} tokens; the request needs "
                 f"{longest_prompt + tokens} ({longest_prompt} in the prompt, {tokens} for the completion); "
                 + (f"at most {left} completion tokens fit" if left > 0 else "shorten the prompt"),
-                param="prompt" if left < 1 or limit is None else param,
+                param=prompt if left < 1 or limit is None else param,
             )
         return tokens
 
@@ -322,6 +329,9 @@ class Generator:
                         break
             if unfinished:
                 raise ApiError(ErrorCode.ENGINE_DEAD, "the engine ended the request without a finish reason")
+        except NeverFits as error:
+            error.field = submission.field
+            raise
         finally:
             self._sequences -= submission.sequences
             used = counts.prompt + counts.completion

@@ -7,6 +7,7 @@ JSON are reported by a short error in OpenAI's format, which never contains a co
 from __future__ import annotations
 
 import asyncio
+import json
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -78,6 +79,12 @@ async def read_body(
         raise ApiError(
             ErrorCode.UNSUPPORTED_MEDIA_TYPE,
             f"content type {shown(media)} is not supported; send application/json",
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_MEDIA_TYPE,
+            f"content-encoding {shown(encoding)} is not supported; send the JSON uncompressed",
         )
     try:
         async with asyncio.timeout(seconds):
@@ -198,6 +205,7 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
         document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         _check_encoding(body)
+        _check_surrogates(body)
         raise ApiError(ErrorCode.INVALID_JSON, f"the request body is not JSON: {str(error)[:200]}") from None
     if not isinstance(document, dict):
         raise ApiError(
@@ -214,6 +222,38 @@ def _check_encoding(body: bytes | bytearray) -> None:
             ErrorCode.INVALID_ENCODING,
             f"the request body is not UTF-8 (byte {error.start} is 0x{body[error.start]:02x})",
         ) from None
+
+
+def _check_surrogates(body: bytes | bytearray) -> None:
+    """Raise ApiError, with the field's name, when a string has half of a surrogate pair (U+D83D alone)."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return
+    try:
+        document = json.loads(body)  # unlike pydantic, it accepts such strings
+    except (ValueError, RecursionError):
+        return
+    waiting: list[tuple[str, Any]] = [("", document)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, str):
+            if (at := next((at for at, c in enumerate(value) if "\ud800" <= c <= "\udfff"), -1)) >= 0:
+                raise ApiError(
+                    ErrorCode.INVALID_ENCODING,
+                    f"{path[:120]}: character {at} is half of a surrogate pair (U+{ord(value[at]):X}), "
+                    "which is no text; send both halves or the character itself",
+                    param=path.partition(".")[0].partition("[")[0] or None,
+                )
+        elif isinstance(value, dict):
+            waiting += [
+                (f"{path}.{name}" if path else _printable(name), inner) for name, inner in value.items()
+            ]
+            waiting += [(f"a name in {path or 'the request'}", name) for name in value]
+        elif isinstance(value, list):
+            waiting += [(f"{path}[{at}]", inner) for at, inner in enumerate(value)]
+
+
+def _printable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _check_size(document: dict[str, Any], names: Collection[str]) -> None:

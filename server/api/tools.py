@@ -99,8 +99,12 @@ def submission_with_tools(
     use: ToolUse,
     lora: str,
     n: int = 1,
+    field: str = "messages",
 ) -> Submission:
-    """Return the submission of a chat request to the engine, with the grammar that enforces tool calls."""
+    """Return the submission of a chat request to the engine, with the grammar that enforces tool calls.
+
+    ``field`` is the field of the request's body that has the conversation.
+    """
     return Submission(
         (prompt,),
         replace(params, grammar=use.grammar),
@@ -111,6 +115,7 @@ def submission_with_tools(
         use.special_tokens,
         use.reader is not None,
         lora,
+        field,
     )
 
 

@@ -21,10 +21,15 @@ STARTS_PER_ROUND = 8
 _ROUND_SECONDS = 0.008
 
 
+# Probes of load balancers and of Kubernetes, which take no time and never wait.
+_UNPACED = frozenset({"/health", "/ready"})
+
+
 class RequestPacing:
-    """ASGI middleware that starts POST requests in order of arrival.
+    """ASGI middleware that starts requests in order of arrival, except probes.
 
     At most ``STARTS_PER_ROUND`` requests start in one round of the event loop, and fewer while rounds are long.
+    A request whose client disconnects before its turn never starts.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -35,8 +40,8 @@ class RequestPacing:
         self._counting = False  # whether a call of _next_round is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the wrapped app; a POST request first waits for its turn."""
-        if scope["type"] == "http" and scope["method"] == "POST":
+        """Call the wrapped app when it is the request's turn."""
+        if scope["type"] == "http" and scope["path"] not in _UNPACED:
             if not self._counting:
                 self._counting = True
                 self._began = time.monotonic()
@@ -47,6 +52,8 @@ class RequestPacing:
                 turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._waiting.append(turn)
                 await turn
+                if _is_gone(scope):
+                    return
         await self._app(scope, receive, send)
 
     def _next_round(self) -> None:
@@ -62,3 +69,9 @@ class RequestPacing:
         self._counting = self._left < self._starts
         if self._counting:
             asyncio.get_running_loop().call_soon(self._next_round)
+
+
+def _is_gone(scope: Scope) -> bool:
+    """Return whether the client has closed the connection, so that nothing can be answered any more."""
+    connection = scope.get("tonnage.connection")  # tonnage.server.http.protocol
+    return connection is not None and connection.transport.is_closing()

@@ -21,6 +21,7 @@ class Submission:
         special_tokens: Whether the text includes special tokens, which some parsers of tool calls need.
         all_tokens: Whether tokens without text are reported as well, which some parsers of tool calls need.
         lora: Name of the LoRA adapter; empty for the base model.
+        field: Field of the request's body that has the prompt, for errors.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -32,6 +33,7 @@ class Submission:
     special_tokens: bool = False
     all_tokens: bool = False
     lora: str = ""
+    field: str = "prompt"
 
     @property
     def sequences(self) -> int:

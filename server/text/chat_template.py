@@ -17,9 +17,9 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tonnage.planner.errors import ConfigError, TonnageError
+from tonnage.server.text.template_limits import MOST_CHARACTERS, BoundedEnvironment
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -27,12 +27,8 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 # Exceptions that a template may raise when messages or arguments are not as it expects.
 _FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    MemoryError,
 )  # fmt: skip
-
-
-# Upper bound of the characters that a template may produce, and of one ``tojson`` in it: twice the default
-# limit of a request body. A conversation that is shown once fits; JSON that indentation expands does not.
-MOST_CHARACTERS = 2**24
 
 
 class TemplateRefused(TonnageError):
@@ -50,9 +46,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        environment = BoundedEnvironment(extensions=[_Generation, jinja2.ext.loopcontrols])
         # Jinja's own filter tojson escapes HTML, which templates do not expect.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -65,6 +59,10 @@ class ChatTemplate:
             self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"line {error.lineno}: {error.message}", field="chat_template") from None
+        except (RecursionError, MemoryError, OverflowError) as error:
+            raise ConfigError(
+                f"too large or too deeply nested ({type(error).__name__})", field="chat_template"
+            ) from None
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
@@ -117,6 +115,7 @@ class ChatTemplate:
             TemplateRefused: The template rejects the conversation; the error has the template's own message.
         """
         template = self._tool_template if tools else self._template
+        template.environment.start_render()  # type: ignore[attr-defined]
         try:
             pieces = template.generate(
                 **self._special_tokens,

@@ -173,7 +173,7 @@ class ChatService(OpenAIEvents):
             add_special_tokens=bool(request.add_special_tokens),
         )
         max_tokens = generator.max_tokens(
-            limit, len(prompt), default=state.settings.default_chat_max_tokens, param=param
+            limit, len(prompt), default=state.settings.default_chat_max_tokens, param=param, prompt="messages"
         )
         params = request.sampling(
             max_tokens,

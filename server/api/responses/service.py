@@ -153,9 +153,10 @@ class ResponseService:
             len(prompt),
             default=state.settings.default_chat_max_tokens,
             param="max_output_tokens",
+            prompt="input",
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
-        submission = submission_with_tools(request, prompt, params, use, lora)
+        submission = submission_with_tools(request, prompt, params, use, lora, field="input")
         request.input = ""  # a request that waits keeps its token ids, and not the conversation as text
         return submission, use
 

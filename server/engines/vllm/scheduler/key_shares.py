@@ -84,7 +84,7 @@ class KeyShares:
 
 
 def shortest_first(starting: list[Any], running: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the requests that start where one key alone computes prompts, and the running ones that skip the step.
+    """Return the requests that start, and the running ones that skip the step, where one key computes prompts.
 
     vLLM computes prompts in the order in which they started, and a long one uses the whole budget of a step. In
     every second step, for which this function is called, only the key with the fewest prompt tokens to compute

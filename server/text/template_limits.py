@@ -1,0 +1,159 @@
+"""Jinja's sandbox with limits on the work and the memory of one rendering.
+
+Jinja's own sandbox limits ``range`` and access to attributes. A chat template comes with a model, and may still
+multiply strings or nest loops without end. Here every loop is counted, constants are not computed while a
+template is compiled, and operations that make a text larger are checked before they run.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jinja2
+import jinja2.compiler
+import jinja2.filters
+import jinja2.nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Upper bound of the characters that a template may produce, and of any text in it: twice the default limit of a
+# request body. A conversation that is shown once fits; JSON that indentation expands does not.
+MOST_CHARACTERS = 2**24
+# Upper bound of the rounds of all loops of one rendering. A template goes a few times through the messages of a
+# request, of which there are at most 10,000 (api/json_body.py). A million rounds take a fifth of a second.
+MOST_ROUNDS = 2**20
+# A field width of seven digits or more in a format string makes a text of megabytes from nothing.
+_WIDE = re.compile(r"[%{][^%{}]*\d{7}")
+_WIDTH_OF_VALUE = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # "%*d", "{:{}}"
+# Numbers above these bits are in no template. Without a limit, a power of a power fills the memory.
+_MOST_BITS = 4096
+
+
+class _CountedLoops(jinja2.compiler.CodeGenerator):
+    """Jinja's code generator, which passes loops and concatenations through the environment's checks."""
+
+    def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+        """Write text of the template as it is, and compute no other constant while compiling."""
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_For(self, node: jinja2.nodes.For, frame: Any) -> None:
+        """Count the rounds of a loop."""
+        node.iter = _called("counted", node.iter)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Any) -> None:
+        """Check the size of ``a ~ b``."""
+        self.visit(_called("concatenated", *node.nodes), frame)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox for chat templates, with limits on loops and on sizes.
+
+    A template that exceeds a limit raises TemplateError while it renders.
+    """
+
+    code_generator_class = _CountedLoops
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        # Without the optimizer, Jinja computes no constant such as 'x' * 10**9 while it compiles.
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, **options)
+        self.filters |= {"center": _center, "indent": _indent, "format": _format}
+        self._of_thread = threading.local()  # several requests render at once, each in its own thread
+
+    def start_render(self) -> None:
+        """Begin to count the rounds of loops for a rendering in this thread."""
+        self._of_thread.rounds = 0
+
+    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Yield the values of a loop, and raise TemplateError above MOST_ROUNDS of all loops together."""
+        mine = self._of_thread
+        for value in values:
+            mine.rounds = getattr(mine, "rounds", 0) + 1
+            if mine.rounds > MOST_ROUNDS:
+                raise jinja2.TemplateError(f"the loops of the template take more than {MOST_ROUNDS:,} rounds")
+            yield value
+
+    def concatenated(self, *values: Any) -> str:
+        """Return the texts of the values as one text."""
+        texts = [str(value) for value in values]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute ``left operator right``, unless the result would be too large."""
+        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _check_size(len(left) + len(right))
+        elif operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(many, str | bytes | list | tuple) and isinstance(times, int):
+                    _check_size(len(many) * times)
+        elif operator == "%" and isinstance(left, str):
+            _check_widths(left, right)
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MOST_BITS:
+                raise jinja2.TemplateError("a number in the template is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
+        """Call ``obj``, unless it is a method of a text whose result would be too large."""
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            _check_method(owner, method.__name__, (*args, *named.values()))
+        return super().call(context, obj, *args, **named)
+
+
+def _called(method: str, *values: Any) -> jinja2.nodes.Call:
+    """Return the call of one of the environment's methods in a template."""
+    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(method), list(values), [], None, None)
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise jinja2.TemplateError(
+            f"a text in the template would have more than {MOST_CHARACTERS:,} characters"
+        )
+
+
+def _check_widths(form: str, values: Any) -> None:
+    """Raise TemplateError for a format string with a huge width, which may be one of its values."""
+    several = values if isinstance(values, tuple) else (values,)
+    large = any(isinstance(value, int) and abs(value) > MOST_CHARACTERS for value in several)
+    if _WIDE.search(form) or (large and _WIDTH_OF_VALUE.search(form)):
+        raise jinja2.TemplateError("a width in a format string of the template is too large")
+
+
+def _check_method(text: str, method: str, values: tuple[Any, ...]) -> None:
+    """Raise TemplateError for a call of a method of ``text`` whose result would be too large."""
+    if method in ("format", "format_map"):
+        _check_widths(text, values)
+    elif method == "join" and values and isinstance(values[0], list | tuple):
+        _check_size(len(text) * len(values[0]) + sum(len(each) for each in values[0] if isinstance(each, str)))
+    elif method == "replace" and len(values) > 1 and isinstance(values[0], str) and isinstance(values[1], str):
+        _check_size(len(text) + len(values[1]) * text.count(values[0]))
+    elif method != "encode":  # ljust, center, zfill, expandtabs ...
+        for value in values:
+            if isinstance(value, int):
+                _check_size(abs(value) * (text.count("\t") if method == "expandtabs" else 1))
+
+
+def _center(value: str, width: int = 80) -> str:
+    _check_size(width)
+    return jinja2.filters.do_center(value, width)
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    _check_size((s.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
+    return jinja2.filters.do_indent(s, width, first, blank)
+
+
+def _format(value: str, *args: Any, **named: Any) -> str:
+    _check_widths(value, (*args, *named.values()))
+    return jinja2.filters.do_format(value, *args, **named)
