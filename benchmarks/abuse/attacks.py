@@ -81,6 +81,49 @@ async def resets(server: AttackedServer) -> Answers:
     return await counted(one() for _ in range(5000))
 
 
+def pages(clients: int, seconds: float, *paths: str) -> Attack:
+    """Return an attack in which each client reads one of ``paths`` after another for ``seconds``."""
+
+    async def run(server: AttackedServer) -> Answers:
+        answers: Answers = Counter()
+
+        async def client(number: int) -> None:
+            while True:
+                async with connection(server.port) as (reader, writer):
+                    extra = "Connection: close\r\n"
+                    writer.write(request(paths[number % len(paths)], ABUSER, extra=extra))
+                    answers[(await reader.read(-1))[9:12].decode() or "closed"] += 1
+
+        tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+        await asyncio.sleep(seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return answers
+
+    return run
+
+
+async def unread_files(server: AttackedServer) -> Answers:
+    """Request the script of /docs on 1,900 connections that read only the first line, for fifteen seconds."""
+    places = asyncio.Semaphore(100)  # connections that are opened at the same time
+
+    async def one() -> str:
+        async with places:
+            reader, writer = await asyncio.open_connection(HOST, server.port, limit=1024)
+            try:
+                writer.write(request("/docs/swagger-ui-bundle.js", ABUSER))
+                said = (await reader.readline())[9:12].decode()
+            except OSError:
+                writer.transport.abort()
+                return "closed"
+        await asyncio.sleep(15)
+        writer.transport.abort()
+        return said or "closed"
+
+    return await counted(one() for _ in range(1900))
+
+
 async def uploads(server: AttackedServer) -> Answers:
     """Hold 32 bodies of 8 MB for five seconds, complete except for the last byte."""
     size = 8_000_000

@@ -124,6 +124,19 @@ CASES = (
         bodies((CHAT, lambda: LOGPROBS)), REAL, 180,
     ),
     Case("resets", 4, "5,000 connections that are reset after a request of 1.2 KB", attacks.resets),
+    Case(
+        "pages", 4, "64 clients that read /openapi.json and /memory",
+        attacks.pages(64, 10, "/openapi.json", "/memory"),
+    ),
+    Case("unread_files", 4, "1,900 clients that do not read a script of /docs", attacks.unread_files),
+    Case(
+        "long_prompts", 8, "16 clients that send prompts of 6,000 tokens",
+        flood(16, 15, {"prompt": "a " * 6000, "max_tokens": 4}), REAL,
+    ),
+    Case(
+        "whole_pool", 8, "32 clients whose requests fill the pool",
+        flood(32, 15, {"prompt": "a " * 1500, "max_tokens": 600, "ignore_eos": True}), REAL,
+    ),
     Case("deaf", 3, "eight streams of 16 sequences that are never read", attacks.deaf, seconds=180),
     Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", attacks.slow_heads),
     Case("trailers", 4, "100 MB of trailers after a chunked body, twice", attacks.trailers),
