@@ -33,7 +33,7 @@ examples:
   tonnage plan demo
   tonnage plan demo --kv-cache-memory-bytes 512MiB --explain
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
-  tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
+  tonnage plan ./Qwen3-32B --request 4000+500 --target-concurrency 200
   tonnage plan ./Qwen3-32B ./Llama-3.1-8B --gpu h100-80g,l40s,2xa100-80g --quantization none,fp8,int4
   tonnage plan ./Qwen3-32B --sweep --top 20 --html sweep.html
   tonnage plan ./Qwen3-32B --gpu h100-80g --request 2000+300 --request 30K+1K
@@ -81,7 +81,9 @@ _Group = argparse._ArgumentGroup
 
 def _output_flags(p: _Group) -> None:
     p.add_argument(
-        "--target-concurrency", metavar="N", help="find the cheapest GPU and TP that hold N sequences"
+        "--target-concurrency",
+        metavar="N",
+        help="find the GPUs that hold N requests at once: smallest layouts first, with price and speed",
     )
     p.add_argument("--sweep", action="store_true", help="quantization x KV dtype x TP x GPU as a table")
     p.add_argument(
@@ -177,7 +179,8 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     def refuse(name: str, why: str, hint: str) -> NoReturn:
         raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
 
-    many = "sweep" if args.sweep else "target_concurrency" if args.target_concurrency is not None else None
+    target = args.target_concurrency is not None
+    many = "target_concurrency" if target else "sweep" if args.sweep else None
     if args.compare is not None:
         if many:
             refuse(
@@ -186,17 +189,19 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
         if args.engine_version is not None:
             refuse("compare", "already names both versions", "leave --engine-version out")
         many = "compare"
-    if args.sweep and args.target_concurrency is not None:
-        refuse(
-            "sweep", "excludes --target-concurrency, which prints only the cheapest combinations", "give one"
-        )
+    if target and len(args.request or ()) > 1:
+        refuse("request", "--target-concurrency counts requests of one length", "give the longest")
     about = f"--{many.replace('_', '-')} gives" if many else "several models or values give" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
-        if about and getattr(args, name) and (name != "request" or many):
+        if name == "request" and many != "compare":
+            continue  # A table has a column for each length.
+        if name == "serve_line" and target:
+            continue  # The command serves the first layout.
+        if about and getattr(args, name):
             refuse(name, f"needs a single plan; {about} a table of plans", "leave one out")
     settings = "emit" if args.emit else "serve_line" if args.serve_line else None
     for name in ("explain", "request", "trace"):
-        if settings and getattr(args, name):
+        if settings and not (target and name == "request") and getattr(args, name):
             refuse(name, f"adds figures; --{settings.replace('_', '-')} prints settings only", "leave one out")
     if args.explain and (args.csv or args.markdown):
         refuse("explain", "is not available in a table", "--json has the terms, with their formulas")
@@ -208,7 +213,7 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
         if many == "compare":
             refuse(name, "applies to a table of plans; --compare shows one deployment", "leave one out")
     if args.sort is not None and many == "target_concurrency":
-        refuse("sort", "does not combine with --target-concurrency, which sorts by price", "leave one out")
+        refuse("sort", "does not combine with --target-concurrency, whose order is fixed", "leave it out")
 
 
 def run(argv: list[str]) -> int:
@@ -252,11 +257,14 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
+        if args.target_concurrency is not None:
+            from tonnage.planner.sweep.target import run_target  # a single plan does not need sweeps
+
+            wanted = parse_count(args.target_concurrency, "--target-concurrency")
+            return run_target(choices, deployment, wanted, args)
         from tonnage.planner.sweep.command import run_sweep  # a single plan does not need sweeps
 
-        target = args.target_concurrency
-        wanted = None if target is None else parse_count(target, "--target-concurrency")
-        return run_sweep(choices, deployment, wanted, args)
+        return run_sweep(choices, deployment, args)
     asked = given(args, Deployment)
     lengths = [parse_request(text) for text in args.request or ()]
     plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
