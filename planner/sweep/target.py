@@ -149,8 +149,8 @@ def _print_layouts(
         print(f"... and {len(listed) - len(shown)} more (--top)")
     if folded := len(found) - len(listed):
         screen.print(
-            f"Smallest first. {folded:,} layouts are not listed: a listed one has at most as many GPUs and changed "
-            f"formats, and its price and speed are at most {100 * FOLD:.0f} % worse."
+            f"Smallest first. {folded:,} layouts are not listed: a listed one has at most as many GPUs and "
+            f"changed formats, and its price and speed are at most {100 * FOLD:.0f} % worse."
         )
     screen.print(SPEEDS)
     rows = [offer.row for offer in shown]
