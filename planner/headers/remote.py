@@ -20,7 +20,7 @@ from http.client import HTTPException, HTTPMessage, InvalidURL, responses
 from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
-from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.errors import CheckpointError, HubUnreachable, ModelNotFound
 from tonnage.planner.headers.hub import endpoint, modelscope, token, tokens_page
 from tonnage.planner.headers.index import (
     INDEX,
@@ -78,6 +78,9 @@ def _as_model_not_found(name: str) -> Iterator[None]:
     except urllib.error.HTTPError:
         raise
     except (OSError, ValueError, HTTPException) as error:
+        kind = HubUnreachable
+        if isinstance(error, InvalidURL | ValueError):
+            kind = ModelNotFound
         if isinstance(error, InvalidURL):
             why = "its address is not valid"
         elif isinstance(error, HTTPException):  # the error's text may quote the server
@@ -86,7 +89,7 @@ def _as_model_not_found(name: str) -> Iterator[None]:
             reason = getattr(error, "reason", error)  # the reason without the system's error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
-        raise ModelNotFound(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
+        raise kind(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
 
 
 class Remote:

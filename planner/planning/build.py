@@ -94,6 +94,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         terms=terms,
         weight_formats=worst.weights.loaded.formats,
         notes=(
+            *source.notes,
             *_family_notes(architecture),
             *file_notes,
             *_margin_notes(size),

@@ -26,6 +26,7 @@ class ModelSource:
         path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.
         tensors: headers of the checkpoint, or None without a readable checkpoint.
         index: the checkpoint's index, if the headers of its files are not available.
+        notes: how the config was found, if that is not as usual; each plan of the model repeats them.
     """
 
     id: str
@@ -34,6 +35,7 @@ class ModelSource:
     kind: Literal["folder", "gguf", "hub", "demo"]
     tensors: tuple[HeaderTensor, ...] | None = None
     index: CheckpointIndex | None = None
+    notes: tuple[str, ...] = ()
 
 
 _KEPT: dict[str, ModelSource] = {}
@@ -109,12 +111,15 @@ def _hub(model: str) -> ModelSource:
         raise ModelNotFound(
             f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
         )
-    from tonnage.planner.source.hub import cached_snapshot, fetch  # loads an HTTP client, slow to import
+    from tonnage.planner.source.hub import (
+        cached_snapshot,
+        fetch_or_shipped,
+    )  # loads an HTTP client, slow to import
 
     name, snapshot = str(named), cached_snapshot(named)
     if snapshot is None:
-        config, found = fetch(named)
-        return ModelSource(name, name, config, "hub", found.tensors, found.index)
+        config, found, notes = fetch_or_shipped(named)
+        return ModelSource(name, name, config, "hub", found.tensors, found.index, notes)
     weights = any(any(snapshot.glob(kind)) for kind in ("*.safetensors", "*.bin"))
     found = read_folder(snapshot)
     path = str(snapshot) if weights else name
