@@ -64,6 +64,25 @@ class Screen:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self._styled else text
 
 
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows as lines in columns that are as wide as their widest cell.
+
+    Args:
+        rows: the cells of each row.
+        right: indices of right-aligned columns.
+    """
+    table = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return _GAP.join(
+            f"{cell:{'>' if place in right else '<'}{wide}}" for place, (cell, wide) in cells
+        ).rstrip()
+
+    return [line(row) for row in table]
+
+
 def _width(file: TextIO) -> int:
     """Return the terminal's width in characters: $COLUMNS, else the terminal's own value, else 80."""
     if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said) > 0:
