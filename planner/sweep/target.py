@@ -15,9 +15,10 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.capacity import check_lengths
 from tonnage.planner.output.tables import print_table
-from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.advice import serve_lines, smallest_layout
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.requests import parse_request
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.screen import Screen
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices
@@ -83,11 +84,11 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     elif args.csv or args.markdown:
         print_table(row_table(single[:top]), sys.stdout, markdown=args.markdown)
     elif args.serve_line:
-        print("\n".join(_command(source, deployment, listed[0]) if listed else _none(rows, deployment)))
+        print("\n".join(_command(source, deployment, listed[0]) if listed else _none(source, rows, deployment)))
     else:
         _print_need(rows, deployment, wanted, lengths)
         if not listed:
-            print("\n".join(_none(rows, deployment)))
+            print("\n".join(_none(source, rows, deployment)))
         else:
             _print_layouts(listed, found, top, prices)
             print("To serve the first (with --gpu NAME that of another GPU):")
@@ -175,12 +176,20 @@ def _cells(offer: Offer, several: bool) -> list[str]:
     ]
 
 
-def _none(rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
+def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
     """Return why no layout was found."""
     most = max((row.gpus for row in rows), default=1)
     lines = [f"No layout of up to {most} GPUs of one type holds a single request."]
-    if rows:
-        lines.append("Lower --max-model-len, or plan with --pipeline-parallel-size.")
+    largest = max((row.total_bytes for row in rows), default=0)
+    names = dict.fromkeys(row.gpu for row in rows if 3 * row.total_bytes >= largest)
+    sizer = Sizer(source)
+    for name in names:
+        if (layout := smallest_layout(replace(deployment, gpu=name), sizer)) is not None:
+            lines.append(f"  {name}: {layout}")
+    if len(lines) > 1:
+        lines.insert(
+            1, "The smallest layouts over several machines (plan one with --request for its capacity):"
+        )
     return lines
 
 
