@@ -63,7 +63,8 @@ def parser() -> Parser:
     )
     p.add_argument(
         "model", metavar="MODEL",
-        help="demo, a folder with config.json, a .gguf file, or a hub id: org/name or org/name@revision",
+        help="demo, a folder with config.json, a .gguf file, or a hub id: org/name, org/name@revision, "
+        "org/name-GGUF:Q4_K_M, or an address of the hub",
     )  # fmt: skip
     p.add_argument("others", metavar="MODEL", nargs="*", help="more models: one table, side by side")
     add_token_flag(p)
@@ -162,7 +163,7 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         DeploymentError: options contradict each other, or one needs an option that is missing.
     """
     one_of(read_choices(args))
-    deployment = deployment_of(given(args, Deployment))
+    deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args)
     _check_trace(args)
     return deployment
@@ -250,7 +251,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
         one_of(choices)
     if args.target_concurrency is not None:
         one_of(choices.of_models)
-    deployment = deployment_of(given(args, Deployment))
+    deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
         from tonnage.planner.sweep.versions import run_compare  # a single plan does not need sweeps

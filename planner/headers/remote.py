@@ -8,6 +8,7 @@ request.
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -128,6 +129,26 @@ class Remote:
             raise CheckpointError(f"has more than {limit:,} bytes", field=name)
         return data
 
+    def first_bytes(self, name: str, count: int) -> tuple[bytes, int]:
+        """Return the first bytes of a file, at most `count`, and the size of the whole file."""
+        return self._range(name, 0, count)
+
+    def files(self) -> list[str]:
+        """Return the paths of the files in the model's repository, by the hub's API (utils: list_repo_tree)."""
+        address = f"{endpoint()}/api/models/{quote(self._model.repo)}/tree/"
+        address += f"{quote(revision_of(self._model), safe='')}?recursive=true"
+        answer = self._get("tree", None, address)
+        if answer is None:
+            return []
+        with answer, _as_model_not_found("tree"):
+            data: bytes = answer.read(MAX_INDEX_BYTES)
+        try:
+            entries = json.loads(data)
+        except ValueError:
+            raise CheckpointError("the hub's list of files is not JSON", field=self._model.repo) from None
+        found = [entry.get("path") for entry in entries if isinstance(entry, dict)]
+        return [path for path in found if isinstance(path, str)]
+
     def header(self, name: str) -> tuple[HeaderTensor, ...]:
         """Return the tensors of a safetensors file from its first bytes."""
         data, size = self._range(name, 0, _FIRST_BYTES)
@@ -166,11 +187,15 @@ class Remote:
             raise CheckpointError("the server's answer is not the range asked for", field=name)
         return data, int(total)
 
-    def _get(self, name: str, span: str | None) -> Any:
-        """Return the response to a request for a file, or None if the model has no such file."""
+    def _get(self, name: str, span: str | None, address: str | None = None) -> Any:
+        """Return the response to a request for a file, or None if the model has no such file.
+
+        `address` replaces the file's own.
+        """
+        address = self._base + quote(name) if address is None else address
         try:
             with _as_model_not_found(name):
-                request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
+                request = urllib.request.Request(address, headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")
                     if modelscope():  # ModelScope reads the token from header or cookie

@@ -40,6 +40,8 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
         now = sizer.size(deployment)
     except TonnageError:
         return ()
+    if (layers := _most_layers(now, deployment, sizer)) is not None:
+        out.append(layers)
     for words, changed in _candidates(now, deployment):
         try:
             size = sizer.size(changed)
@@ -59,6 +61,26 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
 def _line(words: str, size: Size) -> str:
     running = at_most(size.held.max_concurrency, size.chosen.max_num_seqs)
     return f"{words}: {running:.1f} sequences of {size.chosen.max_model_len:,} tokens"
+
+
+def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
+    """Return the largest --n-gpu-layers of llama.cpp that fits as a line of advice, or None if none does."""
+    chosen = now.chosen.flags
+    partial = engine_of(chosen.engine).sized_by_context and chosen.device == "cuda"
+    if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:
+        return None
+    found, low, high = None, 2, chosen.n_gpu_layers or now.architecture.layers + 1
+    while low < high:  # Memory grows with the number of layers.
+        middle = (low + high) // 2
+        try:
+            size = sizer.size(replace(flags, n_gpu_layers=middle))
+        except TonnageError:
+            return None
+        if size.reasons:
+            high = middle
+        else:
+            low, found = middle + 1, _line(f"--n-gpu-layers {middle}", size)
+    return found
 
 
 def smallest_layout(flags: Deployment, sizer: Sizer) -> str | None:

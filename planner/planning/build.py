@@ -174,7 +174,7 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
     """Return the plan's description of the model, including how its tensors are known (`via`)."""
     via: Literal["gguf", "adapter", "headers", "index", "meta"] = architecture.via
     if source.tensors is not None and via == "adapter":
-        via = "gguf" if source.kind == "gguf" else "headers"
+        via = "adapter" if source.file_type else "gguf" if source.kind == "gguf" else "headers"
     elif source.index is not None and via == "adapter":
         via = "index"
     return ModelInfo(

@@ -156,8 +156,12 @@ def sum_weights(
     )
 
 
-def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) -> HeldWeights:
+def as_stored(
+    held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str = "the GGUF header"
+) -> HeldWeights:
     """Return `held` for an engine that keeps the types in which the file stores its tensors.
+
+    `known_from` is the source of the tensors' types in the plan's terms.
 
     The rank's share of the file is `held.loaded` / `whole`. Both numbers are bytes of dequantized weights: of
     the rank, and of the undivided model.
@@ -171,7 +175,7 @@ def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) 
     terms = tuple(
         Term(
             f"weights.{name}", -(-size * share // whole), f"{size:,}, {count} tensors of {name}{divided}",
-            "the GGUF header",
+            known_from,
         )
         for name, (count, size) in sums.items()
     )  # fmt: skip

@@ -17,6 +17,7 @@ from tonnage.planner.model.capacity import check_lengths
 from tonnage.planner.output.tables import print_table
 from tonnage.planner.planning.advice import serve_lines, smallest_layout
 from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.files import with_file_type
 from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.screen import Screen
@@ -60,7 +61,9 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     prices = read_prices(args.price or ())
     top = None if args.top is None else parse_count(args.top, "--top")
     lengths = [parse_request(text) for text in args.request or ()]
-    source = resolve_model(args.model)
+    source, deployment = with_file_type(resolve_model(args.model), deployment)
+    if source.file_type:
+        choices = replace(choices, quantizations=())
     architecture = architecture_of(source.config)
     if lengths and deployment.max_model_len is None:
         check_lengths(*lengths[0], architecture.max_model_len)
