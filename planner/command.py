@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from tonnage.planner.api import plan_or_advise
@@ -17,6 +18,7 @@ from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.terminal import for_this_cpu, print_plan
 from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
 from tonnage.planner.plans import Plan
@@ -268,9 +270,18 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
         return run_sweep(choices, deployment, args)
     asked = given(args, Deployment)
     lengths = [parse_request(text) for text in args.request or ()]
-    plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
+    source = resolve_model(args.model)
+    plan = plan_or_advise(source, deployment, engine_given="engine" in asked)
     if lengths:
-        plan = with_requests(plan, lengths)
+
+        def planned_for(tokens: int) -> Plan:
+            """Return the plan for sequences of `tokens` tokens in the same pool."""
+            size = max(1, plan.rank.kv_pool_bytes)
+            return plan_source(
+                source, replace(plan.deployment, max_model_len=tokens, kv_cache_memory_bytes=size)
+            )
+
+        plan = with_requests(plan, lengths, planned_for)
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:

@@ -133,8 +133,8 @@ def gguf_name(name: str, model_type: str) -> str:
     _, _, layer, inner = stem.split(".", 3) if stem.count(".") > 2 else (*stem.split("."), "")
     known = family_of(model_type).gguf
     names = {**_LAYER_NAMES, **(known.norms if known else {})}
-    ours = next((ours for ours, theirs in names.items() if theirs == inner), None)
-    return name if ours is None else f"blk.{layer}.{ours}.{suffix}"
+    found = next((ours for ours, theirs in names.items() if theirs == inner), None)
+    return name if found is None else f"blk.{layer}.{found}.{suffix}"
 
 
 def state_dict_name(name: str, model_type: str) -> str:

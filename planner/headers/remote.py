@@ -79,7 +79,7 @@ def _as_model_not_found(name: str) -> Iterator[None]:
     except urllib.error.HTTPError:
         raise
     except (OSError, ValueError, HTTPException) as error:
-        kind = HubUnreachable
+        kind: type[ModelNotFound] = HubUnreachable
         if isinstance(error, InvalidURL | ValueError):
             kind = ModelNotFound
         if isinstance(error, InvalidURL):

@@ -9,6 +9,7 @@ from typing import Literal
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
+from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.planning.checkpoint import against_index
 from tonnage.planner.planning.deployment import version_notes
@@ -89,6 +90,9 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         fits=not size.reasons,
         reasons=size.reasons,
         unsupported=size.support.refused,
+        defaults=frozenset(
+            name for name, flag in flags_of(Deployment).items() if getattr(deployment, name) == flag.default
+        ),
         stops_with=None if size.failure is None or not size.reasons else size.failure.sentence,
         intervals=size.intervals(),
         terms=terms,

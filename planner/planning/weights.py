@@ -62,12 +62,14 @@ class HeldWeights:
         padding: bytes that kernels add as padding.
         rounding: bytes that the allocator adds by rounding.
         offloaded: bytes moved to the host's memory.
+        padding_high: upper bound of `padding`, where the engine selects a kernel only while loading.
     """
 
     loaded: Weights
     padding: int
     rounding: int
     offloaded: int
+    padding_high: int = 0
 
     @property
     def bytes(self) -> int:
@@ -100,7 +102,10 @@ def hold_weights(
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)
     rounding = engine.allocator_rounding(architecture, quantization, deployment)
-    return HeldWeights(loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total))
+    most = engine.most_kernel_padding(architecture, quantization, deployment)
+    return HeldWeights(
+        loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total), max(padding, most)
+    )
 
 
 def sum_weights(

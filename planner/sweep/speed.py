@@ -62,7 +62,7 @@ class Work:
         """
         if not self.experts:
             return 1.0
-        used = 1 - (1 - min(1.0, self.chosen / self.experts)) ** tokens
+        used = 1.0 - float((1 - min(1.0, self.chosen / self.experts)) ** tokens)
         return (self.dense + self.expert * used) / (self.dense + self.expert)
 
 

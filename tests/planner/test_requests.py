@@ -110,7 +110,6 @@ def test_plan_of_dense_model_prints_request_figures_on_request(model, capsys):
             ("--target-concurrency", "2", "--request", "5+5", "--request", "6+6"),
             "--request: --target-concurrency counts requests of one length",
         ),
-        (("--engine", "vllm", "--engine-version", "0.7.3", "--request", "5+5"), "block manager of V0"),
     ],
 )
 def test_invalid_request_flag_is_rejected(arguments, words, capsys):

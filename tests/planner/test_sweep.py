@@ -245,7 +245,6 @@ def test_vllm_serve_line_reproduces_plan(llama):
     back = Deployment(
         engine="vllm", gpu="h100", max_model_len=int(values["--max-model-len"]),
         max_num_seqs=int(values["--max-num-seqs"]), kv_cache_dtype=values["--kv-cache-dtype"],
-        max_num_batched_tokens=int(values["--max-num-batched-tokens"]), dtype=values["--dtype"],
         tensor_parallel_size=int(values["--tensor-parallel-size"]),
     )  # fmt: skip
     assert make_plan(llama, back).kv_cache == plan.kv_cache

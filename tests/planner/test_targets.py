@@ -97,10 +97,10 @@ def test_request_longer_than_the_model_is_rejected(qwen, capsys):
     assert "above max_model_len 40,960" in capsys.readouterr().err
 
 
-def test_unknown_request_sizes_are_named(config_of, folder_with, capsys):
+def test_requests_of_unknown_size_count_as_sequences(config_of, folder_with, capsys):
     folder = folder_with(config_of("deepseek-ai/DeepSeek-V4-Flash"))
-    assert run([folder, "--engine-version", "0.32.0", *ASKED[2:]]) == 2
-    assert "layers that compress tokens" in capsys.readouterr().err
+    assert run([folder, "--engine-version", "0.32.0", *ASKED[2:]]) == 0
+    assert "200 sequences of 4,500 tokens at once, max_model_len 4,500:" in capsys.readouterr().out
 
 
 def test_target_that_no_gpu_holds_says_so(config_of, folder_with, capsys):
