@@ -21,6 +21,7 @@ from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.calibration import read_calibration
 from tonnage.planner.planning.deployment import version_of
 from tonnage.planner.planning.requests import parse_request
+from tonnage.planner.screen import Screen
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, default_grid, sweep
@@ -158,19 +159,21 @@ def _print_all(
     prices: dict[str, float],
 ) -> None:  # fmt: skip
     if rows:
-        name = f"{rows[0].model}: " if len({row.model for row in rows}) == 1 else ""
-        print(f"{name}weights and pool in GiB of one GPU, prices of all GPUs and of each certain sequence")
+        if len({row.model for row in rows}) == 1:
+            print(f"{rows[0].model}:")
+        print("GiB of one GPU; prices of all GPUs and of each certain sequence")
     if rows:
         print_rows(rows, lengths, sys.stdout)
     for why, count in Counter(row.refused or row.unsupported or row.stops for row in rows).items():
         if not why:
             continue
-        print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")
+        Screen(sys.stdout).print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")
     if len(rows) < found:
         order = "" if by is None else f" by {by}"
         print(f"... the first {len(rows):,} of {found:,}{order} (--sort, --top; --json lists all)")
+    screen = Screen(sys.stdout)
     for line in (*length_lines(rows, lengths), *notes_of(rows), *price_lines(rows, prices)):
-        print(line)
+        screen.print(line)
 
 
 def notes_of(rows: Sequence[SweepRow]) -> list[str]:
@@ -185,4 +188,4 @@ def print_left_out(rows: list[SweepRow]) -> None:
     reasons = Counter(row.unsupported for row in rows).most_common()
     print(f"Left out: {len(rows):,} combinations that the engine does not support, for example")
     for why, count in reasons[:_REASONS]:
-        print(f"  {count:,}: {why}")
+        Screen(sys.stdout).print(f"  {count:,}: {why}")
