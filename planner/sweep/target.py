@@ -73,11 +73,10 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     rows = [row for grid in grids for row in sweep(source, deployment, grid, lengths, prices)]
     if lengths and args.max_model_len is None and rows and all(row.refused for row in rows):
         # The blocks of a request may not be known for the model: it then counts as a sequence of its length.
-        tokens = sum(lengths[0])
-        longest = replace(deployment, max_model_len=tokens)
-        others = [row for grid in grids for row in sweep(source, longest, grid, (), prices)]
+        sized = replace(deployment, max_model_len=sum(lengths[0]))
+        others = [row for grid in grids for row in sweep(source, sized, grid, (), prices)]
         if not all(row.refused for row in others):
-            deployment, rows, lengths = longest, others, []
+            deployment, rows, lengths = sized, others, []
     if rows and all(row.refused for row in rows):
         raise DeploymentError(Counter(row.refused for row in rows).most_common(1)[0][0])
     left_out = [row for row in rows if row.unsupported]
