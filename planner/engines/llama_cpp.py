@@ -313,8 +313,11 @@ class LlamaCpp(Engine):
         shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks
         from_hub = plan.model.path == plan.model.id and not plan.model.id.lower().endswith(".gguf")
         named = ["-hf", plan.model.id] if from_hub and ":" in plan.model.id else ["-m", plan.model.path]
-        line = ["llama-server", *named, "-c", str(shared), "-np", str(flags.max_num_seqs),
-                "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
+        line = ["llama-server", *named, "-c", str(shared), "-np", str(flags.max_num_seqs)]
+        if "max_num_batched_tokens" not in plan.defaults:
+            line += ["-ub", str(flags.max_num_batched_tokens)]
+        if "kv_cache_dtype" not in plan.defaults:
+            line += ["-ctk", k, "-ctv", v]
         if flags.flash_attn != "auto":
             line += ["-fa", flags.flash_attn]
         if flags.n_gpu_layers is not None:
