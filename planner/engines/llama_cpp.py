@@ -343,7 +343,7 @@ def first_block(layers: int, flags: Deployment) -> int:
     """Return the first block on the GPU, 0 if all are there.
 
     --n-gpu-layers N places the output layer and the last N - 1 blocks on the GPU (i_gpu_start in
-    src/llama-model.cpp, 2026; releases before 2026 place the last N blocks and count the output layer last).
+    src/llama-model.cpp, read 2026-11; older releases place the last N blocks, and the output layer after them).
     """
     return 0 if flags.n_gpu_layers is None else max(0, layers + 1 - flags.n_gpu_layers)
 

@@ -17,12 +17,14 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import on_device
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import flags_of
+from tonnage.planner.headers.gguf_types import file_type
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.calibration import read_calibration
 from tonnage.planner.planning.deployment import version_of
+from tonnage.planner.planning.files import with_file_type
 from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.screen import Screen
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, default_grid, sweep
 from tonnage.planner.sweep.order import check_sort, ordered
@@ -54,12 +56,20 @@ def run_sweep(choices: Choices, deployment: Deployment, args: argparse.Namespace
     if args.sort is not None:
         check_sort(args.sort)
     lengths = [parse_request(text) for text in args.request or ()]
+    kinds = [kind for name in choices.quantizations if (kind := file_type(name)) is not None]
+    formats = tuple(name for name in choices.quantizations if file_type(name) is None)
+    choices = replace(choices, quantizations=formats)
+    if kinds:
+        deployment = replace(deployment, quantization=None)
     combined = varied(choices, deployment) if many else grids(choices, deployment, [find_gpu("cpu")], None)
     rows: list[SweepRow] = []
     for name in choices.models:
         try:
             source = resolve_model(name)
-            rows += [row for grid in combined for row in sweep(source, deployment, grid, lengths, prices)]
+            for kind in kinds:
+                rows += _gguf_rows(source, deployment, combined, kind, lengths, prices)
+            if formats or not kinds:
+                rows += [row for grid in combined for row in sweep(source, deployment, grid, lengths, prices)]
         except TonnageError as error:
             if len(choices.models) == 1:
                 raise
@@ -82,6 +92,20 @@ def run_sweep(choices: Choices, deployment: Deployment, args: argparse.Namespace
         _print_all(shown, found, by, lengths, prices)
         print_left_out(left_out)
     return 0 if any(row.fits for row in rows) else 1
+
+
+def _gguf_rows(
+    source: ModelSource, deployment: Deployment, combined: Sequence[Grid], kind: str,
+    lengths: Sequence[tuple[int, int]], prices: dict[str, float],
+) -> list[SweepRow]:  # fmt: skip
+    """Return the rows of a model as a GGUF file of one file type, such as Q4_K_M."""
+    made, deployment = with_file_type(source, replace(deployment, quantization=kind))
+    rows = [
+        row
+        for grid in combined
+        for row in sweep(made, deployment, replace(grid, quantizations=("as is",)), lengths, prices)
+    ]
+    return [replace(row, quantization=kind, model=source.id) for row in rows]
 
 
 def write_html(

@@ -160,3 +160,21 @@ def test_every_file_type_is_planned(config_of):
     sizes = [sum(t.nbytes for t in gguf_tensors(architecture, kind)) for kind in FILE_TYPES]
     assert min(sizes) > 30e9 / 8 * 2.5
     assert max(sizes) == sizes[0]
+
+
+def test_table_compares_file_types(config_of, folder_with, capsys):
+    folder = folder_with(config_of("Qwen/Qwen3-8B"))
+    flags = ["--gpu", "rtx4090-24g,l4-24g", "--max-model-len", "8192"]
+    assert run([folder, "-q", "q4_k_m,q8_0", *flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["quantization"], row["gpu"]) for row in rows] == [
+        ("Q4_K_M", "rtx4090-24g"), ("Q4_K_M", "l4-24g"), ("Q8_0", "rtx4090-24g"), ("Q8_0", "l4-24g")
+    ]  # fmt: skip
+    for row in rows:
+        alone = plan(folder, quantization=row["quantization"], gpu=row["gpu"], max_model_len=8192)
+        assert (row["weights_bytes"], row["kv_pool_bytes"]) == (
+            alone.rank.weights_bytes,
+            alone.rank.kv_pool_bytes,
+        )
+    assert run([folder, "-q", "q4_k_m,q8_0", *flags]) == 0
+    assert capsys.readouterr().out.count("Q4_K_M by llama.cpp's rules") == 1
