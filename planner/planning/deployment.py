@@ -56,8 +56,10 @@ def _is_gguf(model: str, fields: Mapping[str, Any]) -> bool:
     """Return whether the model or a flag means a GGUF file that the hf engine cannot load."""
     if file_type(fields.get("quantization") or "") is not None or fields.get("n_gpu_layers") is not None:
         return True
-    on_gpu = fields.get("gpu") is not None or fields.get("device") == "cuda"
-    return names_gguf(model) and (on_gpu or not os.path.exists(model))
+    if os.path.exists(model):
+        on_gpu = fields.get("gpu") not in (None, "cpu") or fields.get("device") == "cuda"
+        return on_gpu and model.lower().endswith(".gguf")
+    return names_gguf(model)
 
 
 def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
