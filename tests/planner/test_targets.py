@@ -74,7 +74,7 @@ def test_serve_line_of_a_target_prints_commands_of_the_first_layout_only(qwen, c
 
 
 def test_question_of_the_first_day_is_answered_offline(monkeypatch, capsys, tmp_path):
-    """200 users, 4k prompts, 500 tokens, Qwen3-32B: which GPUs, which flags, at what price, as in the README."""
+    """200 users, 4k prompts, 500 tokens, Qwen3-32B: which GPUs, which flags, what price, as in the README."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     asked = ["Qwen/Qwen3-32B", "--request", "4000+500", "--target-concurrency", "200"]
