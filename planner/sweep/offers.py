@@ -92,7 +92,7 @@ def offers(
             )  # fmt: skip
         cost = cost_of(row.gpu, row.gpus * replicas, prices)
         found.append(Offer(row, replicas, running, None if cost is None else cost.usd, speed))
-    found.sort(key=lambda offer: (*offer.figures, offer.row.gpu))
+    found.sort(key=lambda offer: (*offer.figures, offer.replicas, offer.row.gpu))
     smallest = found[0].gpus if found else 0
     most = NODE if smallest <= NODE else 2 * smallest
     return [offer for offer in found if offer.gpus <= most]

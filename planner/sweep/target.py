@@ -188,7 +188,7 @@ def _cells(offer: Offer, several: bool) -> list[str]:
 def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
     """Return why no layout was found."""
     most = max((row.gpus for row in rows), default=1)
-    lines = [f"No layout of up to {most} GPUs of one type holds a single request."]
+    lines = [f"No layout of up to {most} {'GPU' if most == 1 else 'GPUs'} of one type holds a single request."]
     largest = max((row.total_bytes for row in rows), default=0)
     names = dict.fromkeys(row.gpu for row in rows if 3 * row.total_bytes >= largest)
     sizer = Sizer(source)
