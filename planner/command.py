@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from tonnage.planner.api import plan_or_advise
@@ -17,6 +18,7 @@ from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.terminal import for_this_cpu, print_plan
 from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
 from tonnage.planner.plans import Plan
@@ -33,7 +35,7 @@ examples:
   tonnage plan demo
   tonnage plan demo --kv-cache-memory-bytes 512MiB --explain
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
-  tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
+  tonnage plan ./Qwen3-32B --request 4000+500 --target-concurrency 200
   tonnage plan ./Qwen3-32B ./Llama-3.1-8B --gpu h100-80g,l40s,2xa100-80g --quantization none,fp8,int4
   tonnage plan ./Qwen3-32B --sweep --top 20 --html sweep.html
   tonnage plan ./Qwen3-32B --gpu h100-80g --request 2000+300 --request 30K+1K
@@ -63,7 +65,8 @@ def parser() -> Parser:
     )
     p.add_argument(
         "model", metavar="MODEL",
-        help="demo, a folder with config.json, a .gguf file, or a hub id: org/name or org/name@revision",
+        help="demo, a folder with config.json, a .gguf file, or a hub id: org/name, org/name@revision, "
+        "org/name-GGUF:Q4_K_M, or an address of the hub",
     )  # fmt: skip
     p.add_argument("others", metavar="MODEL", nargs="*", help="more models: one table, side by side")
     add_token_flag(p)
@@ -81,7 +84,9 @@ _Group = argparse._ArgumentGroup
 
 def _output_flags(p: _Group) -> None:
     p.add_argument(
-        "--target-concurrency", metavar="N", help="find the cheapest GPU and TP that hold N sequences"
+        "--target-concurrency",
+        metavar="N",
+        help="find the GPUs that hold N requests at once: smallest layouts first, with price and speed",
     )
     p.add_argument("--sweep", action="store_true", help="quantization x KV dtype x TP x GPU as a table")
     p.add_argument(
@@ -160,7 +165,7 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         DeploymentError: options contradict each other, or one needs an option that is missing.
     """
     one_of(read_choices(args))
-    deployment = deployment_of(given(args, Deployment))
+    deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args)
     _check_trace(args)
     return deployment
@@ -177,7 +182,8 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     def refuse(name: str, why: str, hint: str) -> NoReturn:
         raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
 
-    many = "sweep" if args.sweep else "target_concurrency" if args.target_concurrency is not None else None
+    target = args.target_concurrency is not None
+    many = "target_concurrency" if target else "sweep" if args.sweep else None
     if args.compare is not None:
         if many:
             refuse(
@@ -186,17 +192,19 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
         if args.engine_version is not None:
             refuse("compare", "already names both versions", "leave --engine-version out")
         many = "compare"
-    if args.sweep and args.target_concurrency is not None:
-        refuse(
-            "sweep", "excludes --target-concurrency, which prints only the cheapest combinations", "give one"
-        )
+    if target and len(args.request or ()) > 1:
+        refuse("request", "--target-concurrency counts requests of one length", "give the longest")
     about = f"--{many.replace('_', '-')} gives" if many else "several models or values give" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
-        if about and getattr(args, name) and (name != "request" or many):
+        if name == "request" and many != "compare":
+            continue  # A table has a column for each length.
+        if name == "serve_line" and target:
+            continue  # The command serves the first layout.
+        if about and getattr(args, name):
             refuse(name, f"needs a single plan; {about} a table of plans", "leave one out")
     settings = "emit" if args.emit else "serve_line" if args.serve_line else None
     for name in ("explain", "request", "trace"):
-        if settings and getattr(args, name):
+        if settings and not (target and name == "request") and getattr(args, name):
             refuse(name, f"adds figures; --{settings.replace('_', '-')} prints settings only", "leave one out")
     if args.explain and (args.csv or args.markdown):
         refuse("explain", "is not available in a table", "--json has the terms, with their formulas")
@@ -208,7 +216,7 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
         if many == "compare":
             refuse(name, "applies to a table of plans; --compare shows one deployment", "leave one out")
     if args.sort is not None and many == "target_concurrency":
-        refuse("sort", "does not combine with --target-concurrency, which sorts by price", "leave one out")
+        refuse("sort", "does not combine with --target-concurrency, whose order is fixed", "leave it out")
 
 
 def run(argv: list[str]) -> int:
@@ -245,23 +253,35 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
         one_of(choices)
     if args.target_concurrency is not None:
         one_of(choices.of_models)
-    deployment = deployment_of(given(args, Deployment))
+    deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
         from tonnage.planner.sweep.versions import run_compare  # a single plan does not need sweeps
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
+        if args.target_concurrency is not None:
+            from tonnage.planner.sweep.target import run_target  # a single plan does not need sweeps
+
+            wanted = parse_count(args.target_concurrency, "--target-concurrency")
+            return run_target(choices, deployment, wanted, args)
         from tonnage.planner.sweep.command import run_sweep  # a single plan does not need sweeps
 
-        target = args.target_concurrency
-        wanted = None if target is None else parse_count(target, "--target-concurrency")
-        return run_sweep(choices, deployment, wanted, args)
+        return run_sweep(choices, deployment, args)
     asked = given(args, Deployment)
     lengths = [parse_request(text) for text in args.request or ()]
-    plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
+    source = resolve_model(args.model)
+    plan = plan_or_advise(source, deployment, engine_given="engine" in asked)
     if lengths:
-        plan = with_requests(plan, lengths)
+
+        def planned_for(tokens: int) -> Plan:
+            """Return the plan for sequences of `tokens` tokens in the same pool."""
+            size = max(1, plan.rank.kv_pool_bytes)
+            return plan_source(
+                source, replace(plan.deployment, max_model_len=tokens, kv_cache_memory_bytes=size)
+            )
+
+        plan = with_requests(plan, lengths, planned_for)
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:

@@ -75,7 +75,7 @@ class Deployment:
     )
     quantization: str | None = flag(
         None,
-        "fp8, int8, int4, nf4, gptq, awq ... (default: the checkpoint's)",
+        "fp8, int8, int4, nf4, gptq, awq ..., for GGUF q4_k_m ... (default: the checkpoint's)",
         group=_MODEL,
         metavar="METHOD",
         short="-q",
@@ -187,6 +187,10 @@ class Deployment:
     kv_unified: bool = flag(
         False, "all sequences share one context of --max-model-len tokens", group=_CACHE, engine="llama.cpp"
     )
+    n_gpu_layers: int | None = flag(
+        None, "layers on the GPU: the output layer and the last N - 1 blocks (default: all)", group=_EXTRAS,
+        least=2, most=4096, engine="llama.cpp", short="-ngl",
+    )  # fmt: skip
     cache_ram_bytes: int = flag(
         8192 * MiB, "MiB of host memory for cached prompts (default: 8192)", group=_EXTRAS, unit="MiB",
         least=0, option="--cache-ram", engine="llama.cpp",

@@ -83,6 +83,10 @@ class ModelNotFound(TonnageError):
     code = "model_not_found"
 
 
+class HubUnreachable(ModelNotFound):
+    """Error for a hub id whose hub does not answer, or whose access is disabled (HF_HUB_OFFLINE)."""
+
+
 class UnsupportedArchitecture(TonnageError):
     """Error for a model, or a field of its config, that the planner does not support."""
 

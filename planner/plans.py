@@ -26,7 +26,7 @@ from tonnage.planner.model.capacity import (
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.units import gib
+from tonnage.planner.units import MiB, gib
 
 SCHEMA_VERSION = 1
 
@@ -231,6 +231,7 @@ class Plan:
         requests: capacity for each requested pair of prompt and output lengths.
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
+        defaults: fields of `deployment` that were not given; a serve command need not repeat them.
     """
 
     plan_id: str
@@ -254,6 +255,7 @@ class Plan:
     requests: tuple[RequestCapacity, ...] = ()
     mix: MixCapacity | None = None
     unsupported: tuple[str, ...] = ()
+    defaults: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> RankPlan:
@@ -295,9 +297,12 @@ class Plan:
         model, flags = self.model, self.deployment
         first = f"{model.id}: {model.architecture}, {model.parameters:,} parameters, {model.attention}, "
         first += model.dtype + (f", {flags.quantization}" if flags.quantization else "") + f" (via {model.via})"
+        step = ""
+        if flags.max_num_batched_tokens is not None:
+            step = f"max_num_batched_tokens {flags.max_num_batched_tokens:,}, "
         second = (
             f"engine {self.engine_name} on {self.device_name()}, max_model_len {flags.max_model_len:,}, "
-            f"max_num_seqs {flags.max_num_seqs:,}, block size {flags.block_size}"
+            f"max_num_seqs {flags.max_num_seqs:,}, {step}block size {flags.block_size}"
         )
         return first, second
 
@@ -320,8 +325,10 @@ class Plan:
         def bounds(name: str) -> str:
             if name not in self.intervals:
                 return "exact"
-            low, high = self.intervals[name]
-            return f"{gib(int(low))} to {gib(int(high))}"
+            low, high = map(int, self.intervals[name])
+            if gib(low) == gib(high):  # The bounds differ by less than their last digit.
+                return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
+            return f"{gib(low)} to {gib(high)}"
 
         rows = [
             ("weights", rank.weights_bytes, bounds("weights_bytes")),
@@ -336,7 +343,10 @@ class Plan:
         if rank.draft_bytes:
             rows.append(("draft model", rank.draft_bytes, bounds("draft_bytes")))
         rows.append(("free", rank.free_bytes, ""))
-        rows.append(("device", rank.total_bytes, ""))
+        several = len(self.ranks) * self.deployment.data_parallel_size > 1
+        count = len(self.ranks) * self.deployment.data_parallel_size
+        whose = "each" if all(other == rank for other in self.ranks) else "the fullest"
+        rows.append(("device", rank.total_bytes, f"{whose} of {count} GPUs" if several else ""))
         return rows
 
     def capacity_lines(self) -> list[str]:
@@ -352,13 +362,20 @@ class Plan:
             tokens = f"about {tokens}, {low:,} to {high:,}"
             low, high = self.intervals["max_concurrency"]
             concurrency = f"about {concurrency}, {low:.2f} to {high:.2f}"
+        each = "" if layout.bytes_per_token is None else f", {layout.bytes_per_token:,} a token"
         limit = "" if self.running == cache.max_concurrency else f"; --max-num-seqs lets {self.running:,} run"
         lines = [
             f"KV cache: {about}{cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes "
-            f"({layout.dtype}), {cache.usable_blocks:,} usable; {tokens}",
+            f"({layout.dtype}{each}), {cache.usable_blocks:,} usable; {tokens}",
             f"Concurrency at {flags.max_model_len:,} tokens per request: {concurrency} "
             f"({gib(cache.bytes_per_sequence)} each){limit}",
         ]
+        if (copies := flags.data_parallel_size) > 1:
+            gpus, held = copies * len(self.ranks), copies * cache.tokens
+            lines.append(
+                f"All {copies} replicas, {gpus} GPUs: {about}{held:,} tokens, "
+                f"{copies * cache.max_concurrency:.2f} sequences of {flags.max_model_len:,} tokens"
+            )
         if len(layout.groups) > 1 or layout.slides:
             for i, group in enumerate(layout.groups):
                 window = f", window {group.window:,}" if group.window else ""

@@ -27,17 +27,25 @@ class Screen:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self._wraps = file.isatty()  # Another program reads whole lines.
         self._styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"  # no-color.org
         self.width = _width(file)
 
     def print(self, text: str = "", style: str = "") -> None:
-        """Print one paragraph, wrapped to the width; all its lines have the first line's indentation."""
+        """Print one paragraph; a terminal gets it wrapped to the width, with the first line's indentation."""
         import textwrap  # JSON output does not need it
 
         plain = printable(text)
+        if not self._wraps:
+            self.print_line(plain, style)
+            return
         indent = plain[: len(plain) - len(plain.lstrip())]
         for line in textwrap.wrap(plain, self.width, subsequent_indent=indent) or [""]:
             print(self._in(style, line), file=self._file)
+
+    def print_line(self, text: str, style: str = "") -> None:
+        """Print one line as it is, without wrapping."""
+        print(self._in(style, printable(text)), file=self._file)
 
     def table(self, rows: Sequence[Sequence[Cell]], right: Collection[int] = (), titles: bool = False) -> None:
         """Print rows in columns that are as wide as their widest cell.
@@ -62,6 +70,25 @@ class Screen:
 
     def _in(self, style: str, text: str) -> str:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self._styled else text
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows as lines in columns that are as wide as their widest cell.
+
+    Args:
+        rows: the cells of each row.
+        right: indices of right-aligned columns.
+    """
+    table = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return _GAP.join(
+            f"{cell:{'>' if place in right else '<'}{wide}}" for place, (cell, wide) in cells
+        ).rstrip()
+
+    return [line(row) for row in table]
 
 
 def _width(file: TextIO) -> int:

@@ -222,6 +222,12 @@ class Engine(ABC):
         """Return the bytes that kernels add to the weights after loading (padding, copies in another type)."""
         return 0
 
+    def most_kernel_padding(
+        self, architecture: Architecture, quantization: Quantization, flags: Deployment
+    ) -> int:
+        """Return the upper bound of `kernel_padding`, where the engine selects a kernel only while loading."""
+        return self.kernel_padding(architecture, quantization, flags)
+
     def kernel_class(self, gpu: str) -> str | None:
         """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
         return None

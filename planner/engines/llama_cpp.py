@@ -29,10 +29,10 @@ from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer
-from tonnage.planner.model.host import HostMemory
+from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
-from tonnage.planner.plans import Plan, Resolved
+from tonnage.planner.plans import Plan, RankPlan, Resolved
 from tonnage.planner.units import GiB, MiB, ceil_div
 
 # Name of a ggml type -> (values per quantization block, bytes per block), from ggml-common.h.
@@ -76,6 +76,7 @@ _INPUTS = (
     "token_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias", "token_types.weight",
     "position_embd.weight", "per_layer_token_embd.weight",
 )  # fmt: skip
+_BLOCK = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
 CELL_PADDING = 256
 MAMBA_STATE_BYTES = 4  # llama.cpp keeps recurrent states in f32 (llama-memory-recurrent.cpp)
 
@@ -143,6 +144,20 @@ class LlamaCpp(Engine):
             "warns of it and starts; answers behind them may be worthless without a rope scaling",
         )
 
+    def adjust_step(
+        self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
+    ) -> tuple[Deployment, int]:
+        """Return the flags and the tokens of a step, adjusted for encoder models.
+
+        Raises:
+            DeploymentError: --n-gpu-layers is given with a CPU or several GPUs.
+        """
+        if flags.n_gpu_layers is not None and flags.device == "cpu":
+            raise DeploymentError("the plan is for a CPU", field="--n-gpu-layers", hint="--gpu NAME")
+        if flags.n_gpu_layers is not None and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
+            raise DeploymentError("is planned for one GPU", field="--n-gpu-layers", hint="leave one out")
+        return super().adjust_step(flags, architecture, max_model_len, tokens)
+
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         """Return the tensors that the device holds.
 
@@ -152,6 +167,8 @@ class LlamaCpp(Engine):
         held = [tensor for tensor in architecture.tensors if tensor.role != "buffer"]
         if flags.device != "cpu":
             held = [replace(t, tied_to=None) if t.role == "head" else t for t in held if t.role != "embedding"]
+            first = first_block(architecture.layers, flags)
+            held = [t for t in held if t.layer is None or t.layer >= first]
         return tuple(held)
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
@@ -159,12 +176,19 @@ class LlamaCpp(Engine):
         if flags.device == "cpu":
             return tensors
         kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)
-        return tuple(t for t in tensors if t.name in kept or t.name not in _INPUTS)
+        blocks = {t.name: int(match[1]) for t in tensors if (match := _BLOCK.match(t.name))}
+        first = first_block(max(blocks.values(), default=-1) + 1, flags)
+        return tuple(
+            t
+            for t in tensors
+            if (t.name in kept or t.name not in _INPUTS) and blocks.get(t.name, first) >= first
+        )
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache cells for a model that generates tokens."""
         sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
         context = _context(chosen)
+        architecture, _ = split_blocks(architecture, chosen.flags)
         cache = size_cache(
             architecture, context, types, sequences=sequences, ubatch=chosen.max_num_batched_tokens,
             unified=sequences == 1 or chosen.flags.kv_unified,
@@ -208,7 +232,33 @@ class LlamaCpp(Engine):
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of llama-server on GPUs."""
         architecture, chosen = hosted.architecture, hosted.chosen
-        return llama_cpp.host_memory(hosted, _partial(architecture, chosen), _masked(architecture, chosen)[0])
+        found = llama_cpp.host_memory(hosted, _partial(architecture, chosen), _masked(architecture, chosen)[0])
+        _, left = split_blocks(architecture, chosen.flags)
+        if not left.cache_layers:
+            return found
+        cache = size_cache(
+            left, _context(chosen), chosen.flags.kv_cache_dtype, sequences=chosen.max_num_seqs,
+            ubatch=chosen.max_num_batched_tokens, unified=chosen.max_num_seqs == 1 or chosen.flags.kv_unified,
+        )  # fmt: skip
+        part = HostPart(
+            "KV cache of blocks on the host", cache.bytes, cache.bytes, cache.bytes,
+            f"{first_block(architecture.layers, chosen.flags)} blocks",
+            "--n-gpu-layers; src/llama-kv-cache.cpp",
+        )  # fmt: skip
+        return replace(found, parts=(*found.parts, part))
+
+    def start_notes(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
+    ) -> tuple[str, ...]:
+        """Return a note on the blocks that --n-gpu-layers leaves on the host."""
+        first, asked = first_block(architecture.layers, chosen.flags), chosen.flags.n_gpu_layers
+        if not first:
+            return ()
+        return (
+            f"-ngl {asked} of {architecture.layers + 1}: the output layer and blocks {first} to "
+            f"{architecture.layers - 1} are on the GPU; blocks 0 to {first - 1} are computed on the CPU, and "
+            "their weights have to stay in the page cache",
+        )
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         """Add buffers, cache cells, cache types and flags of one start-up log line to ``out``."""
@@ -261,10 +311,17 @@ class LlamaCpp(Engine):
         k, v = cache_types(flags.kv_cache_dtype)
         # The option -c is n_ctx, the number of cells of all sequences together.
         shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks
-        line = ["llama-server", "-m", plan.model.id, "-c", str(shared), "-np", str(flags.max_num_seqs),
-                "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
+        from_hub = plan.model.path == plan.model.id and not plan.model.id.lower().endswith(".gguf")
+        named = ["-hf", plan.model.id] if from_hub and ":" in plan.model.id else ["-m", plan.model.path]
+        line = ["llama-server", *named, "-c", str(shared), "-np", str(flags.max_num_seqs)]
+        if "max_num_batched_tokens" not in plan.defaults:
+            line += ["-ub", str(flags.max_num_batched_tokens)]
+        if "kv_cache_dtype" not in plan.defaults:
+            line += ["-ctk", k, "-ctv", v]
         if flags.flash_attn != "auto":
             line += ["-fa", flags.flash_attn]
+        if flags.n_gpu_layers is not None:
+            line += ["-ngl", str(flags.n_gpu_layers)]
         if flags.kv_unified:
             line.append("-kvu")
         if flags.cache_ram_bytes != flags_of(Deployment)["cache_ram_bytes"].default:
@@ -280,6 +337,25 @@ class LlamaCpp(Engine):
         if kind == "gguf":
             return None
         return "the log is of a GGUF file, --model names a config (give the .gguf)"
+
+
+def first_block(layers: int, flags: Deployment) -> int:
+    """Return the first block on the GPU, 0 if all are there.
+
+    --n-gpu-layers N places the output layer and the last N - 1 blocks on the GPU (i_gpu_start in
+    src/llama-model.cpp, read 2026-11; older releases place the last N blocks, and the output layer after them).
+    """
+    return 0 if flags.n_gpu_layers is None else max(0, layers + 1 - flags.n_gpu_layers)
+
+
+def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
+    """Return the architecture with the caches of the blocks on the GPU, and with those of the other blocks."""
+    first = first_block(architecture.layers, flags)
+    if not first:
+        return architecture, replace(architecture, cache_layers=())
+    here = tuple(layer for layer in architecture.cache_layers if layer.layer >= first)
+    there = tuple(layer for layer in architecture.cache_layers if layer.layer < first)
+    return replace(architecture, cache_layers=here), replace(architecture, cache_layers=there)
 
 
 def _read_devices(text: str, out: LogFigures) -> None:

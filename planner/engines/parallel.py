@@ -24,6 +24,7 @@ from tonnage.planner.units import ceil_div
 VOCAB_PADDING = 64
 _LAST = ("norm", "head")  # roles of the tensors after the last layer
 _TP = "--tensor-parallel-size"
+_MOST_RANKS = 64  # Examples in an error are at most this number.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +79,33 @@ def heads_per_rank(kv_heads: int, ranks: int) -> int:
 
 def check(architecture: Architecture, ranks: int) -> None:
     """Raise DeploymentError if ``ranks`` tensor-parallel ranks cannot divide the model's heads."""
+    if (refusal := _refusal(architecture, ranks)) is not None:
+        refusal.hint = _examples(architecture)
+        raise refusal
+
+
+def _refusal(architecture: Architecture, ranks: int) -> DeploymentError | None:
+    """Return why ``ranks`` tensor-parallel ranks cannot divide the model's heads, or None if they can."""
     if ranks == 1:
-        return
+        return None
     if architecture.heads % ranks and not _headless(architecture):
-        raise EngineRefusal(
-            f"{ranks} does not divide {architecture.heads} attention heads",
-            field=_TP,
-            hint=_divisors(architecture),
-            cause="heads",
+        return EngineRefusal(
+            f"{ranks} does not divide {architecture.heads} attention heads", field=_TP, cause="heads",
             facts={"heads": architecture.heads, "ranks": ranks},
-        )
+        )  # fmt: skip
     for kv_heads in sorted({layer.kv_heads for layer in architecture.cache_layers if _divided(layer.kind)}):
         if kv_heads % ranks and ranks % kv_heads:
-            raise EngineRefusal(
-                f"{ranks} neither divides nor is divided by {kv_heads} KV heads", field=_TP,
-                hint=_divisors(architecture), cause="kv_heads", facts={"heads": kv_heads, "ranks": ranks},
+            return EngineRefusal(
+                f"{ranks} neither divides nor is divided by {kv_heads} KV heads", field=_TP, cause="kv_heads",
+                facts={"heads": kv_heads, "ranks": ranks},
             )  # fmt: skip
     for layer in architecture.cache_layers:
         for state in layer.states:
             if state.shard_dim is not None and state.name in ("ssm", "recurrent", "linear"):
                 size = state.shape[state.shard_dim]
                 if size % ranks:
-                    raise DeploymentError(f"{ranks} does not divide {size} heads of the state", field=_TP)
+                    return DeploymentError(f"{ranks} does not divide {size} heads of the state", field=_TP)
+    return None
 
 
 def _headless(architecture: Architecture) -> bool:
@@ -110,9 +116,24 @@ def _divided(kind: str) -> bool:
     return kind in ("full", "sliding", "chunked", "cross")
 
 
-def _divisors(architecture: Architecture) -> str:
-    found = [str(n) for n in (1, 2, 4, 8, 16, 32, 64) if architecture.heads % n == 0]
-    return "for example " + ", ".join(found)
+def accepted_ranks(architecture: Architecture, most: int = _MOST_RANKS) -> list[int]:
+    """Return the numbers of tensor-parallel ranks, up to ``most``, that divide the heads and every tensor."""
+    found = []
+    for ranks in range(1, most + 1):
+        if _refusal(architecture, ranks) is not None:
+            continue
+        parallel = Parallel(tensor=ranks)
+        try:
+            for tensor in architecture.tensors:
+                _shard(tensor, architecture, parallel)
+        except DeploymentError:
+            continue
+        found.append(ranks)
+    return found
+
+
+def _examples(architecture: Architecture) -> str:
+    return "for example " + ", ".join(map(str, accepted_ranks(architecture)))
 
 
 def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int) -> Architecture:

@@ -49,16 +49,25 @@ def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
 
 
 def common_flags(plan: Plan) -> list[str]:
-    """Return the command options of ``plan`` that vLLM and this project's server spell alike."""
+    """Return the command options of ``plan`` that vLLM and this project's server spell alike.
+
+    Values that were not given are left out, because the engine chooses them again.
+    """
     flags = plan.deployment
-    line = ["--max-model-len", str(flags.max_model_len), "--max-num-seqs", str(flags.max_num_seqs),
-            "--max-num-batched-tokens", str(flags.max_num_batched_tokens), "--dtype", flags.dtype]  # fmt: skip
-    if flags.kv_cache_memory_bytes is not None:
-        line += ["--kv-cache-memory-bytes", str(flags.kv_cache_memory_bytes)]
-    else:
-        line += ["--gpu-memory-utilization", f"{flags.gpu_memory_utilization:g}"]
-    if flags.kv_cache_dtype != flags.dtype:
-        line += ["--kv-cache-dtype", flags.kv_cache_dtype]
+    sized = flags.kv_cache_memory_bytes is not None
+    options = {
+        "max_model_len": str(flags.max_model_len),
+        "max_num_seqs": str(flags.max_num_seqs),
+        "max_num_batched_tokens": str(flags.max_num_batched_tokens),
+        "dtype": flags.dtype,
+        "kv_cache_memory_bytes": str(flags.kv_cache_memory_bytes) if sized else "",
+        "gpu_memory_utilization": "" if sized else f"{flags.gpu_memory_utilization:g}",
+        "kv_cache_dtype": flags.kv_cache_dtype if flags.kv_cache_dtype != flags.dtype else "",
+    }
+    line = []
+    for name, value in options.items():
+        if value and name not in plan.defaults:
+            line += [flags_of(Deployment)[name].option, value]
     return line
 
 

@@ -1,4 +1,4 @@
-"""SGLang's serve command for a plan, with every flag that reproduces the plan.
+"""SGLang's serve command for a plan, with every flag that was given and reproduces the plan.
 
 Names and choices of the flags are from arg_groups/fields and server_args.py of 0.5.23. For an older release,
 the command uses that release's spelling of a flag.
@@ -23,10 +23,12 @@ _UTILIZATION = 0.9  # default of --gpu-memory-utilization (base.Engine.default_u
 def serve_line(plan: Plan) -> str:
     """Return the ``python -m sglang.launch_server`` command of ``plan``."""
     flags = plan.deployment
-    line = ["python", "-m", "sglang.launch_server", "--model-path", *model_and_revision(plan.model.id),
-            "--context-length", str(flags.max_model_len), "--dtype", flags.dtype,
-            "--tp-size", str(flags.tensor_parallel_size)]  # fmt: skip
-    line += [*_more_ranks(flags), *_memory(flags), *_cache(plan)]
+    line = ["python", "-m", "sglang.launch_server", "--model-path", *model_and_revision(plan.model.id)]
+    if "max_model_len" not in plan.defaults:
+        line += ["--context-length", str(flags.max_model_len)]
+    if "dtype" not in plan.defaults:
+        line += ["--dtype", flags.dtype]
+    line += [*_ranks(flags), *_memory(plan), *_cache(plan)]
     if flags.enforce_eager and parse_version(flags.engine_version or "") >= _PER_PHASE:
         line += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
     elif flags.enforce_eager:
@@ -39,8 +41,9 @@ def serve_line(plan: Plan) -> str:
     return shlex.join(line)
 
 
-def _more_ranks(flags: Deployment) -> list[str]:
-    line = [] if flags.device == "cuda" else ["--device", flags.device]
+def _ranks(flags: Deployment) -> list[str]:
+    line = ["--tp-size", str(flags.tensor_parallel_size)] if flags.tensor_parallel_size > 1 else []
+    line += [] if flags.device == "cuda" else ["--device", flags.device]
     if flags.pipeline_parallel_size > 1:
         line += ["--pp-size", str(flags.pipeline_parallel_size)]
     if flags.data_parallel_size > 1:
@@ -51,10 +54,15 @@ def _more_ranks(flags: Deployment) -> list[str]:
     return line
 
 
-def _memory(flags: Deployment) -> list[str]:
-    line = ["--mem-fraction-static", str(flags.mem_fraction_static),
-            "--max-running-requests", str(flags.max_num_seqs),
-            "--chunked-prefill-size", str(flags.max_num_batched_tokens)]  # fmt: skip
+def _memory(plan: Plan) -> list[str]:
+    flags, line = plan.deployment, []
+    # SGLang derives the share from the GPU's memory and the batch, as the plan does.
+    if not {"mem_fraction_static", "gpu_memory_utilization"} <= plan.defaults:
+        line += ["--mem-fraction-static", str(flags.mem_fraction_static)]
+    if "max_num_seqs" not in plan.defaults:
+        line += ["--max-running-requests", str(flags.max_num_seqs)]
+    if "max_num_batched_tokens" not in plan.defaults:
+        line += ["--chunked-prefill-size", str(flags.max_num_batched_tokens)]
     line += changed(flags, ("swa_full_tokens_ratio", "mamba_full_memory_ratio"))
     if flags.cpu_offload_bytes:
         line += ["--cpu-offload-gb", str(ceil_div(flags.cpu_offload_bytes, GiB))]

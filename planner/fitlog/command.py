@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -12,10 +13,11 @@ from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.fitlog.calibrate import keep
-from tonnage.planner.fitlog.compare import ASKED, FITTED, Comparison, Row, compare
+from tonnage.planner.fitlog.compare import ASKED, FITTED, OF_LOGGED_POOL, Comparison, Row, compare, word
 from tonnage.planner.fitlog.read import read_log
 from tonnage.planner.flags import add_flags
 from tonnage.planner.headers.hub import add_token_flag
+from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.units import gib
 
 OK = 0
@@ -124,72 +126,43 @@ def _term(row: Row) -> dict[str, Any]:
     }
 
 
-_WORDS = {
-    "weights_bytes": "weights",
-    "activation_bytes": "activations",
-    "non_torch_bytes": "non-torch",
-    "cuda_graph_bytes": "CUDA graphs",
-    "graph_estimate_bytes": "CUDA graphs",
-    "kv_pool_bytes": "KV pool",
-    "num_blocks": "blocks",
-    "max_concurrency": "concurrency",
-    "device_bytes": "memory of the device",
-    "context_tokens": "n_ctx",
-}
-
-
 def _print(comparison: Comparison) -> None:
     print(f"{comparison.name}: {comparison.headline}")
-    several = len({row.rank for row in comparison.ranks}) > 1
-    rows: Sequence[Row] = comparison.rows
-    if several:  # Ranks with the same figures share a line.
-        by_rank = {row.term for row in comparison.ranks}
-        rows = [*_merged(comparison.ranks), *(row for row in rows if row.term not in by_rank)]
-    width = max((28, *(len(_word(row.term)) for row in rows)))
-    if rows:
-        rank = f"{'rank':<10}" if several else ""
-        print(f"  {'':<{width}}{rank}{'planned':>14}{'interval':>28}{'logged':>14}{'difference':>12}  verdict")
-    for row in rows:
-        share = f"{100 * (row.planned - row.logged) / row.logged:+.2f} %" if row.logged else ""
-        between = "exact" if row.exact else f"{_shown(row, row.low)} to {_shown(row, row.high)}"
-        rank = f"{row.rank:<10}" if several else ""
-        print(
-            f"  {_word(row.term):<{width}}{rank}{_shown(row, row.planned):>14}{between:>28}"
-            f"{_shown(row, row.logged):>14}{share:>12}  {row.verdict}"
-        )
+    _print_rows(comparison.shown)
+    screen = Screen(sys.stdout)
     if comparison.failure is not None:
-        print(f"  The start failed: {comparison.failure}")
-    print(f"  Verdict: {comparison.verdict}.")
+        screen.print(f"The start failed: {comparison.failure}")
+    screen.print(f"Verdict: {comparison.verdict}.")
     for words, said in (("Not in the log", comparison.missing), ("Assumed", comparison.assumed)):
         if said:
-            print(f"  {words}: {', '.join(map(_word, said))}.")
+            screen.print(f"{words}: {', '.join(map(word, said))}.")
     for note in comparison.notes:
-        print(f"  Note: {note}")
+        screen.print(f"Note: {note}")
 
 
-def _word(term: str) -> str:
-    """Return the readable name of a memory term, such as `tokens of the logged pool`.
-
-    The term of that example is `tokens_of_logged_pool`. Of alternative names (`a|b`) the first is used.
-    """
-    name, space, how = term.partition(" (")
-    name = name.partition("|")[0]
-    plain = name.removesuffix("_of_logged_pool")
-    word = _WORDS.get(plain, plain)
-    return word + (" of the logged pool" if plain != name else "") + space + how
-
-
-def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return the compared terms grouped by term, with one row for all ranks that have the same figures."""
-    out: dict[tuple[object, ...], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
-        out.setdefault((row.term, row.planned, row.logged), []).append(row)
-    return [
-        Row(r.term, r.planned, r.logged, r.low, r.high, r.rounding,
-            f"{same[0].rank}-{same[-1].rank}" if len(same) > 1 else r.rank)
-        for same in out.values()
-        for r in same[:1]
-    ]  # fmt: skip
+def _print_rows(shown: Sequence[Row]) -> None:
+    """Print the compared terms as a table; those computed from the log's own pool follow below a title."""
+    several = len({row.rank for row in shown}) > 1
+    titles = ["", *(["rank"] if several else []), "planned", "interval", "logged", "differs", "plan"]
+    lines: list[list[str]] = [titles]
+    own: list[int] = []
+    for row in shown:
+        if row.term.endswith(OF_LOGGED_POOL):
+            own.append(len(lines))
+        share = f"{100 * (row.planned - row.logged) / row.logged:+.2f}%" if row.logged else ""
+        between = "exact" if row.exact else f"{_shown(row, row.low)} to {_shown(row, row.high)}"
+        lines.append([
+            word(row.term.removesuffix(OF_LOGGED_POOL)), *([row.rank] if several else []),
+            _shown(row, row.planned), between, _shown(row, row.logged), share,
+            row.verdict.removeprefix("planned "),
+        ])  # fmt: skip
+    if not shown:
+        return
+    table = aligned(lines, [place for place, title in enumerate(titles) if title not in ("", "rank", "plan")])
+    for place, line in enumerate(table):
+        if own and place == own[0]:
+            print("Computed from the pool in the log:")
+        print(line)
 
 
 def _shown(row: Row, value: float | None) -> str:

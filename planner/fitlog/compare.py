@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import Gpu, catalogue
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.registry import engine_of
@@ -20,7 +21,7 @@ from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.planning.stages import Stage
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource, resolve_model
-from tonnage.planner.units import gib
+from tonnage.planner.units import GiB, gib
 
 # ASKED lists the flags of `tonnage plan` that fit-log accepts. _LOGGED lists the flags that a start-up log may
 # contain.
@@ -40,7 +41,14 @@ _LOGGED = (
 )  # fmt: skip
 _OTHER_NAMES = {"cpu_offload_bytes": "cpu_offload_gb"}
 # Flags with the largest effect on a plan; they are reported as assumed if neither log nor user gives them.
-_ASSUMED = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+_ASSUMED = (
+    "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+# Two GPUs have the same memory if they differ by less than this (reports of one GPU differ by 0.01 GiB).
+_SAME_MEMORY = 0.02 * GiB
+# The catalogue's nominal figures differ from a driver's by less than this share, except T4 (NOMINAL_RESERVE).
+_NOMINAL = 0.02
 FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 """Terms that only a run of the engine determines, by their names in a log."""
 _ENDLESS = 1 << 50  # This size stands for a device with unknown memory.
@@ -116,19 +124,32 @@ class Comparison:
     digest: str = ""
 
     @property
+    def shown(self) -> tuple[Row, ...]:
+        """Return the compared terms as printed: for several ranks one row per term and figure."""
+        if len({row.rank for row in self.ranks}) < 2:
+            return self.rows
+        by_rank = {row.term for row in self.ranks}
+        return (*_merged(self.ranks), *(row for row in self.rows if row.term not in by_rank))
+
+    @property
     def verdict(self) -> str:
         """Return one sentence that says how well the plan agrees with the log."""
         start = "the start failed; " if self.failure else ""
         if not self.rows:
             return f"{start}nothing to compare"
-        wrong = [row for row in self.rows if not row.agrees]
-        count = f"{len(self.rows) - len(wrong)} of {len(self.rows)} terms agree"
+        shown = self.shown
+        wrong = [row for row in shown if not row.agrees]
+        count = f"{len(shown) - len(wrong)} of {len(shown)} terms agree"
         pool = next((row for row in self.rows if row.term == "kv_pool_bytes"), None)
         said = f"; the KV pool was planned {_deviation(pool)}" if pool is not None and pool.logged else ""
         if not wrong:
             return f"{start or 'the plan holds: '}{count}{said}"
         worst = max(wrong, key=lambda row: abs(row.planned - row.logged) / max(abs(row.logged), 1.0))
-        return f"{start or 'the plan does not hold: '}{count}; worst: {worst.term}, {_deviation(worst)}{said}"
+        name = word(worst.term) + (f" of {worst.rank}" if worst.rank else "")
+        holds = "the plan does not hold: "
+        if all(row.agrees for row in self.rows):
+            holds = "the plan holds for the rank with the smallest pool, not for others: "
+        return f"{start or holds}{count}; worst: {name}, {_deviation(worst)}{said}"
 
 
 def _deviation(row: Row) -> str:
@@ -138,6 +159,68 @@ def _deviation(row: Row) -> str:
     return (
         f"{abs(share):.2f} % too {'high' if share > 0 else 'low'}" if row.planned != row.logged else "exactly"
     )
+
+
+_WORDS = {
+    "weights_bytes": "weights",
+    "activation_bytes": "activations",
+    "non_torch_bytes": "non-torch",
+    "cuda_graph_bytes": "CUDA graphs",
+    "graph_estimate_bytes": "CUDA graphs",
+    "kv_pool_bytes": "KV pool",
+    "num_blocks": "blocks",
+    "max_concurrency": "concurrency",
+    "device_bytes": "memory of the device",
+    "context_tokens": "n_ctx",
+}
+OF_LOGGED_POOL = "_of_logged_pool"
+"""End of the names of terms that are computed from the log's pool instead of the plan's."""
+
+
+def word(term: str) -> str:
+    """Return the readable name of a memory term, such as `tokens of the logged pool`.
+
+    The term of that example is `tokens_of_logged_pool`. Of alternative names (`a|b`) the first is used.
+    """
+    name, space, how = term.partition(" (")
+    name = name.partition("|")[0]
+    plain = name.removesuffix(OF_LOGGED_POOL)
+    return _WORDS.get(plain, plain) + (" of the logged pool" if plain != name else "") + space + how
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    """Return the compared terms grouped by term, with one row for all ranks that have the same figures."""
+    out: dict[tuple[object, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
+        out.setdefault((row.term, row.planned, row.logged), []).append(row)
+    return [
+        Row(r.term, r.planned, r.logged, r.low, r.high, r.rounding,
+            f"{same[0].rank}-{same[-1].rank}" if len(same) > 1 else r.rank)
+        for same in out.values()
+        for r in same[:1]
+    ]  # fmt: skip
+
+
+def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
+    """Return the catalogue's GPUs whose memory is that of a log's device, and those that may have it.
+
+    The first list has several GPUs only if these do not differ for a plan, and is empty if the memory does not
+    decide. Reported figures are compared more strictly than nominal ones.
+    """
+    gpus = [gpu for gpu in catalogue() if gpu.device == "cuda"]
+
+    def distance(gpu: Gpu) -> float:
+        return abs(gpu.memory_bytes - device_bytes)
+
+    exact = [gpu for gpu in gpus if gpu.basis == "reported" and distance(gpu) < _SAME_MEMORY]
+    near = sorted((gpu for gpu in gpus if distance(gpu) < _NOMINAL * device_bytes), key=distance)
+    found = exact or near
+    alike = len({(gpu.vendor, gpu.capability) for gpu in found}) == 1
+    if not exact and alike:
+        found = found[:1]
+    # A card and its PCIe version have the same figures; the SXM version is the common one in a server.
+    found = sorted(found, key=lambda gpu: "pcie" in gpu.name)
+    return (found if alike else []), near
 
 
 def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
@@ -152,11 +235,22 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
         raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
     source = resolve_model(model)
     flags = deployment_of(found, args)
+    inferred: tuple[str, ...] = ()
+    candidates: list[Gpu] = []
+    if _asks_gpu(found, args, flags):
+        alike, candidates = infer_gpu(found.figures["device_bytes"])
+        if alike:
+            flags = replace(flags, gpu=alike[0].name)
+            others = f"; {alike[1].name} has as much" if len(alike) > 1 else ""
+            total = gib(int(found.figures["device_bytes"]))
+            inferred = (f"--gpu {alike[0].name} (the log's total is {total}{others})",)
+        else:
+            flags = replace(flags, device_memory=None)
     flags, notes = _with_format(flags, found, source)
-    notes += _option_notes(found, args)
-    size, sized = _size(source, flags, found, args, notes)
+    notes += [*_option_notes(found, args), *source.notes]
+    size, sized = _size(source, flags, found, candidates, notes)
     engine = engine_of(flags.engine)
-    skipped = _not_compared(engine, size, source, found, args, notes)
+    skipped = _not_compared(engine, size, source, found, flags, candidates, notes)
     rows = [row for row in _engine_rows(size, engine, found, sized) if row.term not in skipped]
     ranks = [
         row
@@ -174,13 +268,31 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     own = [row for row in ranks if row.rank == decides]
     return Comparison(
         name, (*(replace(row, rank="") for row in own), *rows), tuple(notes), tuple(ranks),
-        _missing(engine, found, size), _assumed(found, args, size), found.failure, _headline(found, model),
+        _missing(engine, found, size), inferred + _assumed(found, args, size), found.failure,
+        _headline(found, model),
         size.chosen.flags, model, tuple(shape_of(size.architecture, size.chosen.flags)), found.digest,
     )  # fmt: skip
 
 
+def _asks_gpu(found: StartLog, args: argparse.Namespace, flags: Deployment) -> bool:
+    """Return whether the plan depends on a GPU that only the log's total can tell."""
+    if args.gpu is not None or args.device_memory is not None or flags.device == "cpu":
+        return False
+    return "device_bytes" in found.figures and not engine_of(flags.engine).sized_by_context
+
+
+def _gpu_hint(candidates: Sequence[Gpu], found: StartLog) -> str:
+    """Return the words that ask for --gpu, with the GPUs that the log's total allows."""
+    if "device_bytes" not in found.figures:
+        return "--gpu"
+    total = gib(int(found.figures["device_bytes"]))
+    if not candidates:
+        return f"--gpu; the log's total of {total} is that of no GPU in the catalogue"
+    return f"--gpu; the log's total of {total} may be {' or '.join(gpu.name for gpu in candidates)}"
+
+
 def _size(
-    source: ModelSource, flags: Deployment, found: StartLog, args: argparse.Namespace, notes: list[str]
+    source: ModelSource, flags: Deployment, found: StartLog, candidates: Sequence[Gpu], notes: list[str]
 ) -> tuple[Size, bool]:
     """Return the plan's sizes, and whether the KV pool's size was computed from the device's memory.
 
@@ -190,13 +302,14 @@ def _size(
     engine = engine_of(flags.engine)
     if engine.sized_by_context or flags.kv_cache_memory_bytes is not None:
         sized = engine.sized_by_context
-    elif args.gpu is None and flags.device_memory is None:
+    elif flags.gpu is None and flags.device_memory is None:
         pool = int(found.figures.get("kv_pool_bytes", 0))
         if pool <= 0:
             what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
             if "weights_bytes" not in found.figures:
                 raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
-            notes.append(f"the pool is not compared: the log {what}, and the GPU is not known (--gpu)")
+            hint = _gpu_hint(candidates, found)
+            notes.append(f"the pool is not compared: the log {what}, and the GPU is not known ({hint})")
         flags = replace(flags, device_memory=_ENDLESS, kv_cache_memory_bytes=pool if pool > 0 else None)
         sized = False
     draft = _draft(found)
@@ -290,19 +403,19 @@ def _draft(found: StartLog) -> tuple[str, int] | None:
 
 
 def _not_compared(
-    engine: Engine, size: Size, source: ModelSource, found: StartLog, args: argparse.Namespace,
-    notes: list[str],
+    engine: Engine, size: Size, source: ModelSource, found: StartLog, flags: Deployment,
+    candidates: Sequence[Gpu], notes: list[str],
 ) -> set[str]:  # fmt: skip
     skipped: set[str] = set()
     if why := engine.log_mismatch(size.chosen.flags, source.kind, found.flags.get("quantization")):
         skipped.add("weights_bytes")
         notes.append(f"weights not compared: {why}")
-    known = args.gpu is not None or args.device_memory is not None or "device_bytes" in found.figures
-    if not known and not engine.sized_by_context:
+    if flags.gpu is None and flags.device_memory is None and not engine.sized_by_context:
         left = [name for name in FITTED if name in found.figures]
         skipped.update(FITTED)
         if left:
-            notes.append(f"{', '.join(left)} not compared: they depend on the GPU (--gpu)")
+            names = ", ".join(dict.fromkeys(map(word, left)))
+            notes.append(f"not compared, as they depend on the GPU: {names} ({_gpu_hint(candidates, found)})")
     if found.failure is not None:
         foretold = size.failure.sentence if size.failure is not None and size.reasons else None
         notes.append(

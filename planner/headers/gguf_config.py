@@ -119,6 +119,24 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         raise CheckpointError(f"{next(iter(wanted))} is not in the file ({len(wanted)} missing)", field="gguf")
 
 
+def gguf_name(name: str, model_type: str) -> str:
+    """Return the name in a GGUF file of a tensor of transformers' state dict, or the name itself if not known.
+
+    It is the inverse of `state_dict_name`.
+    """
+    stem, _, suffix = name.rpartition(".")
+    for ours, theirs in _TOP_NAMES.items():
+        if stem == theirs:
+            return f"{ours}.{suffix}"
+    if not stem.startswith("model.layers."):
+        return name
+    _, _, layer, inner = stem.split(".", 3) if stem.count(".") > 2 else (*stem.split("."), "")
+    known = family_of(model_type).gguf
+    names = {**_LAYER_NAMES, **(known.norms if known else {})}
+    found = next((ours for ours, theirs in names.items() if theirs == inner), None)
+    return name if found is None else f"blk.{layer}.{found}.{suffix}"
+
+
 def state_dict_name(name: str, model_type: str) -> str:
     """Return a GGUF tensor's name in transformers' state dict, or the name itself if it has none there."""
     stem, _, suffix = name.rpartition(".")

@@ -16,7 +16,9 @@ from tonnage.planner.headers.hub import endpoint, modelscope
 _HOSTS = ("huggingface.co", "hf.co")
 _REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _REVISION = r"\w[\w./+-]*"
-_ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?", re.ASCII)
+# A tag after a colon names a GGUF file, as llama.cpp's -hf does: unsloth/Qwen3-8B-GGUF:Q4_K_M.
+_ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?(?::([\w.-]+))?", re.ASCII)
+_DEFAULT_GGUF = "Q4_K_M"  # llama.cpp's default tag (common/download.cpp)
 _REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # a revision that contains slashes
 _ROUTES = ("tree", "blob", "raw", "resolve", "blame")
 _TABS = ("summary", "files")  # names of the tabs on a model's ModelScope page
@@ -26,13 +28,31 @@ _HINT = 'name it "org/name" or "org/name@revision"'
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the hub: `repo` is org/name, `revision` a branch, a tag or a commit."""
+    """A model on the hub: `repo` is org/name, `revision` a branch, a tag or a commit.
+
+    Attributes:
+        gguf: the model's GGUF file, as a path in the repository or as a file type such as Q4_K_M; else empty.
+    """
 
     repo: str
     revision: str = "main"
+    gguf: str = ""
 
     def __str__(self) -> str:
-        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+        name = self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+        return f"{name}:{self.gguf}" if self.gguf else name
+
+
+def names_gguf(name: str) -> bool:
+    """Return whether a model's name means a GGUF file: a path, a tag of a repository, or a hub address."""
+    if name.lower().endswith(".gguf"):
+        return True
+    found = _ID.fullmatch(name)
+    return found is not None and (found[3] is not None or _is_gguf_repo(found[1]))
+
+
+def _is_gguf_repo(repo: str) -> bool:
+    return repo.lower().endswith("-gguf")
 
 
 def revision_of(model: HubModel) -> str:
@@ -49,7 +69,7 @@ def hub_model(name: str) -> HubModel | None:
     if name.startswith(("https://", "http://", *(f"{host}/" for host in _HOSTS))):
         return _of_address(name if "://" in name else f"https://{name}")
     found = _ID.fullmatch(name.removeprefix("hf://").removeprefix("models/") if "://" in name else name)
-    return None if found is None else _model(found[1], found[2] or "main")
+    return None if found is None else _model(found[1], found[2] or "main", found[3] or "")
 
 
 def _of_address(address: str) -> HubModel:
@@ -68,11 +88,13 @@ def _of_address(address: str) -> HubModel:
         what = f"one of its {words[0]}" if words and words[0] in _OTHER_KINDS else "no model"
         raise ModelNotFound(f"that page of the hub is {what}", field="model", hint=_HINT)
     if len(words) == 2 or (modelscope() and words[2:] in ([tab] for tab in _TABS)):
-        return HubModel(repo)
+        return _model(repo, "main")
     if words[2] not in _ROUTES or len(words) == 3:
         raise ModelNotFound(f"that page of {repo} shows none of its files", field="model", hint=_HINT)
     refs = _REFS.fullmatch("/".join(words[3:]))
     revision, file = (refs[1], refs[2] or "") if refs else (words[3], "/".join(words[4:]))
+    if file.lower().endswith(".gguf"):
+        return _model(repo, revision, file)
     if file not in ("", "config.json"):
         raise ModelNotFound(f"that page of {repo} shows a part of it, {file}", field="model", hint=_HINT)
     return _model(repo, revision)
@@ -85,7 +107,7 @@ def _split(address: str, field: str) -> SplitResult:
         raise ModelNotFound(f"{address[:120]!r} is no address: {error}", field=field) from None
 
 
-def _model(repo: str, revision: str) -> HubModel:
+def _model(repo: str, revision: str, gguf: str = "") -> HubModel:
     if re.fullmatch(_REVISION, revision, re.ASCII) is None or ".." in revision:
         raise ModelNotFound(f"{revision[:120]!r} is no branch, tag or commit", field="model", hint=_HINT)
-    return HubModel(repo, revision)
+    return HubModel(repo, revision, gguf or (_DEFAULT_GGUF if _is_gguf_repo(repo) else ""))

@@ -8,6 +8,7 @@ request.
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ from http.client import HTTPException, HTTPMessage, InvalidURL, responses
 from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
-from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.errors import CheckpointError, HubUnreachable, ModelNotFound
 from tonnage.planner.headers.hub import endpoint, modelscope, token, tokens_page
 from tonnage.planner.headers.index import (
     INDEX,
@@ -78,6 +79,9 @@ def _as_model_not_found(name: str) -> Iterator[None]:
     except urllib.error.HTTPError:
         raise
     except (OSError, ValueError, HTTPException) as error:
+        kind: type[ModelNotFound] = HubUnreachable
+        if isinstance(error, InvalidURL | ValueError):
+            kind = ModelNotFound
         if isinstance(error, InvalidURL):
             why = "its address is not valid"
         elif isinstance(error, HTTPException):  # the error's text may quote the server
@@ -86,7 +90,7 @@ def _as_model_not_found(name: str) -> Iterator[None]:
             reason = getattr(error, "reason", error)  # the reason without the system's error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
-        raise ModelNotFound(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
+        raise kind(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
 
 
 class Remote:
@@ -124,6 +128,26 @@ class Remote:
         if len(data) > limit:
             raise CheckpointError(f"has more than {limit:,} bytes", field=name)
         return data
+
+    def first_bytes(self, name: str, count: int) -> tuple[bytes, int]:
+        """Return the first bytes of a file, at most `count`, and the size of the whole file."""
+        return self._range(name, 0, count)
+
+    def files(self) -> list[str]:
+        """Return the paths of the files in the model's repository, by the hub's API (utils: list_repo_tree)."""
+        address = f"{endpoint()}/api/models/{quote(self._model.repo)}/tree/"
+        address += f"{quote(revision_of(self._model), safe='')}?recursive=true"
+        answer = self._get("tree", None, address)
+        if answer is None:
+            return []
+        with answer, _as_model_not_found("tree"):
+            data: bytes = answer.read(MAX_INDEX_BYTES)
+        try:
+            entries = json.loads(data)
+        except ValueError:
+            raise CheckpointError("the hub's list of files is not JSON", field=self._model.repo) from None
+        found = [entry.get("path") for entry in entries if isinstance(entry, dict)]
+        return [path for path in found if isinstance(path, str)]
 
     def header(self, name: str) -> tuple[HeaderTensor, ...]:
         """Return the tensors of a safetensors file from its first bytes."""
@@ -163,11 +187,15 @@ class Remote:
             raise CheckpointError("the server's answer is not the range asked for", field=name)
         return data, int(total)
 
-    def _get(self, name: str, span: str | None) -> Any:
-        """Return the response to a request for a file, or None if the model has no such file."""
+    def _get(self, name: str, span: str | None, address: str | None = None) -> Any:
+        """Return the response to a request for a file, or None if the model has no such file.
+
+        `address` replaces the file's own.
+        """
+        address = self._base + quote(name) if address is None else address
         try:
             with _as_model_not_found(name):
-                request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
+                request = urllib.request.Request(address, headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")
                     if modelscope():  # ModelScope reads the token from header or cookie

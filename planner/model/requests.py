@@ -159,6 +159,11 @@ class RequestLaw:
                 found[group.window] = found.get(group.window, 0) + self.bytes_per_block // group.block_size
         return tuple(sorted(found.items()))
 
+    def read_bytes(self, context: int) -> int:
+        """Return the KV cache bytes that a step reads for a request with `context` tokens."""
+        windows = sum(size * min(window, context) for window, size in self.windows)
+        return self.fixed_blocks * self.bytes_per_block + self.token_bytes * context + windows
+
     def blocks(self, prompt: int, output: int) -> RequestBlocks:
         """Return the KV blocks of a request that shares no prefix.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Collection
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
@@ -23,14 +24,15 @@ from tonnage.planner.numbers.formats import (
     nearest_nf4,
     size_of,
 )
+from tonnage.planner.screen import aligned
 
 _EPILOG = """
 A value is (-1)^sign x 2^(exponent - bias) x (1 + mantissa / 2^bits), with an exponent field of 0 (subnormal)
-(-1)^sign x 2^(1 - bias) x mantissa / 2^bits. The relative error is |stored - value| / |value|.
+(-1)^sign x 2^(1 - bias) x mantissa / 2^bits. The error is |stored - value| / |value|.
 
 examples:
   tonnage dtype                      the table of formats
-  tonnage dtype 3.14159              the value's bits and relative error in each
+  tonnage dtype 3.14159              the value's bits and error in each
   tonnage dtype 0.1 --format bf16    its bits drawn, with the formula
   tonnage dtype 70000 --format fp16  what overflow does
   tonnage dtype --format bf16 --bits 1,17,3   sign, exponent and mantissa fields -> value
@@ -38,6 +40,7 @@ examples:
 # Most decimal digits before or after the point. A larger number is outside every format, so it rounds as one
 # with this many digits.
 _MOST_DIGITS = 2000
+_WIDTH = 80  # Columns of a terminal that every line fits.
 NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
 _SPELLED = {
     "e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
@@ -267,21 +270,30 @@ def _finite(value: Any) -> Any:
 
 
 def _lines(rows: list[dict[str, Any]], formats: bool) -> list[str]:
+    """Return the rows as lines of at most 80 characters; longer notes follow on a line of their own."""
     if formats:
-        out = [
-            f"{'format':<12}{'s/e/m':>9}{'bias':>6}{'bytes':>9}{'largest':>14}{'smallest':>14}{'epsilon':>13}"
-            "  note"
-        ]
+        table = [["format", "s/e/m", "bias", "bytes", "largest", "smallest", "epsilon"]]
         for r in rows:
             fields = f"1/{r['exponent']}/{r['mantissa']}" if "exponent" in r else ""
-            number = {k: f"{r[k]:.6g}" if k in r else "" for k in ("largest", "smallest", "epsilon")}
-            out.append(
-                f"{r['format']:<12}{fields:>9}{r.get('bias', ''):>6}{r['bytes']:>9.4g}{number['largest']:>14}"
-                f"{number['smallest']:>14}{number['epsilon']:>13}  {r['note']}".rstrip()
-            )
-        return out
-    out = [f"{'format':<12}{'sign exponent mantissa':<38}{'value':<26}{'relative error':>14}  what"]
+            number = [f"{r[k]:.6g}" if k in r else "" for k in ("largest", "smallest", "epsilon")]
+            table.append([r["format"], fields, str(r.get("bias", "")), f"{r['bytes']:.4g}", *number])
+        return _with_notes(table, ["note", *(r["note"] for r in rows)], range(1, 7))
+    table = [["format", "sign exponent mantissa", "value", "error"]]
     for r in rows:
         error = f"{r['relative_error']:.2e}" if r.get("relative_error") else ""
-        out.append(f"{r['format']:<12}{r.get('bits', ''):<38}{r['value']!r:<26}{error:>14}  {r['what']}")
+        table.append([r["format"], r.get("bits", ""), repr(r["value"]), error])
+    notes = (r["what"].removeprefix("rounded ").replace(" (scale 1)", ", scale 1") for r in rows)
+    return _with_notes(table, ["rounded", *notes], (3,))
+
+
+def _with_notes(table: list[list[str]], notes: list[str], right: Collection[int]) -> list[str]:
+    """Return the lines of a table, each followed by its note: on the same line where it fits."""
+    lines = aligned([[*row, ""] for row in table], right)
+    width = max(map(len, lines))
+    out = []
+    for line, note in zip(lines, notes, strict=True):
+        if width + 1 + len(note) <= _WIDTH:
+            out.append(f"{line:<{width}} {note}".rstrip())
+        else:
+            out += [line, f"    {note}"]
     return out

@@ -113,6 +113,8 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
         if not given:
             if (model := hub_model(name)) is None:
                 raise ModelNotFound("is no name of the hub's", field="model", hint='name it "org/name"')
+            if model.gguf:
+                raise ModelNotFound("GGUF files of the hub are read by the command alone", field="model")
             _remotes[name] = BrowserRemote(model)
         reading = _remotes[name]
         done = reading.advance(given)

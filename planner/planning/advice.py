@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.parallel import accepted_ranks
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.flags import MAX_BYTES
@@ -13,10 +14,12 @@ from tonnage.planner.model.capacity import at_most
 from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
-from tonnage.planner.units import gib
+from tonnage.planner.units import ceil_div, gib
 
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
+_NODE = 8  # GPUs of one machine
+_MOST_STAGES = 32  # Larger layouts are not looked for.
 # Advice on another weight format or parallel size must sum the weights again, at 10 us per tensor. Published
 # models have at most 2,201 tensors (DeepSeek-V4-Pro). For a file with more tensors than this limit, advice only
 # suggests changes that leave the weights unchanged.
@@ -26,9 +29,10 @@ _MOST_TENSORS = 10_000
 def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> tuple[str, ...]:
     """Return single changes of flags that make the model fit: flags first, then formats, then more memory.
 
-    Each entry is one line of text: the flag, how many sequences run at once, and their length in tokens. The
-    result is empty if the engine refuses the flags themselves. `sizer` may come from an earlier plan of
-    `source`, to reuse its sums of weights.
+    The last entry is the smallest layout of GPUs that fits, unless a change before it is that layout. Each
+    entry is one line of text: the flag, how many sequences run at once, and their length in tokens. The result
+    is empty if the engine refuses the flags themselves. `sizer` may come from an earlier plan of `source`, to
+    reuse its sums of weights.
     """
     sizer = sizer or Sizer(source)
     out: list[str] = []
@@ -36,17 +40,88 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
         now = sizer.size(deployment)
     except TonnageError:
         return ()
+    if (layers := _most_layers(now, deployment, sizer)) is not None:
+        out.append(layers)
     for words, changed in _candidates(now, deployment):
         try:
             size = sizer.size(changed)
         except TonnageError:
             continue
         if not size.reasons and size.support.runs:
-            running = at_most(size.held.max_concurrency, size.chosen.max_num_seqs)
-            out.append(f"{words}: {running:.1f} sequences of {size.chosen.max_model_len:,} tokens")
+            out.append(_line(words, size))
         if len(out) == _MOST_CHANGES:
             break
+    if (line := smallest_layout(deployment, sizer)) is not None:
+        flags_only = line.partition(" (")[0] + ":"
+        if not any(said.startswith(flags_only) for said in out):
+            out.append(line)
     return tuple(out)
+
+
+def _line(words: str, size: Size) -> str:
+    running = at_most(size.held.max_concurrency, size.chosen.max_num_seqs)
+    return f"{words}: {running:.1f} sequences of {size.chosen.max_model_len:,} tokens"
+
+
+def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
+    """Return the largest --n-gpu-layers of llama.cpp that fits as a line of advice, or None if none does."""
+    chosen = now.chosen.flags
+    partial = engine_of(chosen.engine).sized_by_context and chosen.device == "cuda"
+    if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:
+        return None
+    found, low, high = None, 2, chosen.n_gpu_layers or now.architecture.layers + 1
+    while low < high:  # Memory grows with the number of layers.
+        middle = (low + high) // 2
+        try:
+            size = sizer.size(replace(flags, n_gpu_layers=middle))
+        except TonnageError:
+            return None
+        if size.reasons:
+            high = middle
+        else:
+            low, found = middle + 1, _line(f"--n-gpu-layers {middle}", size)
+    return found
+
+
+def smallest_layout(flags: Deployment, sizer: Sizer) -> str | None:
+    """Return the flags of the layout with the fewest GPUs of this kind that fits, as advice; None without one.
+
+    Up to one machine of 8 GPUs, every division into tensor and pipeline ranks counts. Beyond it, each pipeline
+    stage is a whole machine.
+    """
+    try:
+        now = sizer.size(flags)
+    except TonnageError:
+        return None
+    chosen = now.chosen.flags
+    small = len(now.architecture.tensors) <= _MOST_TENSORS and now.support.runs
+    if not (small and engine_of(chosen.engine).divides and chosen.device == "cuda" and now.chosen.limit > 0):
+        return None
+    whole = sum(stage.rank.weights_bytes for stage in now.stages) * chosen.tensor_parallel_size
+    least = max(1, ceil_div(whole, now.chosen.limit))
+    ranks = [count for count in accepted_ranks(now.architecture, _NODE) if _NODE % count == 0]
+    pairs = [
+        (tensor, count // tensor)
+        for count in range(least, _NODE + 1)
+        for tensor in reversed(ranks)
+        if count % tensor == 0
+    ]
+    widest = max(ranks)
+    machines = range(max(2, ceil_div(least, widest)), min(_MOST_STAGES, now.architecture.layers) + 1)
+    pairs += [(widest, stages) for stages in machines]
+    for tensor, stages in pairs:
+        changed = replace(flags, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
+        try:
+            size = sizer.size(changed)
+        except TonnageError:
+            continue
+        if size.reasons or not size.support.runs:
+            continue
+        words = f"--tensor-parallel-size {tensor}" if tensor > 1 else ""
+        words += f" --pipeline-parallel-size {stages}" if stages > 1 else ""
+        where = f", {stages} machines of {widest}" if tensor * stages > _NODE else ""
+        return _line(f"{words.strip()} ({tensor * stages} GPUs{where}, the smallest layout)", size)
+    return None
 
 
 def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]]:

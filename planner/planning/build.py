@@ -9,6 +9,7 @@ from typing import Literal
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
+from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.planning.checkpoint import against_index
 from tonnage.planner.planning.deployment import version_notes
@@ -89,11 +90,15 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         fits=not size.reasons,
         reasons=size.reasons,
         unsupported=size.support.refused,
+        defaults=frozenset(
+            name for name, flag in flags_of(Deployment).items() if getattr(deployment, name) == flag.default
+        ),
         stops_with=None if size.failure is None or not size.reasons else size.failure.sentence,
         intervals=size.intervals(),
         terms=terms,
         weight_formats=worst.weights.loaded.formats,
         notes=(
+            *source.notes,
             *_family_notes(architecture),
             *file_notes,
             *_margin_notes(size),
@@ -173,7 +178,7 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
     """Return the plan's description of the model, including how its tensors are known (`via`)."""
     via: Literal["gguf", "adapter", "headers", "index", "meta"] = architecture.via
     if source.tensors is not None and via == "adapter":
-        via = "gguf" if source.kind == "gguf" else "headers"
+        via = "adapter" if source.file_type else "gguf" if source.kind == "gguf" else "headers"
     elif source.index is not None and via == "adapter":
         via = "index"
     return ModelInfo(

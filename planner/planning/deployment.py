@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.version import Version, installed_version, parse_version
 from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.flags import check_values, flags_of
+from tonnage.planner.headers.gguf_types import file_type
+from tonnage.planner.headers.names import names_gguf
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
@@ -27,23 +30,36 @@ def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def deployment_of(given: Mapping[str, Any]) -> Deployment:
+def deployment_of(given: Mapping[str, Any], model: str = "") -> Deployment:
     """Return the `Deployment` of the given fields, with defaults that depend on the other fields.
 
-    The engine defaults to vllm if a GPU or an engine version is given, else to hf. With a draft model, the
-    default is one drafted token per step.
+    The engine defaults to llama.cpp for a GGUF file on a GPU or on the hub and for a GGUF type, else to vllm if
+    a GPU or an engine version is given, else to hf. With a draft model, the default is one drafted token per
+    step. `model` is the name of the model, if it is known.
 
     Raises:
         DeploymentError: the fields contradict each other (see `check_given`).
     """
     given = canonical_values(given)
     fields = dict(given)
+    if fields.get("engine_version") is None and _is_gguf(model, fields):
+        fields.setdefault("engine", "llama.cpp")
     fields.setdefault("engine", default_engine(fields.get("gpu"), fields.get("engine_version")))
     if fields.get("speculative_model") is not None:
         fields.setdefault("num_speculative_tokens", 1)
     deployment = Deployment(**fields)
     check_given({name: value for name, value in given.items() if value is not None}, deployment)
     return deployment
+
+
+def _is_gguf(model: str, fields: Mapping[str, Any]) -> bool:
+    """Return whether the model or a flag means a GGUF file that the hf engine cannot load."""
+    if file_type(fields.get("quantization") or "") is not None or fields.get("n_gpu_layers") is not None:
+        return True
+    if os.path.exists(model):
+        on_gpu = fields.get("gpu") not in (None, "cpu") or fields.get("device") == "cuda"
+        return on_gpu and model.lower().endswith(".gguf")
+    return names_gguf(model)
 
 
 def check_given(given: Mapping[str, object], deployment: Deployment) -> None:

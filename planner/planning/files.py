@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.headers.check import (
     check_index,
     check_tensors,
@@ -10,12 +15,37 @@ from tonnage.planner.headers.check import (
     tied_copies_in_index,
 )
 from tonnage.planner.headers.gguf_config import check_gguf
+from tonnage.planner.headers.gguf_types import file_type, refuse_unknown
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import config_dtype
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.source.resolve import ModelSource
+
+
+def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSource, Deployment]:
+    """Return a model as the GGUF file that --quantization names, such as q4_k_m, and the flags without it.
+
+    Other models and flags are returned unchanged.
+
+    Raises:
+        DeploymentError: the engine loads no GGUF files, or the model is quantized already.
+    """
+    name = deployment.quantization
+    if name is None:
+        return source, deployment
+    refuse_unknown(name, "--quantization")
+    if (kind := file_type(name)) is None:
+        return source, deployment
+    if not engine_of(deployment.engine).keeps_gguf:
+        raise DeploymentError(
+            f"{kind} is a type of GGUF files, which {deployment.engine} does not keep", field="--quantization",
+            hint="--engine llama.cpp",
+        )  # fmt: skip
+    from tonnage.planner.source.gguf import as_gguf  # only this format needs it
+
+    return as_gguf(source, kind), replace(deployment, quantization=None)
 
 
 def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import ceil
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.model.capacity import MixCapacity, RequestCapacity
+from tonnage.planner.model.capacity import MixCapacity, RequestCapacity, check_lengths
+from tonnage.planner.model.requests import RequestBlocks
 from tonnage.planner.planning.terms import request_terms
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import parse_count
@@ -30,12 +32,42 @@ def parse_request(text: str) -> tuple[int, int]:
     return prompt, output
 
 
-def with_requests(plan: Plan, lengths: Iterable[tuple[int, int]]) -> Plan:
+def with_requests(
+    plan: Plan, lengths: Iterable[tuple[int, int]], planned_for: Callable[[int], Plan] | None = None
+) -> Plan:
     """Return the plan, extended by how many requests of each (prompt, output) length its pool holds at once.
 
-    The errors are the same as of `Plan.hold`.
+    The errors are the same as of `Plan.hold`. Where the blocks of a request are not known, a request counts as
+    a sequence of its length, if `planned_for` returns the plan for sequences of that many tokens.
     """
-    return _with_capacities(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
+    cache = plan.kv_cache
+    if cache.law is not None or planned_for is None or not cache.layout.groups:
+        return _with_capacities(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
+    found = []
+    for prompt, output in lengths:
+        check_lengths(prompt, output, plan.deployment.max_model_len or 0)
+        found.append(_as_sequences(plan, planned_for(prompt + output), prompt, output))
+    note = f"requests count as sequences of their whole length: {cache.no_law}"
+    return _with_capacities(replace(plan, notes=(*plan.notes, note)), tuple(found))
+
+
+def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestCapacity:
+    """Return the capacity for requests that take as much as sequences of the plan `other`.
+
+    Args:
+        plan: the plan whose pool holds the requests.
+        other: a plan for sequences of the requests' length.
+        prompt: tokens of each prompt.
+        output: tokens of each answer.
+    """
+    blocks = ceil(other.kv_cache.usable_blocks / other.kv_cache.max_concurrency)
+    usable, low, high = plan.usable_bounds
+    same = RequestBlocks(blocks, blocks, blocks, blocks, blocks)
+    count, limit = usable // blocks, plan.deployment.max_num_seqs or 1
+    return RequestCapacity(
+        prompt, output, same, other.kv_cache.bytes_per_sequence, count, (low // blocks, high // blocks), count,
+        count, 1, limit,
+    )  # fmt: skip
 
 
 def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:

@@ -231,7 +231,8 @@ def parts_of(
         return parts
     whole = hold_weights(architecture, quantization, flags).loaded.total
     stored = engine.stored_tensors(source.tensors or (), flags)
-    return [(part, as_stored(held, whole, stored)) for part, held in parts]
+    known_from = f"{source.file_type} by src/llama-quant.cpp" if source.file_type else "the GGUF header"
+    return [(part, as_stored(held, whole, stored, known_from)) for part, held in parts]
 
 
 def stage_model(model: ResolvedModel) -> StagedModel:

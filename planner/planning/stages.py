@@ -73,7 +73,8 @@ class Stage:
     def weights_bounds(self) -> tuple[int, int]:
         """Return the least and the most bytes of the weights."""
         held, loaded = self.rank.weights_bytes, self.weights.loaded
-        return held, held + loaded.high - loaded.total
+        kernels = max(0, self.weights.padding_high - self.weights.padding)
+        return held, held + loaded.high - loaded.total + kernels
 
     @property
     def loaded_bounds(self) -> tuple[int, int]:

@@ -62,12 +62,14 @@ class HeldWeights:
         padding: bytes that kernels add as padding.
         rounding: bytes that the allocator adds by rounding.
         offloaded: bytes moved to the host's memory.
+        padding_high: upper bound of `padding`, where the engine selects a kernel only while loading.
     """
 
     loaded: Weights
     padding: int
     rounding: int
     offloaded: int
+    padding_high: int = 0
 
     @property
     def bytes(self) -> int:
@@ -100,7 +102,10 @@ def hold_weights(
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)
     rounding = engine.allocator_rounding(architecture, quantization, deployment)
-    return HeldWeights(loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total))
+    most = engine.most_kernel_padding(architecture, quantization, deployment)
+    return HeldWeights(
+        loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total), max(padding, most)
+    )
 
 
 def sum_weights(
@@ -156,8 +161,12 @@ def sum_weights(
     )
 
 
-def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) -> HeldWeights:
+def as_stored(
+    held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str = "the GGUF header"
+) -> HeldWeights:
     """Return `held` for an engine that keeps the types in which the file stores its tensors.
+
+    `known_from` is the source of the tensors' types in the plan's terms.
 
     The rank's share of the file is `held.loaded` / `whole`. Both numbers are bytes of dequantized weights: of
     the rank, and of the undivided model.
@@ -171,7 +180,7 @@ def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) 
     terms = tuple(
         Term(
             f"weights.{name}", -(-size * share // whole), f"{size:,}, {count} tensors of {name}{divided}",
-            "the GGUF header",
+            known_from,
         )
         for name, (count, size) in sums.items()
     )  # fmt: skip

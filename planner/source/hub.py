@@ -9,14 +9,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tonnage.planner.errors import ModelNotFound
+from tonnage.planner.errors import HubUnreachable, ModelNotFound
 from tonnage.planner.headers.hub import hub_cache, modelscope, modelscope_caches, offline
 from tonnage.planner.headers.index import Checkpoint
 from tonnage.planner.headers.names import HubModel, revision_of
+from tonnage.planner.model.fields import load_config
 
 if TYPE_CHECKING:
     from tonnage.planner.headers.remote import Remote  # loads an HTTP client
 
+_SHIPPED = Path(__file__).parent.parent / "page" / "data" / "models"
 _HINT = "give a local folder with config.json, or a name the hub knows"
 
 
@@ -39,10 +41,11 @@ def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
     """Return config.json and the tensor headers (or index) of a model, fetched from the hub.
 
     Raises:
+        HubUnreachable: the hub does not answer, or access to it is disabled.
         ModelNotFound: the model cannot be fetched; the message says what was tried and what to do.
     """
     if offline():
-        raise ModelNotFound(
+        raise HubUnreachable(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT
         )
     from tonnage.planner.headers.remote import Remote  # loads an HTTP client, slow to import
@@ -69,4 +72,40 @@ def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict
             raise ModelNotFound("there is no config.json", field="model")
         return config, fetch_checkpoint(remote, headers=headers)
     except ModelNotFound as error:
-        raise ModelNotFound(f"{model}: {error.message}", field="model", hint=error.hint or _HINT) from None
+        kind = type(error)
+        raise kind(f"{model}: {error.message}", field="model", hint=error.hint or _HINT) from None
+
+
+def shipped_models() -> dict[str, Path]:
+    """Return the hub ids of the models whose config.json Tonnage carries for `tonnage page`, with the files."""
+    return {path.stem.replace("__", "/", 1): path for path in sorted(_SHIPPED.glob("*.json"))}
+
+
+def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple[str, ...]]:
+    """Return a model as `fetch` does, or its shipped config.json if the hub cannot be reached.
+
+    Returns:
+        The config, the checkpoint's headers or index, and notes for the plan.
+
+    Raises:
+        HubUnreachable: the hub does not answer, and Tonnage does not carry the model's config.
+        ModelNotFound: the model cannot be fetched.
+    """
+    try:
+        return *fetch(model), ()
+    except HubUnreachable as error:
+        shipped = shipped_models()
+        if (path := shipped.get(str(model))) is None:
+            from difflib import get_close_matches  # only an error message needs it
+
+            close = get_close_matches(str(model), shipped, 3, 0.7)
+            hint = error.hint or _HINT
+            if close:
+                hint += f"; without the hub, these can be planned: {', '.join(close)}"
+            raise HubUnreachable(error.message, field=error.field, hint=hint) from None
+        why = error.message.rpartition(": ")[2] if ": " in error.message else "HF_HUB_OFFLINE is set"
+        note = (
+            f"the hub was not reached ({why}), so the config.json that Tonnage carries for {model} was used; "
+            "the checkpoint's headers were not compared"
+        )
+        return load_config(path), Checkpoint(), (note,)

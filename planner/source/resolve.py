@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
 from tonnage.planner.families.registry import family_of
-from tonnage.planner.headers.index import INDEX, CheckpointIndex, read_folder
+from tonnage.planner.headers.index import INDEX, read_folder
 from tonnage.planner.model.fields import load_config
-from tonnage.planner.model.tensor import HeaderTensor
+from tonnage.planner.source.model import ModelSource as ModelSource
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _HINT = 'give a folder with config.json, a hub id "org/name" or "org/name@revision", or "demo"'
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelSource:
-    """A model's config and the headers of its checkpoint, compared by identity.
-
-    Attributes:
-        path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.
-        tensors: headers of the checkpoint, or None without a readable checkpoint.
-        index: the checkpoint's index, if the headers of its files are not available.
-    """
-
-    id: str
-    path: str
-    config: dict[str, Any]
-    kind: Literal["folder", "gguf", "hub", "demo"]
-    tensors: tuple[HeaderTensor, ...] | None = None
-    index: CheckpointIndex | None = None
 
 
 _KEPT: dict[str, ModelSource] = {}
@@ -109,12 +90,19 @@ def _hub(model: str) -> ModelSource:
         raise ModelNotFound(
             f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
         )
-    from tonnage.planner.source.hub import cached_snapshot, fetch  # loads an HTTP client, slow to import
+    if named.gguf:
+        from tonnage.planner.source.gguf import hub_gguf  # only GGUF files need it
+
+        return hub_gguf(named)
+    from tonnage.planner.source.hub import (
+        cached_snapshot,
+        fetch_or_shipped,
+    )  # loads an HTTP client, slow to import
 
     name, snapshot = str(named), cached_snapshot(named)
     if snapshot is None:
-        config, found = fetch(named)
-        return ModelSource(name, name, config, "hub", found.tensors, found.index)
+        config, found, notes = fetch_or_shipped(named)
+        return ModelSource(name, name, config, "hub", found.tensors, found.index, notes)
     weights = any(any(snapshot.glob(kind)) for kind in ("*.safetensors", "*.bin"))
     found = read_folder(snapshot)
     path = str(snapshot) if weights else name

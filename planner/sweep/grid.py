@@ -130,6 +130,11 @@ def _row(
     requests = [hold(law, prompt, output, usable, limit) for law, prompt, output in asked]
     counts = [(at_most(found.at_once, limit), at_most(found.bounds[0], limit)) for found in requests]
     counts.append((at_most(held.max_concurrency, limit), at_most(least.max_concurrency, limit)))
+    whole = int(rank.kv_pool_bytes / held.max_concurrency) if held.max_concurrency else 0
+    request_bytes, read_bytes = whole, whole
+    if asked:
+        law, prompt, output = asked[0]
+        request_bytes, read_bytes = requests[0].bytes, law.read_bytes(prompt + output // 2)
     enough = rank.used_bytes <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
     return replace(
         row,
@@ -153,6 +158,9 @@ def _row(
         requests_held=tuple(found.at_once for found in requests),
         stops=stops,
         notes=notes,
+        least_held=requests[0].bounds[0] if requests else least.max_concurrency,
+        request_bytes=request_bytes,
+        read_bytes=read_bytes,
     )
 
 

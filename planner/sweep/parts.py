@@ -69,7 +69,7 @@ class Parts:
             )  # fmt: skip
             found = complete(replace(flags, gpu=gpu.name), self.architecture, self._dtype, self._stored)
             chosen, notes = within_draft(self.architecture, found)
-            return chosen, (*notes, *notes_of_calibration(chosen))
+            return chosen, (*self._source.notes, *notes, *notes_of_calibration(chosen))
 
         return self._cached(("resolve", gpu.name, kv_dtype, ranks), make)
 

@@ -27,6 +27,9 @@ class SweepRow:
         requests: for each requested length, the number of requests that run at once.
         requests_held: for each requested length, the number of requests that the KV pool holds without
             --max-num-seqs.
+        least_held: lower bound of the sequences that the KV pool holds without --max-num-seqs.
+        request_bytes: KV cache bytes of one request of the first length, else of one sequence of max_model_len.
+        read_bytes: KV cache bytes that a step reads for this request in the middle of its answer.
     """
 
     gpu: str
@@ -56,6 +59,9 @@ class SweepRow:
     price_source: str = ""
     stops: str = ""
     notes: tuple[str, ...] = ()
+    least_held: float = 0.0
+    request_bytes: int = 0
+    read_bytes: int = 0
 
     @property
     def usd_per_sequence(self) -> float | None:

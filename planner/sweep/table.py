@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from tonnage.planner.devices.prices import cost_of
-from tonnage.planner.screen import Screen
+from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import GiB
 
@@ -17,17 +17,63 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
     """Print the rows of a sweep as a text table.
 
     Weights and pool are GiB of one GPU. Prices are USD per hour, for all GPUs of a row and per sequence that
-    certainly runs.
+    certainly runs. A table wider than the terminal has the models as titles of their rows, then fewer columns;
+    a line below it names them.
 
     Args:
         rows: the rows of the sweep.
         lengths: (prompt, output) tokens of requests, which get one column each.
         file: the terminal or file.
     """
-    columns = _columns(rows, lengths)
-    lines = [[title for title, _, _ in columns], *([text(row) for _, _, text in columns] for row in rows)]
-    right = [place for place, (_, side, _) in enumerate(columns) if side == "right"]
-    Screen(file).table(lines, right, titles=file.isatty())
+    screen = Screen(file)
+    columns, same = _folded(_columns(rows, lengths), rows)
+    left_out: list[str] = []
+    titled = False
+    lines = _aligned(columns, rows)
+    for name in ("model", *_DISPENSABLE):
+        if max(map(len, lines)) <= screen.width:
+            break
+        kept = [column for column in columns if column[0] != name]
+        if len(kept) == len(columns):
+            continue
+        titled = titled or name == "model"
+        left_out += [] if name == "model" else [name]
+        columns = kept
+        lines = _aligned(columns, rows)
+    before = None
+    for line, row in zip(lines, [None, *rows], strict=True):
+        if titled and row is not None and row.model != before:
+            print(f"{row.model}:", file=file)
+            before = row.model
+        if row is None:
+            screen.print_line(line, "bold" if file.isatty() else "")
+        else:
+            print(line, file=file)
+    if same:
+        print(f"All rows: {', '.join(same)}", file=file)
+    if left_out:
+        print(f"Not shown for width: {', '.join(left_out)} (--csv, --json and --html have them)", file=file)
+
+
+# Columns that a narrow terminal does without, first the ones that follow from others.
+_DISPENSABLE = ("tokens", "weights", "at least", "pool")
+_FIXED = {"format": "as is", "KV": "auto"}  # Values of columns that need no column if all rows have them.
+
+
+def _aligned(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> list[str]:
+    table = [[title for title, _, _ in columns], *([text(row) for _, _, text in columns] for row in rows)]
+    return aligned(table, [place for place, (_, side, _) in enumerate(columns) if side == "right"])
+
+
+def _folded(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> tuple[list[_Column], list[str]]:
+    """Return the columns without those of the checkpoint's own formats alone, and the values left out."""
+    kept, same = [], []
+    for title, side, text in columns:
+        if title in _FIXED and all(text(row) == _FIXED[title] for row in rows):
+            same.append(f"{title} {_FIXED[title]}")
+        else:
+            kept.append((title, side, text))
+    return kept, same
 
 
 def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[_Column]:

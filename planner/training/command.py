@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean
 from tonnage.planner.flags import add_flags, add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.markup import save
+from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.training import render
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.combinations import Combinations, combinations
@@ -27,6 +29,7 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import with_defaults
 from tonnage.planner.training.sweep import Row, parse_axis, sweep
 from tonnage.planner.training.tricks import Trick, tricks
+from tonnage.planner.units import GiB
 
 FITS, DOES_NOT_FIT = 0, 1
 
@@ -186,6 +189,24 @@ def _trick(trick: Any) -> dict[str, Any]:
     return {**asdict(trick), "changes": dict(trick.changes)}
 
 
+def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the rows of a sweep as an aligned table in GiB, without CPU and NVMe if no row uses them."""
+    parts = {"GPU": "gpu_bytes", "CPU": "cpu_bytes", "NVMe": "nvme_bytes"}
+    used = [name for name, field in parts.items() if name == "GPU" or any(_gib_of(r, field) for r in rows)]
+    table = [[*names, *(f"{name} GiB" for name in used), "fits"]]
+    for r in rows:
+        values = ["+".join(v) if isinstance(v, tuple) else str(v) for v in r.values]
+        fits = "-" if r.refused or r.fits is None else "yes" if r.fits else "no"
+        sizes = ["-" if r.refused else f"{_gib_of(r, parts[name]):,.2f}" for name in used]
+        table.append([*values, *sizes, fits])
+    return aligned(table, range(len(names), len(names) + len(used)))
+
+
+def _gib_of(row: Row, field: str) -> float:
+    """Return a size of a row in GiB to two decimals; 0 if it has none."""
+    return round((getattr(row, field) or 0) / GiB, 2)
+
+
 def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
     """Plan every combination of the --sweep values and print a table or JSON; return the exit code."""
     axes = [parse_axis(text) for text in args.sweep]
@@ -206,13 +227,9 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
             ],
         }))  # fmt: skip
         return FITS
-    print("\t".join([*names, "gpu_bytes", "cpu_bytes", "nvme_bytes", "fits"]))
-    for r in rows:
-        values = ["+".join(v) if isinstance(v, tuple) else str(v) for v in r.values]
-        tail = (
-            [f"refused: {r.refused}"]
-            if r.refused
-            else [str(r.gpu_bytes), str(r.cpu_bytes), str(r.nvme_bytes), str(r.fits)]
-        )
-        print("\t".join(values + tail))
+    rows = list(rows)
+    print("\n".join(_sweep_lines(names, rows)))
+    screen = Screen(sys.stdout)
+    for why, count in Counter(r.refused for r in rows if r.refused).items():
+        screen.print(f"{count:,} {'row' if count == 1 else 'rows'} refused: {why}")
     return FITS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -22,12 +22,14 @@ class TrainingModel:
         architecture: the model's tensors and dimensions, which the serving planner uses as well.
         recipe: the model's layers as operations; None if activations are not planned (encoder-decoder models).
         estimated: sums of tensor shapes of a decoder whose layers have no recipe, empty otherwise.
+        notes: how the config was found, if that is not as usual.
     """
 
     id: str
     architecture: Architecture
     recipe: Recipe | None
     estimated: tuple[ShapeSum, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def tied(self) -> bool:
@@ -84,4 +86,4 @@ def load_training_model(name: str) -> TrainingModel:
             field="quantization_config",
             hint="plan the unquantized checkpoint; --method qlora quantizes it on loading",
         )
-    return model_from(name, build_architecture(source.config))
+    return replace(model_from(name, build_architecture(source.config)), notes=source.notes)

@@ -45,7 +45,7 @@ def notes_of(
     model: TrainingModel, setup: TrainingSetup, trained: Trained, peak: Peak | None
 ) -> tuple[str, ...]:
     """Return notes on what the figures of a plan leave out or assume."""
-    out = []
+    out = list(model.notes)
     if peak is None:
         out.append(
             f"activations of {model.architecture.model_type} are not planned: the figures are model "

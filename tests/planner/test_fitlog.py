@@ -14,7 +14,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.planner.fitlog.command import refit_terms, run
-from tonnage.planner.fitlog.compare import Comparison, Row
+from tonnage.planner.fitlog.compare import Comparison, Row, infer_gpu
 from tonnage.planner.fitlog.read import parse_log, read_log
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.source.resolve import resolve_model
@@ -96,7 +96,7 @@ def test_real_vllm_log_agrees_with_plan_bounds(tmp_path, model, capsys):
     pool = terms["kv_pool_bytes"]
     assert abs(pool["planned"] - pool["logged"]) < 0.04 * 79.18 * GIB
     assert run(arguments) == 0
-    assert "difference" in capsys.readouterr().out
+    assert "differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,61 @@ def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
     assert run([str(PP4), "--model", llama, "--gpu", "h100-80g"]) == 0
     shown = capsys.readouterr().out
     assert "PP1-PP2" in shown
-    table = [line for line in shown.splitlines() if line.endswith(("verdict", "agrees"))]
-    assert len({len(line.removesuffix("verdict").removesuffix("agrees")) for line in table}) == 1  # aligned
-    assert "Verdict: the plan" in shown
+    table = [line for line in shown.splitlines() if line.endswith((" plan", "agrees"))]
+    assert len({len(line.removesuffix("plan").removesuffix("agrees")) for line in table}) == 1  # aligned
+    # The rows have one "too high", of ranks that do not decide, and the verdict counts it.
+    assert sum(line.endswith("too high") for line in shown.splitlines()) == 1
+    assert log["verdict"].startswith(
+        "the plan holds for the rank with the smallest pool, not for others: 16 of 17 terms agree; worst: "
+        "activations of PP1-PP2, "
+    )
+    assert all(len(line) <= 80 for line in table)
+
+
+TP2 = LOGS / "qwen-qwen2-5-7b-instruct--h100-80gb--tp2pp1dp1--8192.log"
+
+
+def test_gpu_is_inferred_from_the_total_of_the_log(folder_with, config_of, capsys):
+    folder = folder_with(config_of("Qwen/Qwen2.5-7B"))
+    (log,) = fit_log_json(capsys, TP2, "--model", folder)["logs"]
+    (given,) = fit_log_json(capsys, TP2, "--model", folder, "--gpu", "h100-80g")["logs"]
+    assert log["terms"]["non_torch_bytes"]["verdict"] == "agrees"
+    assert log["terms"]["non_torch_bytes"]["planned"] == given["terms"]["non_torch_bytes"]["planned"]
+    assert log["assumed"] == ["--gpu h100-80g (the log's total is 79.19 GiB; h100-pcie-80g has as much)"]
+    assert given["assumed"] == []
+    assert run([str(TP2), "--model", folder]) == 0
+    assert "Assumed: --gpu h100-80g" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("total", "words"),
+    [("47.41", "may be l40s-48g or a40-48g or a6000-48g"), ("60.00", "of no GPU in the cat")],
+)
+def test_gpu_is_asked_for_if_the_total_does_not_decide(folder_with, config_of, tmp_path, capsys, total, words):
+    folder = folder_with(config_of("Qwen/Qwen2.5-7B"))
+    log = tmp_path / "start.log"
+    log.write_text(TP2.read_text().replace("79.19", total))
+    (found,) = fit_log_json(capsys, log, "--model", folder)["logs"]
+    assert "non_torch_bytes" not in found["terms"]
+    assert "kv_pool_bytes" not in found["terms"]
+    (note,) = (note for note in found["notes"] if note.startswith("not compared, as they depend on the GPU: "))
+    assert f"(--gpu; the log's total of {total} GiB " in note
+    assert words in note
+
+
+@pytest.mark.parametrize(
+    ("total", "gpu"),
+    [
+        (79.19, "h100-80g"),
+        (79.22, "a100-80g"),
+        (39.56, "a100-40g"),
+        (139.81, "h200-141g"),
+        (23.63, "rtx4090-24g"),
+    ],
+)
+def test_totals_of_known_gpus(total, gpu):
+    found, _ = infer_gpu(total * GIB)
+    assert found[0].name == gpu
 
 
 def test_log_of_fp8_quantization_at_load_agrees_with_plan(llama, capsys):

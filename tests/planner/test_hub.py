@@ -310,8 +310,8 @@ def test_invalid_model_url_is_rejected_with_reason(name, words):
 def test_revision_is_passed_as_flag_in_serve_lines(hub):
     hub.files["org/open", "v1.0"] = {"config.json": hub.files["org/open", "main"]["config.json"]}
     for engine, start in (
-        ("vllm", "vllm serve org/open --revision v1.0 "),
-        ("sglang", "python -m sglang.launch_server --model-path org/open --revision v1.0 "),
+        ("vllm", "vllm serve org/open --revision v1.0"),
+        ("sglang", "python -m sglang.launch_server --model-path org/open --revision v1.0"),
     ):
         plan = make_plan("org/open@v1.0", Deployment(engine=engine, gpu="h100-80g"))
         assert any(line.startswith(start) for line in serve_lines(plan))

@@ -12,9 +12,11 @@ from http.server import ThreadingHTTPServer
 import pytest
 from hub_server import FileAnswers
 
+from tonnage.planner.command import run
 from tonnage.planner.errors import CheckpointError, ModelNotFound
 from tonnage.planner.headers.names import HubModel
 from tonnage.planner.headers.remote import Remote, fetch_checkpoint, fetch_config
+from tonnage.planner.source.hub import shipped_models
 from tonnage.planner.source.resolve import resolve_model
 
 
@@ -140,6 +142,36 @@ def test_missing_hub_model_error_says_what_to_do(hub):
     refused = rf"cannot be fetched from {os.environ['HF_ENDPOINT']}: Connection refused \("
     with pytest.raises(ModelNotFound, match=refused):
         resolve_model("org/nothing")
+
+
+def test_unreachable_hub_is_replaced_by_shipped_config(hub, capsys):
+    hub.shutdown()
+    hub.server_close()
+    shipped = shipped_models()
+    assert run(["Qwen/Qwen3-8B", "--gpu", "h100-80g", "--max-model-len", "8192"]) == 0
+    out = capsys.readouterr().out
+    note = (
+        "the hub was not reached (Connection refused), so the config.json that Tonnage carries for "
+        "Qwen/Qwen3-8B was used; the checkpoint's headers were not compared"
+    )
+    assert f"Note: {note}\n" in out
+    source = resolve_model("Qwen/Qwen3-8B")
+    assert source.config == json.loads(shipped["Qwen/Qwen3-8B"].read_text())
+    assert run(["Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "--gpu", "h100-80g", "--max-model-len", "8192"]) == 0
+    assert f"Note: {note}" in capsys.readouterr().out
+    with pytest.raises(
+        ModelNotFound, match=r"Qwen/Qwen3-14B: .*; without the hub, these can be planned: .*Qwen"
+    ):
+        resolve_model("Qwen/Qwen3-14B")
+    with pytest.raises(ModelNotFound, match="cannot be fetched"):
+        resolve_model("Qwen/Qwen3-8B@v2")
+
+
+def test_shipped_config_is_used_offline_but_not_if_the_hub_answers(hub, monkeypatch):
+    with pytest.raises(ModelNotFound, match=r"there is no config\.json"):
+        resolve_model("Qwen/Qwen3-8B")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in resolve_model("Qwen/Qwen3-8B").notes[0]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:abc", "http://[", "nowhere", "http://a b"])

@@ -106,8 +106,10 @@ def test_plan_of_dense_model_prints_request_figures_on_request(model, capsys):
         (("--request", "5+0"), "--request: '0' is not a positive integer"),
         (("--request", "1+2+3"), "is not PROMPT+OUTPUT"),
         (("--max-model-len", "512", "--request", "500+13"), "500+13 is 513 tokens, above max_model_len 512"),
-        (("--sweep", "--request", "5+5"), "--request: needs a single plan; --sweep gives a table of plans"),
-        (("--engine", "vllm", "--engine-version", "0.7.3", "--request", "5+5"), "block manager of V0"),
+        (
+            ("--target-concurrency", "2", "--request", "5+5", "--request", "6+6"),
+            "--request: --target-concurrency counts requests of one length",
+        ),
     ],
 )
 def test_invalid_request_flag_is_rejected(arguments, words, capsys):

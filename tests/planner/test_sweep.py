@@ -245,7 +245,6 @@ def test_vllm_serve_line_reproduces_plan(llama):
     back = Deployment(
         engine="vllm", gpu="h100", max_model_len=int(values["--max-model-len"]),
         max_num_seqs=int(values["--max-num-seqs"]), kv_cache_dtype=values["--kv-cache-dtype"],
-        max_num_batched_tokens=int(values["--max-num-batched-tokens"]), dtype=values["--dtype"],
         tensor_parallel_size=int(values["--tensor-parallel-size"]),
     )  # fmt: skip
     assert make_plan(llama, back).kv_cache == plan.kv_cache
@@ -431,7 +430,8 @@ def stdout(capsys):
     return capsys.readouterr().out
 
 
-def test_sweep_table_sorted_by_price_in_text_and_html(models, tmp_path, capsys):
+def test_sweep_table_sorted_by_price_in_text_and_html(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     page = tmp_path / "page.html"
     assert run([*models, *BESIDE, "--sort", "price-per-sequence", "--top", "5", "--html", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -475,7 +475,26 @@ def test_several_models_without_gpu_are_planned_for_cpu(models, capsys):
     assert run([*models, "--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB"]) in (0, 1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("For this machine's CPU, as no GPU was named")
-    assert [line.split()[1] for line in lines[3:5]] == ["cpu", "cpu"]
+    assert lines[3:7:2] == [f"{model}:" for model in models]
+    assert [line.split()[0] for line in lines[4:7:2]] == ["cpu", "cpu"]
+
+
+def test_sweep_table_fits_the_width(models, capsys, monkeypatch):
+    """A narrow terminal gets the models as titles, then fewer columns; values that never differ have a line."""
+    flags = [*models, "--gpu", "h100-80g,l40s,2xa100-80g", "--max-model-len", "8192"]
+    for width in (80, 60, 400):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert run(flags) == 0
+        lines = capsys.readouterr().out.splitlines()
+        table = [line for line in lines if line.startswith(("GPU", "h100", "l40s", "2 x "))]
+        assert len(table) == 7 if width < 400 else len(table) == 0
+        assert all(len(line) <= width for line in table)
+        assert "All rows: format as is, KV auto" in lines
+        assert ("Not shown for width: tokens" in "\n".join(lines)) == (width == 60)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([models[0], "--sweep", "--gpu", "rtx-pro-6000-96g", "--max-model-len", "8192"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if " x rtx" in line)
 
 
 def test_gpu_count_in_gpu_flag_sets_tensor_parallel_size(llama, capsys):

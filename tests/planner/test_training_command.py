@@ -165,7 +165,13 @@ def test_train_sweep_flag_prints_rows(folder, capsys):
     assert found["fields"] == ["micro_batch", "checkpointing"]
     assert len(found["rows"]) == 4
     assert run([folder, "--sweep", "micro-batch=1,2"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split("\t")[:2] == ["micro_batch", "gpu_bytes"]
+    titles, *rows = capsys.readouterr().out.splitlines()
+    assert titles.split() == ["micro_batch", "GPU", "GiB", "fits"]
+    figures = [float(row.split()[1].replace(",", "")) for row in rows]
+    assert figures == [round(row["gpu_bytes"] / (1 << 30), 2) for row in found["rows"][::2]]
+    assert run([folder, "--gpus", "3", "--sweep", "strategy=ddp,zero3", "--sweep", "tensor-parallel=1,3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("2 rows refused: ") for line in lines)
 
 
 def test_train_html_is_complete_and_escaped(planner, tmp_path, folder):

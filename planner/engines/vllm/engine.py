@@ -30,7 +30,7 @@ from tonnage.planner.engines.vllm import (
 )
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
-from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
+from tonnage.planner.engines.vllm.repack import kernel_padding, most_kernel_padding, repacking_class
 from tonnage.planner.engines.vllm.tensors import tensors_of
 from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, changes, rules
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
@@ -244,6 +244,12 @@ class VLLM(Engine):
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
         """Return the bytes that kernels' padding and copies add to the weights of one rank."""
         return kernel_padding(architecture, quantization, flags)
+
+    def most_kernel_padding(
+        self, architecture: Architecture, quantization: Quantization, flags: Deployment
+    ) -> int:
+        """Return the upper bound of `kernel_padding`: vLLM may fall back to another MXFP4 kernel."""
+        return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
         """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""

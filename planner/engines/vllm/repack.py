@@ -51,6 +51,20 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
     return copies + mxfp4_padding(architecture, mxfp4_kernel(flags.gpu), 1)
 
 
+def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+    """Return the upper bound of `kernel_padding` over the MXFP4 kernels that vLLM may select while loading.
+
+    On Hopper and later it falls back to Marlin where Triton's kernels are not installed: gpt-oss-120b then
+    takes 65.97 GiB on an H100, not 64.38 (vllm-project/vllm issue 23278).
+    """
+    planned = kernel_padding(architecture, quantization, flags)
+    if flags.device == "cpu" or quantization.scheme != "mxfp4" or mxfp4_kernel(flags.gpu) == "marlin":
+        return planned
+    return max(
+        planned, latent_copies(architecture, quantization, flags) + mxfp4_padding(architecture, "marlin", 1)
+    )
+
+
 def latent_copies(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
     """Return the bytes of 16-bit copies of MLA's quantized up-projections.
 

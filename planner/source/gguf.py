@@ -1,0 +1,188 @@
+"""GGUF files that are not on this machine: read from the hub, or computed from a config by file type."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tonnage.planner.errors import CheckpointError, DeploymentError, HubUnreachable, ModelNotFound
+from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.headers import partial
+from tonnage.planner.headers.gguf import GGUFHeader, read_gguf
+from tonnage.planner.headers.gguf_config import config_from_gguf
+from tonnage.planner.headers.gguf_types import file_type, gguf_tensors
+from tonnage.planner.headers.hub import hub_cache, modelscope, offline
+from tonnage.planner.headers.names import HubModel
+from tonnage.planner.model.fields import load_config
+from tonnage.planner.source.hub import shipped_models
+from tonnage.planner.source.model import ModelSource
+
+if TYPE_CHECKING:
+    from tonnage.planner.headers.remote import Remote  # loads an HTTP client
+
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_FIRST_BYTES = 1 << 20  # The header of a vocabulary of 32,000 tokens fits; a longer one takes more requests.
+_MOST_BYTES = 100 << 20
+
+
+def as_gguf(source: ModelSource, kind: str) -> ModelSource:
+    """Return a model as the GGUF file that llama.cpp's quantization makes of its config.
+
+    Args:
+        source: the model, with an unquantized config.
+        kind: a key of `gguf_types.FILE_TYPES`.
+
+    Raises:
+        DeploymentError: the model is a GGUF file or quantized already.
+        UnsupportedArchitecture: the tensors of the model's GGUF file are not known.
+    """
+    field = "--quantization"
+    if source.kind == "gguf":
+        raise DeploymentError(
+            f"{source.id} is a GGUF file, whose types are fixed", field=field, hint="leave it out"
+        )
+    if source.config.get("quantization_config") is not None:
+        raise DeploymentError(
+            "the checkpoint is quantized already; GGUF files are made of 16-bit weights", field=field,
+            hint="give the unquantized model, or the .gguf file",
+        )  # fmt: skip
+    tensors = gguf_tensors(architecture_of(source.config), kind)
+    note = (
+        f"{kind} by llama.cpp's rules for each tensor (src/llama-quant.cpp), without an importance matrix; a "
+        "published file may have other types: give the .gguf file for its own"
+    )
+    name = source.id.rpartition("/")[2]
+    return replace(
+        source, id=f"{source.id}:{kind}", path=f"{name}-{kind}.gguf", kind="gguf", tensors=tensors, index=None,
+        file_type=kind, notes=(*source.notes, note),
+    )  # fmt: skip
+
+
+def hub_gguf(model: HubModel) -> ModelSource:
+    """Return a model from the header of its GGUF file on the hub, in the hub's cache, or by its file type.
+
+    The config that Tonnage carries for the base model and the file type replace a hub that does not answer.
+
+    Raises:
+        ModelNotFound: the file cannot be found or fetched.
+        CheckpointError: its header is broken.
+        UnsupportedArchitecture: the architecture is not supported.
+    """
+    if (cached := _cached(model)) is not None:
+        return _source(model, [read_gguf(path) for path in cached])
+    try:
+        return _fetched(model)
+    except HubUnreachable:
+        base = re.sub(r"-gguf$", "", model.repo.partition("/")[2], flags=re.IGNORECASE).lower()
+        shipped = {name.partition("/")[2].lower(): (name, path) for name, path in shipped_models().items()}
+        kind = file_type(_tag(model.gguf))
+        if base not in shipped or kind is None:
+            raise
+        name, path = shipped[base]
+        note = (
+            f"the hub was not reached, so {kind} of the config.json that Tonnage carries for {name} was "
+            "planned; the file's own header was not read"
+        )
+        source = ModelSource(name, name, load_config(path), "hub", notes=(note,))
+        return replace(as_gguf(source, kind), id=str(model), path=str(model))
+
+
+def _tag(gguf: str) -> str:
+    """Return the file type in a tag, or at the end of a file's name such as Qwen3-8B-Q4_K_M.gguf."""
+    stem = _SHARD.sub("", gguf).removesuffix(".gguf")
+    found = re.search(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32))$", stem, re.IGNORECASE)
+    return found[1] if found else stem
+
+
+def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
+    """Return the file that a model's tag or path names, or the shards of which it consists, in order.
+
+    Raises:
+        ModelNotFound: no file has this tag.
+    """
+    files = sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
+    if model.gguf.lower().endswith(".gguf"):
+        found = [name for name in files if name == model.gguf]
+    else:
+        tag = re.escape(model.gguf)
+        found = [name for name in files if re.search(rf"(?:^|[-./_]){tag}(?:[-.]|$)", name, re.IGNORECASE)]
+        plain = [name for name in found if not re.search(rf"[-_]UD[-_]{tag}", name, re.IGNORECASE)]
+        found = plain or found
+    if not found:
+        tags = sorted({_tag(name.rpartition("/")[2]) for name in files})
+        hint = f"it has {', '.join(tags)}" if tags else "it has no .gguf file"
+        raise ModelNotFound(f"{model.repo} has no GGUF file {model.gguf}", field="model", hint=hint)
+    if (first := _SHARD.search(found[0])) is None:
+        return found[:1]
+    start = found[0][: first.start()]
+    return [name for name in files if name.startswith(start) and _SHARD.search(name)]
+
+
+def _cached(model: HubModel) -> list[Path] | None:
+    """Return the paths of a model's GGUF file in huggingface_hub's cache, or None if it has none."""
+    folder = hub_cache() / ("models--" + model.repo.replace("/", "--"))
+    try:
+        commit = (folder / "refs" / model.revision).read_text().strip()
+    except OSError:
+        commit = model.revision
+    snapshot = folder / "snapshots" / commit
+    names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")] if snapshot.is_dir() else []
+    try:
+        return [snapshot / name for name in _choose(model, names)]
+    except ModelNotFound:
+        return None
+
+
+def _fetched(model: HubModel) -> ModelSource:
+    if offline():
+        raise HubUnreachable(
+            f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model",
+            hint="give the .gguf file",
+        )  # fmt: skip
+    from tonnage.planner.headers.remote import Remote  # loads an HTTP client, slow to import
+
+    remote = Remote(model)
+    if modelscope() and not model.gguf.lower().endswith(".gguf"):
+        raise ModelNotFound(
+            "tags name files of the Hugging Face hub", field="model", hint="give the .gguf file"
+        )
+    try:
+        return _source(model, [_header(remote, name) for name in _names(model, remote)])
+    except ModelNotFound as error:
+        raise type(error)(f"{model}: {error.message}", field="model", hint=error.hint) from None
+
+
+def _names(model: HubModel, remote: Remote) -> list[str]:
+    """Return the names of a model's GGUF files on the hub; a single file is not looked up."""
+    if model.gguf.lower().endswith(".gguf") and _SHARD.search(model.gguf) is None:
+        return [model.gguf]
+    return _choose(model, remote.files())
+
+
+def _header(remote: Remote, name: str) -> GGUFHeader:
+    """Return the header of a GGUF file, from as many of its first bytes as it needs."""
+    count = _FIRST_BYTES
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header.gguf"
+        while True:
+            data, size = remote.first_bytes(name, count)
+            path.write_bytes(data)
+            partial.register(path, size)
+            try:
+                return read_gguf(path)
+            except CheckpointError as error:
+                if "truncated" not in error.message or len(data) >= min(size, _MOST_BYTES):
+                    raise CheckpointError(error.message, field=name) from None
+            count = min(4 * count, _MOST_BYTES)
+
+
+def _source(model: HubModel, headers: Sequence[GGUFHeader]) -> ModelSource:
+    """Return the model of a GGUF file; of several shards the first has the metadata, and each has tensors."""
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    whole = replace(headers[0], tensors=tensors)
+    name = str(model)
+    return ModelSource(name, name, config_from_gguf(whole, name), "gguf", tensors)

@@ -1,0 +1,132 @@
+"""Layouts that hold a number of requests (`--target-concurrency`), smallest first, near-equal ones folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from tonnage.planner.devices.catalogue import find_gpu
+from tonnage.planner.devices.prices import cost_of
+from tonnage.planner.sweep.rows import SweepRow
+from tonnage.planner.sweep.speed import Speed, Work, speed_of
+from tonnage.planner.units import ceil_div
+
+NODE = 8
+"""GPUs of one machine.
+
+Larger layouts are listed only if no layout fits one machine, and then up to twice the smallest.
+"""
+
+FOLD = 0.05
+"""Layouts whose price and speed are at most this share better than a listed, smaller layout are not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A layout that certainly holds the requested sequences.
+
+    Attributes:
+        row: one replica.
+        replicas: number of replicas with this row's plan.
+        running: sequences of each replica.
+        usd_per_hour: hourly price of all GPUs, or None if no list has one.
+        speed: rough speed of one replica, or None if the GPU's peak figures are not known.
+    """
+
+    row: SweepRow
+    replicas: int
+    running: int
+    usd_per_hour: float | None
+    speed: Speed | None
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs of all replicas."""
+        return self.row.gpus * self.replicas
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the rough output tokens per second of all replicas, or None."""
+        return None if self.speed is None else self.speed.tokens_per_second * self.replicas
+
+    @property
+    def changes(self) -> int:
+        """Return how many of quantization and KV cache dtype differ from the checkpoint's own."""
+        return (self.row.quantization != "as is") + (self.row.kv_cache_dtype != "auto")
+
+    @property
+    def figures(self) -> tuple[float, float, float, float]:
+        """Return (GPUs, price, seconds per token, changed formats), of which less is better."""
+        price = inf if self.usd_per_hour is None else self.usd_per_hour
+        return self.gpus, price, inf if self.speed is None else self.speed.step_seconds, self.changes
+
+
+def offers(
+    rows: Iterable[SweepRow], wanted: int, work: Work, length: tuple[int, int] | None,
+    prices: dict[str, float],
+) -> list[Offer]:  # fmt: skip
+    """Return one offer per row that fits, with as many replicas as `wanted` sequences need, smallest first.
+
+    Args:
+        rows: the rows of a sweep.
+        wanted: sequences that have to run at once.
+        work: the model's parameters.
+        length: (prompt, output) tokens of each request; None for sequences of max_model_len, whose prompts are
+            left out of the speed.
+        prices: USD per hour of one GPU by its name; these prices replace the public lists.
+    """
+    found = []
+    for row in rows:
+        certain = int(row.least_sequences)
+        if not row.fits or certain < 1:
+            continue
+        replicas = ceil_div(wanted, certain)
+        running, gpu = ceil_div(wanted, replicas), find_gpu(row.gpu)
+        prompt, output = length or (0, 1)
+        speed = None
+        if gpu.bandwidth and gpu.flops:
+            speed = speed_of(
+                work, weights_bytes=row.weights_bytes, read_bytes=row.read_bytes, gpus=row.gpus,
+                bandwidth=gpu.bandwidth, flops=gpu.flops, running=running, prompt=prompt, output=output,
+            )  # fmt: skip
+        cost = cost_of(row.gpu, row.gpus * replicas, prices)
+        found.append(Offer(row, replicas, running, None if cost is None else cost.usd, speed))
+    found.sort(key=lambda offer: (*offer.figures, offer.replicas, offer.row.gpu))
+    smallest = found[0].gpus if found else 0
+    most = NODE if smallest <= NODE else 2 * smallest
+    return [offer for offer in found if offer.gpus <= most]
+
+
+def pareto(found: Sequence[Offer]) -> list[Offer]:
+    """Return the offers that no other offer beats in GPUs, price, speed and formats at once.
+
+    An offer is also left out if a smaller listed one is at most `FOLD` worse in price and speed.
+
+    Args:
+        found: the offers, smallest first.
+    """
+    kept: list[Offer] = []
+    for offer in found:
+        gpus, price, seconds, changes = offer.figures
+        beaten = (
+            other.figures[0] <= gpus
+            and other.figures[1] <= price * (1 + FOLD)
+            and other.figures[2] <= seconds * (1 + FOLD)
+            and other.figures[3] <= changes
+            for other in kept
+        )
+        if not any(beaten):
+            kept.append(offer)
+    return kept
+
+
+def gpus_needed(found: Sequence[Offer]) -> list[tuple[int, list[str]]]:
+    """Return (number of GPUs, names of the GPUs of which this is the smallest number), smallest first."""
+    least: dict[str, int] = {}
+    for offer in found:
+        least[offer.row.gpu] = min(offer.gpus, least.get(offer.row.gpu, offer.gpus))
+    counts: dict[int, list[str]] = {}
+    for name, count in least.items():
+        counts.setdefault(count, []).append(name)
+    return sorted(counts.items())

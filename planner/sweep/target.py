@@ -1,0 +1,232 @@
+"""Layouts for a number of requests at once (`tonnage plan --request 4000+500 --target-concurrency 200`)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.prices import read_prices
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.model.capacity import check_lengths
+from tonnage.planner.output.tables import print_table
+from tonnage.planner.planning.advice import serve_lines, smallest_layout
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.files import with_file_type
+from tonnage.planner.planning.requests import parse_request
+from tonnage.planner.planning.size import Sizer
+from tonnage.planner.screen import Screen
+from tonnage.planner.source.resolve import ModelSource, resolve_model
+from tonnage.planner.sweep.choices import Choices
+from tonnage.planner.sweep.command import (
+    common_flags,
+    notes_of,
+    print_json,
+    row_table,
+    varied,
+    write_html,
+)
+from tonnage.planner.sweep.grid import sweep
+from tonnage.planner.sweep.offers import FOLD, Offer, gpus_needed, offers, pareto
+from tonnage.planner.sweep.order import cheapest
+from tonnage.planner.sweep.rows import SweepRow
+from tonnage.planner.sweep.speed import SPEEDS, work_of
+from tonnage.planner.sweep.table import price_lines
+from tonnage.planner.units import GiB, ceil_div, gib, parse_count
+
+_SHOWN = 12  # The number of layouts printed as text without --top
+_ROUND = 1024  # max_model_len of a requested length is the next multiple of this number of tokens.
+
+
+def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argparse.Namespace) -> int:
+    """Print the layouts that hold `wanted` requests and the commands of the first; return the exit code.
+
+    Args:
+        choices: the model and the values that were given.
+        deployment: the flags that are the same in every plan.
+        wanted: requests that have to run at once.
+        args: the parsed options.
+
+    Raises:
+        TonnageError: the flags are invalid, or the model is not supported.
+    """
+    deployment = common_flags(choices, deployment, args.engine is not None)
+    if deployment.max_num_seqs is None:
+        deployment = replace(deployment, max_num_seqs=wanted)
+    prices = read_prices(args.price or ())
+    top = None if args.top is None else parse_count(args.top, "--top")
+    lengths = [parse_request(text) for text in args.request or ()]
+    source, deployment = with_file_type(resolve_model(args.model), deployment)
+    if source.file_type:
+        choices = replace(choices, quantizations=())
+    architecture = architecture_of(source.config)
+    if lengths and deployment.max_model_len is None:
+        check_lengths(*lengths[0], architecture.max_model_len)
+        longest = min(architecture.max_model_len, ceil_div(sum(lengths[0]), _ROUND) * _ROUND)
+        deployment = replace(deployment, max_model_len=longest)
+    grids = varied(choices, deployment, formats=args.sweep)
+    rows = [row for grid in grids for row in sweep(source, deployment, grid, lengths, prices)]
+    if lengths and args.max_model_len is None and rows and all(row.refused for row in rows):
+        # The blocks of a request may not be known for the model: it then counts as a sequence of its length.
+        sized = replace(deployment, max_model_len=sum(lengths[0]))
+        others = [row for grid in grids for row in sweep(source, sized, grid, (), prices)]
+        if not all(row.refused for row in others):
+            deployment, rows, lengths = sized, others, []
+    if rows and all(row.refused for row in rows):
+        raise DeploymentError(Counter(row.refused for row in rows).most_common(1)[0][0])
+    left_out = [row for row in rows if row.unsupported]
+    rows = [row for row in rows if not row.unsupported]
+    found = offers(rows, wanted, work_of(architecture), lengths[0] if lengths else None, prices)
+    listed = pareto(found)
+    single = cheapest(rows, wanted)
+    if args.html:
+        write_html(args, choices, deployment, single[:top], lengths, prices)
+    if args.json:
+        more = {"layouts": [_as_dict(offer) for offer in listed[:top]],
+                "serve": _command(source, deployment, listed[0]) if listed else []}  # fmt: skip
+        print_json(single[:top], left_out, more)
+    elif args.csv or args.markdown:
+        print_table(row_table(single[:top]), sys.stdout, markdown=args.markdown)
+    elif args.serve_line:
+        print("\n".join(_command(source, deployment, listed[0]) if listed else _none(source, rows, deployment)))
+    else:
+        _print_need(rows, deployment, wanted, lengths)
+        if not listed:
+            print("\n".join(_none(source, rows, deployment)))
+        else:
+            _print_layouts(listed, found, top, prices)
+            print("To serve the first (with --gpu NAME that of another GPU):")
+            for line in _command(source, deployment, listed[0]):
+                print(f"  {line}")
+        if left_out:
+            print(f"Left out: {len(left_out):,} combinations that the engine does not run (--json says why)")
+    return 0 if listed else 1
+
+
+def _print_need(
+    rows: Sequence[SweepRow], deployment: Deployment, wanted: int, lengths: Sequence[tuple[int, int]]
+) -> None:
+    """Print the pool that the requests need, from the rows of the smallest tensor parallelism."""
+    known = [row for row in rows if row.request_bytes]
+    if not known:
+        return
+    length = known[0].max_model_len
+    what = (
+        f"requests of {lengths[0][0]:,}+{lengths[0][1]:,} tokens"
+        if lengths
+        else f"sequences of {length:,} tokens"
+    )
+    print(f"{wanted:,} {what} at once, max_model_len {length:,}:")
+    least = min(row.gpus for row in known)
+    sizes: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    for row in known:
+        if row.gpus == least:
+            sizes.setdefault(row.kv_cache_dtype, row.request_bytes)
+            weights.setdefault(row.quantization, row.weights_bytes)
+    each = "" if least == 1 else f" on each GPU of -tp {least}"
+    needs = (
+        f"{f'--kv-cache-dtype {name}: ' if place else ''}{gib(wanted * size)} ({gib(size)} each)"
+        for place, (name, size) in enumerate(sizes.items())
+    )
+    screen = Screen(sys.stdout)
+    screen.print(f"KV pool needed{each}: {'; '.join(needs)}")
+    held = (f"{gib(size)}{'' if name == 'as is' else f' in {name}'}" for name, size in weights.items())
+    screen.print(f"Weights{each}: {', '.join(held)}")
+
+
+def _print_layouts(
+    listed: Sequence[Offer], found: Sequence[Offer], top: int | None, prices: dict[str, float]
+) -> None:
+    needed = gpus_needed(found)
+    screen = Screen(sys.stdout)
+    screen.print("GPUs needed: " + "; ".join(f"{count} x {', '.join(names)}" for count, names in needed))
+    screen.print()
+    shown = listed[: _SHOWN if top is None else top]
+    several = len({offer.row.quantization for offer in shown}) > 1
+    titles = ["GPUs", "-tp", "-dp", *(["format"] if several else []), "KV", "pool GiB", "holds", "at least",
+              "tok/s", "ms/tok", "USD/h"]  # fmt: skip
+    lines = [titles, *(_cells(offer, several) for offer in shown)]
+    right = [place for place, title in enumerate(titles) if title not in ("GPUs", "format", "KV")]
+    screen.table(lines, right, titles=sys.stdout.isatty())
+    screen.print()
+    if len(shown) < len(listed):
+        print(f"... and {len(listed) - len(shown)} more (--top)")
+    if folded := len(found) - len(listed):
+        screen.print(
+            f"Smallest first. {folded:,} layouts are not listed: a listed one has at most as many GPUs and "
+            f"changed formats, and its price and speed are at most {100 * FOLD:.0f} % worse."
+        )
+    screen.print(SPEEDS)
+    rows = [offer.row for offer in shown]
+    for line in (*notes_of(rows), *price_lines(rows, prices)):
+        screen.print(line)
+
+
+def _cells(offer: Offer, several: bool) -> list[str]:
+    row = offer.row
+    return [
+        f"{offer.gpus} x {row.gpu}",
+        str(row.gpus),
+        str(offer.replicas),
+        *([row.quantization] if several else []),
+        row.kv_cache_dtype,
+        f"{offer.gpus * row.kv_pool_bytes / GiB:,.1f}",
+        f"{offer.replicas * (row.requests_held[0] if row.requests_held else int(row.max_concurrency)):,}",
+        f"{offer.replicas * int(row.least_held):,}",
+        "-" if offer.tokens_per_second is None else f"{offer.tokens_per_second:,.0f}",
+        "-" if offer.speed is None else f"{1000 * offer.speed.step_seconds:,.0f}",
+        "-" if offer.usd_per_hour is None else f"{offer.usd_per_hour:.2f}",
+    ]
+
+
+def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
+    """Return why no layout was found."""
+    most = max((row.gpus for row in rows), default=1)
+    lines = [f"No layout of up to {most} {'GPU' if most == 1 else 'GPUs'} of one type holds a single request."]
+    largest = max((row.total_bytes for row in rows), default=0)
+    names = dict.fromkeys(row.gpu for row in rows if 3 * row.total_bytes >= largest)
+    sizer = Sizer(source)
+    for name in names:
+        if (layout := smallest_layout(replace(deployment, gpu=name), sizer)) is not None:
+            lines.append(f"  {name}: {layout}")
+    if len(lines) > 1:
+        lines.insert(
+            1, "The smallest layouts over several machines (plan one with --request for its capacity):"
+        )
+    return lines
+
+
+def _as_dict(offer: Offer) -> dict[str, Any]:
+    """Return the JSON object of a layout."""
+    row, speed = offer.row, offer.speed
+    return {
+        "gpu": row.gpu,
+        "gpus": offer.gpus,
+        "tensor_parallel_size": row.gpus,
+        "data_parallel_size": offer.replicas,
+        "quantization": row.quantization,
+        "kv_cache_dtype": row.kv_cache_dtype,
+        "running_per_replica": offer.running,
+        "kv_pool_bytes": offer.gpus * row.kv_pool_bytes,
+        "request_bytes_per_gpu": row.request_bytes,
+        "usd_per_hour": offer.usd_per_hour,
+        "rough_tokens_per_second": None if speed is None else offer.tokens_per_second,
+        "rough_seconds_per_token": None if speed is None else speed.step_seconds,
+    }
+
+
+def _command(source: ModelSource, deployment: Deployment, offer: Offer) -> list[str]:
+    row = offer.row
+    flags = replace(
+        deployment, gpu=row.gpu, quantization=None if row.quantization == "as is" else row.quantization,
+        kv_cache_dtype=row.kv_cache_dtype, tensor_parallel_size=row.gpus, data_parallel_size=offer.replicas,
+    )  # fmt: skip
+    if flags.max_num_seqs is not None:
+        flags = replace(flags, max_num_seqs=min(flags.max_num_seqs, offer.running))
+    return list(serve_lines(plan_source(source, flags)))

@@ -1,0 +1,158 @@
+"""Tests of ``tonnage plan --request P+O --target-concurrency N``: which GPUs, which flags, at what price."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+
+from tonnage.cache.replay.step_time import StepTime
+from tonnage.planner import plan
+from tonnage.planner.command import run
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.sweep.offers import FOLD, Offer, pareto
+from tonnage.planner.sweep.rows import SweepRow
+from tonnage.planner.sweep.speed import OVERHEAD, Speed, Work, speed_of, work_of
+
+GIB = 1 << 30
+ASKED = ("--engine-version", "0.33.0", "--request", "4000+500", "--target-concurrency", "200")
+
+
+@pytest.fixture
+def qwen(config_of, folder_with):
+    return folder_with(config_of("Qwen/Qwen3-32B"))
+
+
+def test_target_lists_smallest_layouts_with_pool_speed_and_price(qwen, capsys):
+    assert run([qwen, *ASKED]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "200 requests of 4,000+500 tokens at once, max_model_len 5,120:"
+    # 282 blocks of 16 tokens x 64 layers x 8 KV heads x 128 x K and V x 2 bytes; the last token is not stored
+    need = 200 * 282 * 16 * 64 * 8 * 128 * 2 * 2
+    assert lines[1].startswith(f"KV pool needed: {need / GIB:.2f} GiB (1.10 GiB each); --kv-cache-dtype fp8: ")
+    assert "Weights: 61.03 GiB" in lines
+    needed = next(line for line in lines if line.startswith("GPUs needed: "))
+    assert re.search(r"2 x [^;]*h200-141g", needed)
+    assert re.search(r"4 x [^;]*a100-80g", needed)
+    table = lines[next(n for n, line in enumerate(lines) if line.startswith("GPUs   ")) :]
+    titles = "GPUs -tp -dp KV pool GiB holds at least tok/s ms/tok USD/h"
+    assert table[0].split() == titles.split()
+    rows = table[1 : table.index("")]
+    counts = [int(row.split()[0]) for row in rows]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert "tok/s and ms/tok are rough, a roofline" in out
+    assert "vllm serve" in out
+    assert all(len(line) <= 80 for line in table[: table.index("")])
+
+
+def test_each_layout_holds_the_requests_with_the_printed_flags(qwen, capsys):
+    assert run([qwen, *ASKED, "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert layouts
+    for layout in layouts:
+        found = plan(
+            qwen, engine_version="0.33.0", gpu=layout["gpu"], max_model_len=5120,
+            max_num_seqs=layout["running_per_replica"], kv_cache_dtype=layout["kv_cache_dtype"],
+            tensor_parallel_size=layout["tensor_parallel_size"],
+        ).hold(4000, 500)  # fmt: skip
+        assert found.bounds[0] * layout["data_parallel_size"] >= 200
+        assert layout["gpus"] == layout["tensor_parallel_size"] * layout["data_parallel_size"]
+
+
+def test_serve_line_of_a_target_prints_commands_of_the_first_layout_only(qwen, capsys):
+    assert run([qwen, *ASKED, "--gpu", "a100-80g", "--serve-line"]) == 0
+    ours, theirs = capsys.readouterr().out.splitlines()
+    assert ours.startswith("tonnage serve ")
+    words = shlex.split(theirs)
+    values = dict(zip(words[3::2], words[4::2], strict=True))
+    assert int(values["--tensor-parallel-size"]) * int(values.get("--data-parallel-size", 1)) == 4
+    assert values["--max-model-len"] == "5120"
+
+
+def test_question_of_the_first_day_is_answered_offline(monkeypatch, capsys, tmp_path):
+    """200 users, 4k prompts, 500 tokens, Qwen3-32B: which GPUs, which flags, what price, as in the README."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    asked = ["Qwen/Qwen3-32B", "--request", "4000+500", "--target-concurrency", "200"]
+    assert run(asked) == 0
+    out = capsys.readouterr().out
+    # GPUs, -tp, -dp, KV cache ... USD an hour
+    assert re.search(r"^\d+ x \S+ +\d+ +\d+ (?:auto|fp8) .* \d+\.\d\d$", out, re.M)
+    assert "the config.json that Tonnage carries for Qwen/Qwen3-32B was used" in out
+    assert run([*asked, "--gpu", "h100-80g", "--serve-line"]) == 0
+    _, theirs = capsys.readouterr().out.splitlines()
+    assert theirs.startswith("vllm serve Qwen/Qwen3-32B --max-model-len 5120 --max-num-seqs ")
+    assert "--max-num-batched-tokens" not in theirs
+
+
+def test_sweep_with_a_target_also_tries_other_formats(qwen, capsys):
+    assert run([qwen, *ASKED, "--gpu", "h100-80g", "--sweep", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert {layout["quantization"] for layout in layouts} > {"as is"}
+    assert min(layout["gpus"] for layout in layouts) == 2  # as is: 4
+
+
+def test_sweep_counts_requests_of_each_length(qwen, capsys):
+    assert run([qwen, "--sweep", "--gpu", "h200", "--request", "4000+500", "--request", "100+20"]) == 0
+    titles = capsys.readouterr().out.splitlines()[2]
+    assert "4000+500" in titles
+    assert "100+20" in titles
+
+
+def test_many_requests_need_replicas(qwen, capsys):
+    assert run([qwen, *ASKED[:-1], "5000", "--gpu", "h100-80g", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert all(layout["data_parallel_size"] > 1 for layout in layouts)
+    assert all(layout["running_per_replica"] * layout["data_parallel_size"] >= 5000 for layout in layouts)
+
+
+def test_request_longer_than_the_model_is_rejected(qwen, capsys):
+    assert run([qwen, "--request", "90K+1K", "--target-concurrency", "2"]) == 2
+    assert "above max_model_len 40,960" in capsys.readouterr().err
+
+
+def test_requests_of_unknown_size_count_as_sequences(config_of, folder_with, capsys):
+    folder = folder_with(config_of("deepseek-ai/DeepSeek-V4-Flash"))
+    assert run([folder, "--engine-version", "0.32.0", *ASKED[2:]]) == 0
+    assert "200 sequences of 4,500 tokens at once, max_model_len 4,500:" in capsys.readouterr().out
+
+
+def test_target_that_no_gpu_holds_says_so(config_of, folder_with, capsys):
+    folder = folder_with(config_of("moonshotai/Kimi-K2-Instruct"))
+    assert run([folder, *ASKED, "--gpu", "t4"]) == 1
+    assert "No layout of up to 8 GPUs of one type holds a single request" in capsys.readouterr().out
+
+
+def _offer(gpus: int, usd: float, seconds: float, kv: str = "auto") -> Offer:
+    return Offer(SweepRow("g", gpus, "as is", kv, True), 1, 1, usd, Speed(seconds, 1 / seconds))
+
+
+def test_near_equal_layouts_are_folded():
+    small, faster, equal = _offer(1, 4, 0.05), _offer(2, 8, 0.02), _offer(2, 4 / (1 + FOLD), 0.05 / (1 + FOLD))
+    lossy = _offer(1, 4, 0.05, "fp8")
+    assert pareto([small, lossy, faster, equal]) == [small, faster]
+
+
+def test_speed_equals_roofline_of_replay():
+    step = StepTime(10**10, 5 * 10**9, 10**5, 1e12, 1e14)
+    speed = speed_of(
+        Work(5 * 10**9), weights_bytes=10**10, read_bytes=10**5 * 1000, gpus=1, bandwidth=1e12, flops=1e14,
+        running=64, prompt=0, output=1,
+    )  # fmt: skip
+    assert speed.step_seconds == pytest.approx(step.seconds(64, 64 * 1000))
+    assert step.overhead == OVERHEAD
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen3-30B-A3B", 3.0), ("openai/gpt-oss-120b", 5.1), ("deepseek-ai/DeepSeek-V3", 37.0)],
+)
+def test_computed_parameters_agree_with_the_model_card(config_of, name, billions):
+    """The model cards give 3.3, 5.1 and 37 billion; the embedding, which is only looked up, counts in some."""
+    work = work_of(build_architecture(config_of(name)))
+    assert work.computed() == pytest.approx(billions * 1e9, rel=0.1)
+    assert work.read_share(1) < 0.2 < 0.8 < work.read_share(1000)
