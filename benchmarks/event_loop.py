@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -165,7 +166,7 @@ async def measured(names: list[str]) -> list[dict[str, Any]]:
             await asyncio.sleep(0.05)
     port = server.servers[0].sockets[0].getsockname()[1]
     rows = []
-    with ProcessPoolExecutor(1) as clients, Watchdog() as watchdog:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients, Watchdog() as watchdog:
         loop = asyncio.get_running_loop()
         for name in ["stop", *names]:  # the first run warms up
             path = CASES[name][0]
