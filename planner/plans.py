@@ -7,7 +7,7 @@ plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -62,6 +62,8 @@ class Resolved:
         given_block_size: the block size that was requested, or None.
         draft: the draft of --speculative-model, None without one or before it is read.
         given_max_num_seqs: the --max-num-seqs that was requested, or None.
+        memory_bounds: (low, high) of `device_memory`, each with its limit in bytes, if drivers report different
+            totals or the total is assumed; None if the total is known.
     """
 
     flags: Deployment
@@ -75,6 +77,18 @@ class Resolved:
     given_block_size: int | None = None
     draft: Drafting | None = None
     given_max_num_seqs: int | None = None
+    memory_bounds: tuple[tuple[int, int], tuple[int, int]] | None = None
+
+    @property
+    def memory_ends(self) -> tuple[Resolved, Resolved]:
+        """Return the deployment on a device with the smallest and with the largest total that is possible."""
+        if self.memory_bounds is None:
+            return self, self
+        (low, low_limit), (high, high_limit) = self.memory_bounds
+        return (
+            replace(self, device_memory=low, limit=low_limit),
+            replace(self, device_memory=high, limit=high_limit),
+        )
 
 
 @dataclass(frozen=True, slots=True)

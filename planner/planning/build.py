@@ -11,7 +11,7 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.planning.checkpoint import against_index
-from tonnage.planner.planning.deployment import version_notes
+from tonnage.planner.planning.deployment import memory_notes, version_notes
 from tonnage.planner.planning.files import auto_dtype
 from tonnage.planner.planning.host import host_memory, host_terms
 from tonnage.planner.planning.size import Size, Sizer, request_law
@@ -97,6 +97,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *_family_notes(architecture),
             *file_notes,
             *_margin_notes(size),
+            *memory_notes(deployment),
             *pool.notes,
             *size.support.absent,
             *size.support.notes,

@@ -88,6 +88,7 @@ def complete(
     """
     engine = engine_of(deployment.engine)
     check_values(deployment)
+    bounds = _memory_bounds(deployment)
     deployment = _with_gpu(deployment)
     version, name = version_of(engine, deployment)
     memory = _device_memory(deployment)
@@ -125,6 +126,7 @@ def complete(
     return Resolved(
         flags, version, memory, limit, max_model_len, seqs, tokens, block_size, given_block_size=given,
         given_max_num_seqs=deployment.max_num_seqs,
+        memory_bounds=bounds and tuple((each, engine.memory_limit(flags, each, share)) for each in bounds),
     )  # fmt: skip
 
 
@@ -161,6 +163,21 @@ def _with_gpu(deployment: Deployment) -> Deployment:
     gpu = find_gpu(deployment.gpu)
     memory = gpu.memory_bytes if deployment.device_memory is None else deployment.device_memory
     return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
+
+
+def _memory_bounds(deployment: Deployment) -> tuple[int, int] | None:
+    """Return the smallest and largest total of the GPU that --gpu names, None if the total is known."""
+    if deployment.gpu is None or deployment.device_memory is not None:
+        return None
+    low, high = find_gpu(deployment.gpu).memory_bounds or (0, 0)
+    return (low, high) if low < high else None
+
+
+def memory_notes(asked: Deployment) -> tuple[str, ...]:
+    """Return notes on the memory that the driver of the GPU reports, none with --device-memory."""
+    if asked.gpu is None or asked.device_memory is not None:
+        return ()
+    return find_gpu(asked.gpu).notes
 
 
 def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:

@@ -254,16 +254,22 @@ def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
         engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
         for stage in stages
     )
-    ends = [
-        engine.block_bounds(
-            chosen, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds,
-            stage.runtime.framework.high,
-        )
-        for stage in stages
-    ]  # fmt: skip
+    ends = [_block_bounds(chosen, pool, stage) for stage in stages]
     fewest, most = (engine.capacity(pool, chosen, min(counts)) for counts in zip(*ends, strict=True))
     stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
     return FilledPool(engine.capacity(pool, chosen, num_blocks), (fewest, most), stages)
+
+
+def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
+    """Return the least and the most blocks of a stage, over the totals that the device's driver may report."""
+    engine = engine_of(chosen.flags.engine)
+    least, most = (
+        engine.block_bounds(
+            end, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds, stage.runtime.framework.high
+        )
+        for end in chosen.memory_ends
+    )
+    return least[0], most[1]
 
 
 def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:

@@ -217,13 +217,13 @@ def test_cpu_kv_cache_unsupported_by_vllm_version_is_rejected(model, version, sa
         make_plan(folder(tmp_path, model), flags)
 
 
-def test_vllm_0_33_lowers_gb10_batch_defaults(tmp_path):
-    model = folder(tmp_path, LLAMA)
-    flags = {"engine": "vllm", "gpu": "gb10-128g", "max_model_len": 8192}
-    before, after = (make_plan(model, Deployment(**flags, engine_version=v)) for v in ("0.32.0", "0.33.0"))
-    assert (before.deployment.max_num_seqs, before.deployment.max_num_batched_tokens) == (1024, 8192)
-    assert (after.deployment.max_num_seqs, after.deployment.max_num_batched_tokens) == (256, 2048)
-    assert after.rank.kv_pool_bytes > before.rank.kv_pool_bytes
+@pytest.mark.parametrize("version", ["0.9.0", "0.13.0", "0.19.2", "0.33.0"])
+@pytest.mark.parametrize("gpu", ["gb10-128g", "thor-128g"])
+def test_gpu_whose_total_nvml_does_not_give_has_small_batch_defaults(tmp_path, gpu, version):
+    """Start-up logs of vLLM 0.13 and 0.19.2 on a GB10 print 2,048 tokens and 256 sequences."""
+    flags = Deployment(engine="vllm", gpu=gpu, max_model_len=8192, engine_version=version)
+    plan = make_plan(folder(tmp_path, LLAMA), flags)
+    assert (plan.deployment.max_num_seqs, plan.deployment.max_num_batched_tokens) == (256, 2048)
 
 
 def test_model_newer_than_vllm_version_does_not_start(tmp_path):

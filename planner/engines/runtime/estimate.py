@@ -72,6 +72,8 @@ class Coefficients:
             sources stay within it.
         spread_seen: Half-width of the interval, as a share of the device, where logs measured every part of the
             plan.
+        spread_unified: Half-width of the interval, as a share of the device, where host and device share their
+            memory.
         capabilities: Compute capabilities of the measured GPUs, such as "8.6 9.0".
     """
 
@@ -90,6 +92,7 @@ class Coefficients:
     graph_layer: int
     spread: float
     spread_seen: float
+    spread_unified: float
     capabilities: str
 
 

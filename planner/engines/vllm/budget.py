@@ -92,7 +92,9 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     The interval is narrow if start-up logs cover every part of the plan. The upper side is wider where unknown
     consumers can add memory. The multiples of the fitted spread are assumed.
     """
-    if (has_towers(architecture) and architecture.vision is None) or _is_apart(chosen):
+    if shares_memory(chosen.flags.gpu):
+        return fitted.spread_unified, fitted.spread_unified
+    if (has_towers(architecture) and architecture.vision is None) or _is_other_vendor(chosen):
         return fitted.spread, 2 * fitted.spread
     if not _is_known(chosen, fitted):
         return _UNKNOWN * fitted.spread, 2 * fitted.spread
@@ -105,10 +107,10 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     return fitted.spread_seen, fitted.spread_seen
 
 
-def _is_apart(chosen: Resolved) -> bool:
-    """Return whether the GPU is not NVIDIA's or shares the host's memory; each case has one source."""
+def _is_other_vendor(chosen: Resolved) -> bool:
+    """Return whether the GPU is not NVIDIA's; one source has starts of such a GPU."""
     gpu = chosen.flags.gpu
-    return shares_memory(gpu) or (gpu is not None and capability_of(gpu) is None)
+    return gpu is not None and capability_of(gpu) is None
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:

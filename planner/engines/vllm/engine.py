@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
@@ -47,7 +47,8 @@ from tonnage.planner.units import GiB, gib
 # From this device memory on, the API server's default is 1,024 sequences and 8,192 tokens per step
 # (get_batch_defaults in engine/arg_utils.py). A100s keep the small defaults.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
-_GB10 = (12, 1)  # compute capability of a GB10
+# NVML gives no total memory of these GPUs (GB10, Thor: "Not Supported"). get_batch_defaults then takes 0 bytes.
+_WITHOUT_TOTAL = ((11, 0), (12, 1))
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
 # Minimum compute capability for bfloat16. On older GPUs vLLM refuses bfloat16 and defaults to float16
 # (supported_dtypes in platforms/cuda.py, _resolve_auto_dtype in config/model.py).
@@ -64,7 +65,7 @@ _LONG_IN_V0 = 32768
 
 
 def _before_v1_on_rocm(flags: Deployment, version: Version) -> bool:
-    return (flags.gpu or "").startswith("mi") and not rules(version).chunked_on_rocm
+    return is_amd(flags.gpu) and not rules(version).chunked_on_rocm
 
 
 class VLLM(Engine):
@@ -107,8 +108,8 @@ class VLLM(Engine):
         if flags.device == "cuda" and known.large_batches:
             if memory >= _HUGE_DEVICE and known.huge_batches:
                 return _HUGE
-            gb10 = known.gb10_small and capability_of(flags.gpu) == _GB10
-            small = gb10 or "a100" in (flags.gpu or "") or before
+            unknown = capability_of(flags.gpu) in _WITHOUT_TOTAL
+            small = unknown or "a100" in (flags.gpu or "") or before
             if known.large_batches == "hopper" and flags.gpu is not None:
                 small = not flags.gpu.startswith(("h100", "h200"))
             if memory >= _LARGE_DEVICE and not small:

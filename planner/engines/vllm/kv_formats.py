@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, did_you_mean
@@ -133,7 +133,7 @@ def _of_sparse(found: str, flags: Deployment, architecture: Architecture, versio
     platforms/cuda.py).
     """
     known = rules(version)
-    nvidia = flags.device == "cuda" and not (flags.gpu or "").startswith("mi")
+    nvidia = flags.device == "cuda" and not is_amd(flags.gpu)
     if not nvidia:
         return found
     major = (capability_of(flags.gpu) or (9, 0))[0]

@@ -76,7 +76,6 @@ class VersionRules:
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
     sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
-    gb10_small: bool = False  # a GB10 has the batch defaults of small devices
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
     one_mrope_length: bool = False  # rotary tables have one context length if positions cannot exceed it
     one_hot_positions: bool = True  # this version's transformers multiplies Gemma 4's one-hot positions
@@ -200,7 +199,6 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     (
         (0, 33, 0),
         {
-            "gb10_small": True,
             "same_kv_dtype": True,
             "cublas_first": True,
             "draft_limits": True,
@@ -297,7 +295,6 @@ _WORDS: dict[str, str] = {
     "glm_sparse_fp8": "GLM-5's cache is fp8 by default on SM10x",
     "one_mrope_length": "rotary tables are a quarter as long for models whose positions cannot exceed the "
     "token count",
-    "gb10_small": "a GB10 has the small batch defaults (256 sequences, 2,048 tokens)",
     "same_kv_dtype": "a 16-bit cache must have the model's own dtype",
 }
 
