@@ -26,6 +26,7 @@ from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.quantization.scheme import Quantization
 
 
@@ -179,12 +180,12 @@ class Engine(ABC):
         return auto if flags.dtype == "auto" else flags.dtype
 
     def choose_kv_dtype(
-        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
-    ) -> str:
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+        stored: StoredCache | None,
+    ) -> str:  # fmt: skip
         """Return the dtype of keys and values in the KV cache, for a model loaded in ``dtype``.
 
-        ``stored`` is the cache dtype that the checkpoint requests (``quantization.read.stored_kv_dtype``), or
-        None.
+        ``stored`` is the cache that the checkpoint requests, or None. Most engines ignore it.
 
         Raises:
             DeploymentError: the engine has no KV cache in the requested dtype.

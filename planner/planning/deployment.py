@@ -16,6 +16,7 @@ from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.flags import check_values, flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 
 
 def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,12 +77,12 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
 
 
 def complete(
-    deployment: Deployment, architecture: Architecture, dtype: str, kv_dtype: str | None = None
+    deployment: Deployment, architecture: Architecture, dtype: str, stored: StoredCache | None = None
 ) -> Resolved:
     """Check every flag against the model and the other flags, and fill in the flags left at None.
 
-    `dtype` is the dtype that --dtype auto selects for this checkpoint. `kv_dtype` is the KV cache dtype that
-    the checkpoint requests, or None.
+    `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache that the
+    checkpoint requests, or None.
 
     Raises:
         DeploymentError: a flag is invalid; the error names the flag and its value.
@@ -111,7 +112,7 @@ def complete(
         device_memory=memory,
         gpu_memory_utilization=share,
         dtype=chosen,
-        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen, architecture, version, kv_dtype),
+        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen, architecture, version, stored),
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,

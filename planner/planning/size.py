@@ -32,7 +32,8 @@ from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, he
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import as_stored, hold_weights
 from tonnage.planner.plans import Failure, Resolved
-from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
+from tonnage.planner.quantization.kv_cache import stored_cache
+from tonnage.planner.quantization.read import check_quantization, read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.source.resolve import ModelSource
 
@@ -187,7 +188,7 @@ class Sizer:
         quantization = self._format(architecture, deployment)
         if self._copies is None:
             self._copies = check_checkpoint(source, architecture)
-        chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
+        chosen = complete(deployment, architecture, auto_dtype(source), stored_cache(source.config))
         if quantization.scheme != "none":
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
         chosen, notes = within_draft(architecture, chosen)

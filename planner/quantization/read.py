@@ -75,32 +75,6 @@ def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantizati
     return stored
 
 
-def stored_kv_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the KV-cache dtype that the checkpoint requests, by vLLM's names; None if it requests none.
-
-    ModelOpt states it as kv_cache_quant_algo or kv_cache_scheme, compressed-tensors as kv_cache_scheme.
-    Sources, vLLM 0.32.0: utils/torch_utils.py get_kv_cache_quant_algo_string,
-    model_executor/layers/attention/attention.py.
-    """
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
-        return None
-    method = str(found.get("quant_method", ""))
-    inner = found.get("quantization")
-    places = [inner, found] if isinstance(inner, Mapping) else [found]
-    if method == "compressed-tensors":
-        return "fp8" if found.get("kv_cache_scheme") else None
-    if not method.startswith("modelopt"):
-        return None
-    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
-    asked = next((place[key] for key in keys for place in places if place.get(key)), None)
-    if isinstance(asked, Mapping):
-        bits, kind = asked.get("num_bits"), asked.get("type")
-        eight = bits == 8 and kind == "float" and asked.get("dynamic") is False
-        asked = "fp8" if eight else "nvfp4" if (bits, kind) == (4, "float") else None
-    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(asked.lower()) if isinstance(asked, str) else None
-
-
 def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     """Return the quantization that the object `quantization_config` describes.
 

@@ -41,6 +41,7 @@ from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import GiB, gib
 
@@ -214,8 +215,9 @@ class VLLM(Engine):
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
 
     def choose_kv_dtype(
-        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
-    ) -> str:
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+        stored: StoredCache | None,
+    ) -> str:  # fmt: skip
         """Return the format of keys and values in the KV cache, by flag, checkpoint and version.
 
         Raises:
