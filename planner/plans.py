@@ -245,6 +245,7 @@ class Plan:
         requests: capacity for each requested pair of prompt and output lengths.
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
+        unknown: why it is not known whether the engine runs the model on this device.
     """
 
     plan_id: str
@@ -268,6 +269,7 @@ class Plan:
     requests: tuple[RequestCapacity, ...] = ()
     mix: MixCapacity | None = None
     unsupported: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     @property
     def rank(self) -> RankPlan:
@@ -396,9 +398,15 @@ class Plan:
             line += f"; of it in /dev/shm up to {gib(host.shared_bytes)} (a container has 64 MiB by default)"
         return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can reclaim"]
 
+    def verdict(self) -> str:
+        """Return the verdict of a plan whose memory suffices."""
+        if not self.unknown:
+            return "Fits."
+        return f"The memory suffices; it is not known whether it runs: {'; '.join(self.unknown)}"
+
     def verdict_lines(self) -> list[str]:
         """Return lines that say whether the plan fits, otherwise why not and what would fit, and the notes."""
-        lines = ["Fits."] if self.fits else [
+        lines = [self.verdict()] if self.fits else [
             f"Does not {'run' if reason in self.unsupported else 'fit'}: {reason}" for reason in self.reasons
         ]  # fmt: skip
         if self.stops_with is not None:
@@ -410,7 +418,7 @@ class Plan:
         """Return a short readable summary; `plan_to_dict` returns all fields."""
         rows = [f"{name} {gib(size)}" for name, size, _ in self.memory_rows() if name != "device"]
         memory = f"{', '.join(rows)} of {gib(self.rank.total_bytes)}"
-        verdict = "Fits." if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
+        verdict = self.verdict() if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
         return "\n  ".join(("<Plan", *self.headline(), memory, *self.capacity_lines()[:2], verdict)) + ">"
 
     def figures(self) -> list[tuple[str, str, str]]:

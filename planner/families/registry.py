@@ -112,7 +112,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or family_of(model_type).build is not None:
         return _adapted(config)
-    return _ARCHITECTURES.get(config, lambda: meta_architecture(config, _unknown(model_type)))
+    return _ARCHITECTURES.get(config, lambda: _from_modules(config, model_type))
+
+
+def _from_modules(config: Mapping[str, Any], model_type: str) -> Architecture:
+    """Return the architecture of a model without an adapter, from transformers' modules."""
+    return replace(meta_architecture(config, _unknown(model_type)), declared=_declared(config))
 
 
 def _unknown(model_type: str) -> UnsupportedArchitecture:
@@ -122,6 +127,12 @@ def _unknown(model_type: str) -> UnsupportedArchitecture:
     return UnsupportedArchitecture(
         f"{said}: {why}" if why else said, field="model_type", hint=_known(model_type)
     )
+
+
+def _declared(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the class names that the config declares."""
+    names = config.get("architectures")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _build(config: Mapping[str, Any]) -> Architecture:
@@ -135,7 +146,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     if config.get("is_encoder_decoder") and family.build is not None and not family.reads_class:
         raise UnsupportedArchitecture("true is not supported for this family", field="is_encoder_decoder")
     fields = Fields(config, family.aliases, family.absent)
-    architecture = _read(fields, model_type, family)
+    architecture = replace(_read(fields, model_type, family), declared=_declared(config))
     fields.ignore("is_encoder_decoder")
     return _check_class(config, model_type, family, _checked(fields, model_type, family, architecture))
 

@@ -104,6 +104,7 @@ class Architecture:
             shared experts together.
         max_model_len: longest sequence in tokens.
         cache_layers: caches of the layers; empty for an encoder.
+        declared: names of the classes that the config declares.
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: routed experts that one token passes.
@@ -135,6 +136,7 @@ class Architecture:
     via: Literal["adapter", "meta"] = "adapter"
     recipe: Recipe | None = None
     vision: Vision | None = None
+    declared: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
