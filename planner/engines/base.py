@@ -179,6 +179,10 @@ class Engine(ABC):
         """
         return auto if flags.dtype == "auto" else flags.dtype
 
+    def check_quantization(self, name: str, version: Version) -> None:
+        """Raise DeploymentError if a version of the engine has no --quantization ``name``."""
+        return
+
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
         stored: StoredCache | None,

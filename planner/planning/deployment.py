@@ -121,6 +121,8 @@ def complete(
         enable_prefix_caching=caching,
     )
     _check_engine(engine, flags)
+    if deployment.quantization is not None:
+        engine.check_quantization(deployment.quantization, version)
     if flags.enable_expert_parallel and not architecture.experts:
         raise DeploymentError(f"{architecture.class_name} has no experts", field="--enable-expert-parallel")
     limit = engine.memory_limit(flags, memory, share)

@@ -15,6 +15,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import shown
 from tonnage.planner.quantization.fields import AT
 from tonnage.planner.quantization.linear import LinearFormat
+from tonnage.planner.quantization.names import CHECKPOINTS, WHILE_LOADING, names_checkpoint, supposed
 from tonnage.planner.quantization.scheme import Quantization
 
 # Order in which the help text and a sweep list the formats.
@@ -38,8 +39,15 @@ def quantized_to(scheme: str) -> Quantization:
         DeploymentError: for a scheme that is not known.
     """
     known = flag_formats()
-    if scheme not in known:
-        close = did_you_mean(scheme, known)
+    if supposed(scheme) in known:
+        scheme = supposed(scheme)
+    elif scheme in CHECKPOINTS:
+        raise DeploymentError(
+            f"{scheme} names the tool of a quantized checkpoint, and this model's weights are not quantized",
+            field="--quantization", hint="leave it out, or name a format: " + ", ".join(known),
+        )  # fmt: skip
+    else:
+        close = did_you_mean(scheme, (*known, *CHECKPOINTS, *WHILE_LOADING))
         raise DeploymentError(
             f"{shown(scheme)} is not known",
             field="--quantization",
@@ -65,8 +73,11 @@ def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantizati
     if not isinstance(found, dict):
         raise ConfigError(f"{shown(found)} is not an object", field="quantization_config")
     stored = _stored(found, config)
-    if flag is not None and flag not in (stored.scheme, stored.method):
-        quantized_to(flag)
+    if flag is None or flag in (stored.scheme, stored.method):
+        return stored
+    if not names_checkpoint(flag, stored.method, stored.scheme):
+        if flag not in CHECKPOINTS:
+            quantized_to(flag)
         raise DeploymentError(
             f"{flag} contradicts the checkpoint, which is quantized as {stored.scheme}",
             field="--quantization",

@@ -42,6 +42,7 @@ from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.kv_cache import StoredCache
+from tonnage.planner.quantization.names import VLLM_RELEASES
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import GiB, gib
 
@@ -213,6 +214,21 @@ class VLLM(Engine):
             return chosen
         # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype).
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
+
+    def check_quantization(self, name: str, version: Version) -> None:
+        """Raise DeploymentError if a vLLM version has no --quantization ``name``."""
+        first, last = VLLM_RELEASES.get(name, (None, None))
+        text = ".".join(map(str, version))
+        if first is not None and version[:2] < first:
+            raise DeploymentError(
+                f"vLLM {text} has no {name}", field="--quantization",
+                hint=f"--engine-version {first[0]}.{first[1]}.0 is the first that has",
+            )  # fmt: skip
+        if last is not None and version[:2] > last:
+            raise DeploymentError(
+                f"vLLM {text} has no {name} any more", field="--quantization",
+                hint=f"--engine-version {last[0]}.{last[1]}.0 is the last that has; or fp8",
+            )  # fmt: skip
 
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
