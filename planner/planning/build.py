@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -114,6 +114,10 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     """Return notes about config fields that the planner does not know, and about unknown model families."""
+    if architecture.assumed:
+        sizes = ", ".join(architecture.assumed)
+        note = f"config.json leaves out {sizes}: these are the defaults of transformers' config class"
+        return (note, *_family_notes(replace(architecture, assumed=())))
     if architecture.unread:
         names = printable(", ".join(architecture.unread))
         return (
