@@ -23,7 +23,7 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.engines.vllm.activation import peak
 from tonnage.planner.engines.vllm.budget import is_seen
 from tonnage.planner.engines.vllm.framework import SMALL, is_hopper
-from tonnage.planner.engines.vllm.graphs import sizes
+from tonnage.planner.engines.vllm.graphs import capture_sizes
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
@@ -143,7 +143,7 @@ class FitRow:
 
     def bytes_per_graph(self) -> float | None:
         """Return the bytes of each batch size after the first, or None with fewer sizes than by default."""
-        count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
+        count = len(capture_sizes(self.chosen))
         if self.graph_estimate is None or count < 51:
             return None
         return max(1 << 20, (self.graph_estimate - GRAPH_FIRST) / (count - 1))

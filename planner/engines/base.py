@@ -58,6 +58,7 @@ class Engine(ABC):
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     # Formats to which the engine can quantize 16-bit weights while it loads them.
     quantizes_to: tuple[str, ...] = ()
+    names_formats = False  # makes the formats of quantization.names.WHILE_LOADING, by those names
 
     # Engine that is planned instead for models that this engine cannot serve, if --engine is not set.
     fallback: EngineName | None = None
@@ -178,6 +179,10 @@ class Engine(ABC):
             DeploymentError: the engine cannot load the model in the requested dtype.
         """
         return auto if flags.dtype == "auto" else flags.dtype
+
+    def check_version(self, flags: Deployment, version: Version) -> None:
+        """Raise DeploymentError for flags that the version does not have, or that contradict each other."""
+        return
 
     def check_quantization(self, name: str, version: Version) -> None:
         """Raise DeploymentError if a version of the engine has no --quantization ``name``."""

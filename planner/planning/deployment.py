@@ -121,6 +121,7 @@ def complete(
         enable_prefix_caching=caching,
     )
     _check_engine(engine, flags)
+    engine.check_version(flags, version)
     if deployment.quantization is not None:
         engine.check_quantization(deployment.quantization, version)
     if flags.enable_expert_parallel and not architecture.experts:

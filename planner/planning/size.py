@@ -138,6 +138,7 @@ class Size:
 # Flags that change neither a tensor nor its storage. Advice varies these flags without summing the weights
 # again.
 _WEIGHTLESS = (
+    "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
     "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
 )  # fmt: skip

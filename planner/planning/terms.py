@@ -173,7 +173,7 @@ def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str
     made = engine_of(engine).quantizes_to
     if asked is None or config.get("quantization_config") or WHILE_LOADING.get(asked, asked) in made:
         return ()
-    if engine == "vllm" and asked in WHILE_LOADING:
+    if engine_of(engine).names_formats and asked in WHILE_LOADING:
         return (f"the command needs --quantization {asked}, which makes the format while loading",)
     return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
 

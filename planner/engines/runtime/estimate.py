@@ -65,7 +65,7 @@ class Coefficients:
         non_torch_ranks: Memory outside PyTorch with two tensor-parallel ranks on Hopper.
         non_torch_doubling: Additional memory on Hopper for each doubling of the ranks beyond two.
         non_torch_stage: Memory outside PyTorch of a pipeline stage.
-        graph_first: CUDA graph of the largest batch, if it has 512 tokens.
+        graph_first: CUDA graphs of the largest batch, if it has at most 512 tokens.
         graph_each: CUDA graph of each further batch size.
         graph_layer: Additional memory of each further batch size, per layer.
         spread: Half-width of the sum's interval as a share of the device. In cross-validation, 90 % of left-out

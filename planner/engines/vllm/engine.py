@@ -29,6 +29,8 @@ from tonnage.planner.engines.vllm import (
     startup_failures,
 )
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
+from tonnage.planner.engines.vllm.graphs import check as check_graphs
+from tonnage.planner.engines.vllm.graphs import given_sizes
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
 from tonnage.planner.engines.vllm.tensors import tensors_of
@@ -97,6 +99,7 @@ class VLLM(Engine):
     lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's MaxLoRARanks, config/lora.py
     smaller: ClassVar = {"cpu": ("w4a16",), "cuda": ("fp8", "w4a16")}
     quantizes_to = ("nf4", "fp8")
+    names_formats = True
     pads_vocabulary = True
     towers_everywhere = True
     tiles_linear = True
@@ -147,6 +150,7 @@ class VLLM(Engine):
             DeploymentError: a flag is not valid for the model.
         """
         multimodal.check(architecture, flags)
+        given_sizes(flags.cuda_graph_sizes)
         if (
             flags.device == "cpu"
             and any(layer.kind == "mla" for layer in architecture.cache_layers)
@@ -214,6 +218,10 @@ class VLLM(Engine):
             return chosen
         # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype).
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
+
+    def check_version(self, flags: Deployment, version: Version) -> None:
+        """Raise DeploymentError for flags that vLLM lacks in this version, or that contradict each other."""
+        check_graphs(flags, version)
 
     def check_quantization(self, name: str, version: Version) -> None:
         """Raise DeploymentError if a vLLM version has no --quantization ``name``."""
