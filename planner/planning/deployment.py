@@ -130,7 +130,10 @@ def complete(
     return Resolved(
         flags, version, memory, limit, max_model_len, seqs, tokens, block_size, given_block_size=given,
         given_max_num_seqs=deployment.max_num_seqs,
-        memory_bounds=bounds and tuple((each, engine.memory_limit(flags, each, share)) for each in bounds),
+        memory_bounds=bounds and (
+            (bounds[0], engine.memory_limit(flags, bounds[0], share)),
+            (bounds[1], engine.memory_limit(flags, bounds[1], share)),
+        ),
     )  # fmt: skip
 
 
