@@ -204,8 +204,16 @@ class SGLang(Engine):
         """Return the dtype of keys and values; ``auto`` takes an FP8 cache that the checkpoint requests.
 
         For MLA with an indexer, the GPU decides instead (arg_groups/overrides.py, 0.5.23).
+
+        Raises:
+            DeploymentError: SGLang has no cache in the requested dtype.
         """
         found = super().choose_kv_dtype(flags, dtype, architecture, version, stored)
+        if found == "float16" != dtype:
+            raise DeploymentError(
+                f"SGLang has no --kv-cache-dtype float16 for a model in {dtype}", field="--kv-cache-dtype",
+                hint="auto, bfloat16 or fp8_e4m3",
+            )  # fmt: skip
         if flags.kv_cache_dtype != "auto":
             return found
         if any(layer.kind == "mla" and layer.index_size for layer in architecture.cache_layers):

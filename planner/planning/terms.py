@@ -169,13 +169,13 @@ def quantized_terms(
 
 
 def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
-    """Return a note if neither the checkpoint nor the engine can produce the requested quantization format."""
+    """Return a note if --quantization names a format that only another checkpoint of the model has."""
     made = engine_of(engine).quantizes_to
     if asked is None or config.get("quantization_config") or WHILE_LOADING.get(asked, asked) in made:
         return ()
     if engine_of(engine).names_formats and asked in WHILE_LOADING:
         return (f"the command needs --quantization {asked}, which makes the format while loading",)
-    return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
+    return (f"{engine} does not quantize to {asked} while loading: planned for a checkpoint that is",)
 
 
 def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
