@@ -157,6 +157,16 @@ class Deployment:
         short="-dcp",
     )
     enforce_eager: bool = flag(False, "do not use CUDA graphs", group=_DEVICE)
+    cudagraph_capture_sizes: str | None = flag(
+        None, "tokens of the captured CUDA graphs, such as 1,2,4,8 (default: up to 512)", group=_DEVICE,
+        metavar="SIZES", engine="vllm",
+    )  # fmt: skip
+    max_cudagraph_capture_size: int | None = flag(
+        None, "tokens of the largest captured CUDA graph", group=_DEVICE, engine="vllm"
+    )
+    cuda_graph_sizes: str | None = flag(
+        None, "the same sizes, by the name of vLLM up to 0.12", group=_DEVICE, metavar="SIZES", engine="vllm"
+    )
     cpu_offload_bytes: int = flag(
         0, "GiB of weights per GPU kept in host memory (default: none)", group=_EXTRAS, unit="GiB",
         least=0, option="--cpu-offload-gb",

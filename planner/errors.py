@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     """
     if len(text) > LONGEST_TEXT:
         text = text[: LONGEST_TEXT - 3] + "..."
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return `text` of any length on one line, without characters that a terminal would interpret."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

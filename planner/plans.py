@@ -7,7 +7,7 @@ plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -62,6 +62,8 @@ class Resolved:
         given_block_size: the block size that was requested, or None.
         draft: the draft of --speculative-model, None without one or before it is read.
         given_max_num_seqs: the --max-num-seqs that was requested, or None.
+        memory_bounds: (low, high) of `device_memory`, each with its limit in bytes, if drivers report different
+            totals or the total is assumed; None if the total is known.
     """
 
     flags: Deployment
@@ -75,6 +77,18 @@ class Resolved:
     given_block_size: int | None = None
     draft: Drafting | None = None
     given_max_num_seqs: int | None = None
+    memory_bounds: tuple[tuple[int, int], tuple[int, int]] | None = None
+
+    @property
+    def memory_ends(self) -> tuple[Resolved, Resolved]:
+        """Return the deployment on a device with the smallest and with the largest total that is possible."""
+        if self.memory_bounds is None:
+            return self, self
+        (low, low_limit), (high, high_limit) = self.memory_bounds
+        return (
+            replace(self, device_memory=low, limit=low_limit),
+            replace(self, device_memory=high, limit=high_limit),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +246,7 @@ class Plan:
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
         defaults: fields of `deployment` that were not given; a serve command need not repeat them.
+        unknown: why it is not known whether the engine runs the model on this device.
     """
 
     plan_id: str
@@ -256,6 +271,7 @@ class Plan:
     mix: MixCapacity | None = None
     unsupported: tuple[str, ...] = ()
     defaults: frozenset[str] = frozenset()
+    unknown: tuple[str, ...] = ()
 
     @property
     def rank(self) -> RankPlan:
@@ -399,9 +415,15 @@ class Plan:
             line += f"; of it in /dev/shm up to {gib(host.shared_bytes)} (a container has 64 MiB by default)"
         return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can reclaim"]
 
+    def verdict(self) -> str:
+        """Return the verdict of a plan whose memory suffices."""
+        if not self.unknown:
+            return "Fits."
+        return f"The memory suffices; it is not known whether it runs: {'; '.join(self.unknown)}"
+
     def verdict_lines(self) -> list[str]:
         """Return lines that say whether the plan fits, otherwise why not and what would fit, and the notes."""
-        lines = ["Fits."] if self.fits else [
+        lines = [self.verdict()] if self.fits else [
             f"Does not {'run' if reason in self.unsupported else 'fit'}: {reason}" for reason in self.reasons
         ]  # fmt: skip
         if self.stops_with is not None:
@@ -413,7 +435,7 @@ class Plan:
         """Return a short readable summary; `plan_to_dict` returns all fields."""
         rows = [f"{name} {gib(size)}" for name, size, _ in self.memory_rows() if name != "device"]
         memory = f"{', '.join(rows)} of {gib(self.rank.total_bytes)}"
-        verdict = "Fits." if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
+        verdict = self.verdict() if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
         return "\n  ".join(("<Plan", *self.headline(), memory, *self.capacity_lines()[:2], verdict)) + ">"
 
     def figures(self) -> list[tuple[str, str, str]]:

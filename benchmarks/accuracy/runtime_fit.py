@@ -15,7 +15,7 @@ from typing import Any
 from accuracy.common import Inputs, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of, find_gpu, shares_memory
+from tonnage.planner.devices.catalogue import capability_of, find_gpu, is_amd, shares_memory
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Coefficients, Runtime
 from tonnage.planner.engines.runtime.gpu import coefficients
@@ -23,7 +23,7 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.engines.vllm.activation import peak
 from tonnage.planner.engines.vllm.budget import is_seen
 from tonnage.planner.engines.vllm.framework import SMALL, is_hopper
-from tonnage.planner.engines.vllm.graphs import sizes
+from tonnage.planner.engines.vllm.graphs import capture_sizes
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
@@ -94,7 +94,20 @@ class FitRow:
         bounds = self.runtime(fitted).sum_interval
         assert bounds is not None
         low, high = bounds
-        return max(0, self.chosen.limit - self.weights - high), max(0, self.chosen.limit - self.weights - low)
+        least, most = self.chosen.memory_ends
+        return max(0, least.limit - self.weights - high), max(0, most.limit - self.weights - low)
+
+    def error(self, fitted: Coefficients) -> float:
+        """Return the planned pool's absolute error as a share of the device.
+
+        If the report does not print the device's total, it is the total of the catalogue's range that is
+        nearest to the printed pool.
+        """
+        planned = self.planned_pool(fitted)
+        low, high = (planned + end.limit - self.chosen.limit for end in self.chosen.memory_ends)
+        return (
+            max(low - self.pool, self.pool - high, 0 if low < high else abs(planned - self.pool)) / self.device
+        )
 
     def runtime(self, fitted: Coefficients) -> Runtime:
         """Return the memory terms with the coefficients ``fitted``."""
@@ -103,7 +116,7 @@ class FitRow:
 
     def outside_pytorch(self) -> int | None:
         """Return the non-torch memory without its derived part, or None if not printed or not an NVIDIA GPU."""
-        if self.non_torch is None or (self.chosen.flags.gpu or "").startswith("mi"):
+        if self.non_torch is None or is_amd(self.chosen.flags.gpu):
             return None
         return self.non_torch - self.fused
 
@@ -130,7 +143,7 @@ class FitRow:
 
     def bytes_per_graph(self) -> float | None:
         """Return the bytes of each batch size after the first, or None with fewer sizes than by default."""
-        count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
+        count = len(capture_sizes(self.chosen))
         if self.graph_estimate is None or count < 51:
             return None
         return max(1 << 20, (self.graph_estimate - GRAPH_FIRST) / (count - 1))
@@ -165,7 +178,9 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> FitRow | str:
     try:
         architecture = build_architecture(config)
         source = ModelSource(report["model"], report["model"], config, "folder")
-        chosen = complete(_flags(report, memory, gpu), architecture, auto_dtype(source))
+        printed = gpu is None or report["observed"].get("total_gpu_gib") is not None
+        flags = _flags(report, memory if printed else None, gpu)
+        chosen = complete(flags, architecture, auto_dtype(source))
         weights = _weights(report, source, architecture, chosen)
     except TonnageError as error:
         return str(error)
@@ -213,7 +228,7 @@ def _version(report: dict[str, Any]) -> str | None:
     return str(report["engine_version"])
 
 
-def _flags(report: dict[str, Any], memory: int, gpu: str | None) -> Any:
+def _flags(report: dict[str, Any], memory: int | None, gpu: str | None) -> Any:
 
     return Deployment(
         engine="vllm",
@@ -259,15 +274,22 @@ def fit(rows: Sequence[FitRow]) -> Coefficients:
     """
     values = _values(rows)
     errors: dict[bool, list[float]] = {False: [], True: []}
+    unified: list[float] = []
     for source in sorted({row.source for row in rows if row.carries_bar}):
         others = _values([row for row in rows if row.source != source])
         own = [row for row in rows if row.source == source and row.carries_bar]
+        shared = [row for row in own if shares_memory(row.chosen.flags.gpu)]
         for seen in (False, True):
-            found = [abs(row.planned_pool(others) - row.pool) / row.device for row in own if row.seen is seen]
+            found = [row.error(others) for row in own if row.seen is seen and row not in shared]
             if found:
                 errors[seen].append(median(found))
+        if shared:
+            unified.append(median(row.error(others) for row in shared))
     return replace(
-        values, spread=_covering(errors[False], _LEAST_SPREAD), spread_seen=_covering(errors[True], _LEAST_SEEN)
+        values,
+        spread=_covering(errors[False], _LEAST_SPREAD),
+        spread_seen=_covering(errors[True], _LEAST_SEEN),
+        spread_unified=_covering(unified, _LEAST_SPREAD),
     )
 
 
@@ -332,6 +354,7 @@ def _values(rows: Sequence[FitRow]) -> Coefficients:
         graph_layer=layer,
         spread=_MOST_SPREAD,
         spread_seen=_MOST_SPREAD,
+        spread_unified=_MOST_SPREAD,
         capabilities=" ".join(f"{major}.{minor}" for major, minor in sorted(_capabilities(rows))),
     )
 

@@ -1,7 +1,9 @@
 """The GPU catalogue (catalogue.json): memory of each device, with a source for every figure.
 
 In the file, `reported_gib` is the memory that CUDA or ROCm reports, to which --gpu-memory-utilization applies.
-If no source publishes it, the nominal memory less `NOMINAL_RESERVE` is used, and `Gpu.basis` is `nominal`.
+If drivers of different age report different totals, `reported_range_gib` has the smallest and the largest.
+`variants` are totals that a setting changes: ECC, or the Windows driver. If no source publishes a total, the
+nominal memory less `NOMINAL_RESERVE` is assumed, and `Gpu.basis` is `nominal`.
 """
 
 from __future__ import annotations
@@ -10,24 +12,31 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.units import GiB
+from tonnage.planner.units import GiB, gib
 
-NOMINAL_RESERVE = 0.0125
+NOMINAL_RESERVE = 0.02
 """Share of the nominal memory that drivers and ECC reserve.
 
 It is the median over the catalogue's NVIDIA entries with both figures, rounded up to the next quarter percent:
-H100 1.0 %, A100 1.1 % and 1.0 %, B200 0.9 %, RTX 4090 1.5 %, T4 7.9 %, RTX 4080 0.1 %.
-tests/planner/test_gpus.py recomputes the median.
+H100 1.0 %, A100 1.1 %, B200 0.9 %, RTX 4090 1.5 %, L40S 7.5 %, T4 9.0 %. tests/planner/test_gpus.py recomputes
+the median.
 """
+
+LARGEST_RESERVE = 0.09
+"""The largest of these shares, a T4's with ECC. An assumed total may be lower than the nominal memory by it."""
 
 APPLE_SHARE = 0.75
 """Share of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
 
 Metal reports this limit as recommendedMaxWorkingSetSize.
 """
+
+SMALL_APPLE_SHARE = 2 / 3
+"""The same share on machines with less memory, which is the lower bound of an assumed total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,8 @@ class Gpu:
         capability: CUDA compute capability (developer.nvidia.com/cuda-gpus), None for other vendors.
         bandwidth: peak memory bandwidth in bytes per second of the SXM (or only) variant, None if not known.
         flops: peak dense 16-bit tensor FLOPs per second of the SXM (or only) variant, None if not known.
+        memory_bounds: (low, high) of `memory_bytes` over drivers, or of the assumption if `basis` is `nominal`.
+        variants: totals that a setting of the machine changes, as (bytes, setting).
     """
 
     name: str
@@ -54,6 +65,24 @@ class Gpu:
     capability: tuple[int, int] | None = None
     bandwidth: float | None = None
     flops: float | None = None
+    memory_bounds: tuple[int, int] | None = None
+    variants: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes for a plan: an assumed total, and totals that a setting changes."""
+        if self.basis == "nominal" and self.memory_bounds is not None:
+            low, high = self.memory_bounds
+            return (
+                f"no source publishes the memory that the driver of {self.name} reports: "
+                f"{gib(self.memory_bytes)} is assumed, between {gib(low)} and {gib(high)}; "
+                "--device-memory sets the real total",
+            )
+        return tuple(
+            f"{self.name} has {gib(size)} {setting}, and {gib(self.memory_bytes)} otherwise: "
+            f"--device-memory {size / GiB:.2f}GiB plans that"
+            for size, setting in self.variants
+        )
 
 
 @cache
@@ -63,19 +92,20 @@ def catalogue() -> tuple[Gpu, ...]:
     return tuple(_gpu(entry) for entry in data["gpus"])
 
 
-def _gpu(entry: dict[str, object]) -> Gpu:
+def _gpu(entry: dict[str, Any]) -> Gpu:
     nominal, reported = entry["nominal_gib"], entry.get("reported_gib")
-    assert isinstance(nominal, int | float)
-    if isinstance(reported, int | float):
+    if reported is not None:
         memory, basis, source = reported * GiB, "reported", entry["reported_source"]
+        low, high = entry.get("reported_range_gib", (reported, reported))
     else:
-        share = APPLE_SHARE if entry["vendor"] == "apple" else 1 - NOMINAL_RESERVE
+        apple = entry["vendor"] == "apple"
+        share = APPLE_SHARE if apple else 1 - NOMINAL_RESERVE
         memory, basis, source = nominal * GiB * share, "nominal", entry["nominal_source"]
-    aliases = entry["aliases"]
-    assert isinstance(aliases, list)
+        least, most = (SMALL_APPLE_SHARE, APPLE_SHARE) if apple else (1 - LARGEST_RESERVE, 1.0)
+        low, high = nominal * least, nominal * most
     return Gpu(
         name=str(entry["name"]),
-        aliases=tuple(aliases),
+        aliases=tuple(entry["aliases"]),
         vendor=str(entry["vendor"]),
         device=str(entry["device"]),
         memory_bytes=int(memory),
@@ -84,6 +114,8 @@ def _gpu(entry: dict[str, object]) -> Gpu:
         capability=_version(entry.get("compute_capability")),
         bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
         flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
+        memory_bounds=(int(low * GiB), int(high * GiB)),
+        variants=tuple((int(each["gib"] * GiB), each["when"]) for each in entry.get("variants", ())),
     )
 
 
@@ -123,13 +155,13 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
         )  # fmt: skip
     from difflib import get_close_matches  # only an error message needs it
 
-    names = [gpu.name for gpu in catalogue()]
-    close = get_close_matches(name.lower(), names, 3, 0.5)
-    raise DeploymentError(
-        f"{name[:60]!r} is not in the catalogue",
-        field=field,
-        hint="did you mean " + ", ".join(close) + "?" if close else "one of cpu, auto, " + ", ".join(names),
-    )
+    known = {one.lower(): gpu.name for gpu in catalogue() for one in (gpu.name, *gpu.aliases)}
+    found = get_close_matches(name.lower(), known, 6, 0.5)
+    close = ", ".join(list(dict.fromkeys(known[one] for one in found))[:3])
+    give = "give --device-memory with the total that its driver reports"
+    every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
+    hint = f"did you mean {close}? For another GPU {give}" if close else f"{give}, or one of {every}"
+    raise DeploymentError(f"{name[:60]!r} is not in the catalogue", field=field, hint=hint)
 
 
 def gpu_named(name: str | None) -> Gpu | None:
@@ -141,6 +173,12 @@ def capability_of(name: str | None) -> tuple[int, int] | None:
     """Return the CUDA compute capability (major, minor) of a catalogue GPU, None for any other device."""
     found = gpu_named(name)
     return found.capability if found else None
+
+
+def is_amd(name: str | None) -> bool:
+    """Return whether a GPU of the catalogue is AMD's."""
+    found = gpu_named(name)
+    return found is not None and found.vendor == "amd"
 
 
 # Compute capabilities of GPUs with unified memory (Orin, Thor, GB10), whose free memory is the host's free
@@ -191,7 +229,9 @@ def local_gpu() -> Gpu:
         if not pynvml.nvmlDeviceGetCount():
             return find_gpu("cpu")
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        name = pynvml.nvmlDeviceGetName(handle)
+        name = str(pynvml.nvmlDeviceGetName(handle))
+        if shares_memory(name):  # NVML has no memory of these GPUs, which use the host's
+            return _by_name()[_plain(name)]
         # Version 2 of the call reports the driver's reserved memory separately, as CUDA does.
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         total = int(memory.total - memory.reserved)
@@ -202,4 +242,4 @@ def local_gpu() -> Gpu:
         ) from None  # fmt: skip
     finally:
         pynvml.nvmlShutdown()
-    return Gpu(str(name), (), "nvidia", "cuda", total, "reported", "nvidia-ml-py")
+    return Gpu(name, (), "nvidia", "cuda", total, "reported", "nvidia-ml-py")

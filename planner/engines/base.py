@@ -26,6 +26,7 @@ from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.quantization.scheme import Quantization
 
 
@@ -57,6 +58,7 @@ class Engine(ABC):
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     # Formats to which the engine can quantize 16-bit weights while it loads them.
     quantizes_to: tuple[str, ...] = ()
+    names_formats = False  # makes the formats of quantization.names.WHILE_LOADING, by those names
 
     # Engine that is planned instead for models that this engine cannot serve, if --engine is not set.
     fallback: EngineName | None = None
@@ -178,13 +180,21 @@ class Engine(ABC):
         """
         return auto if flags.dtype == "auto" else flags.dtype
 
+    def check_version(self, flags: Deployment, version: Version) -> None:
+        """Raise DeploymentError for flags that the version does not have, or that contradict each other."""
+        return
+
+    def check_quantization(self, name: str, version: Version) -> None:
+        """Raise DeploymentError if a version of the engine has no --quantization ``name``."""
+        return
+
     def choose_kv_dtype(
-        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
-    ) -> str:
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+        stored: StoredCache | None,
+    ) -> str:  # fmt: skip
         """Return the dtype of keys and values in the KV cache, for a model loaded in ``dtype``.
 
-        ``stored`` is the cache dtype that the checkpoint requests (``quantization.read.stored_kv_dtype``), or
-        None.
+        ``stored`` is the cache that the checkpoint requests, or None. Most engines ignore it.
 
         Raises:
             DeploymentError: the engine has no KV cache in the requested dtype.

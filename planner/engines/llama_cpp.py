@@ -33,6 +33,7 @@ from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Plan, RankPlan, Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.units import GiB, MiB, ceil_div
 
 # Name of a ggml type -> (values per quantization block, bytes per block), from ggml-common.h.
@@ -103,8 +104,9 @@ class LlamaCpp(Engine):
         return memory
 
     def choose_kv_dtype(
-        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
-    ) -> str:
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+        stored: StoredCache | None,
+    ) -> str:  # fmt: skip
         """Return the cache types of K and V in llama.cpp's names, such as f16 or q8_0/f16.
 
         Raises:

@@ -36,9 +36,10 @@ from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.units import GiB, MiB, ceil_div
 
-_AMPERE = (8, 0)
+_AMPERE, _BLACKWELL = (8, 0), (10, 0)
 _LOG_LINES = (
     ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER}GB"),
     ("tokens", 1, rf"max_total_num_tokens={NUMBER}"),
@@ -94,9 +95,20 @@ _PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills by de
 _CAPTURED = (
     (4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 1 << 20, 512),
 )  # fmt: skip
+# First release in which --kv-cache-dtype auto follows the checkpoint (configure_kv_cache_dtype), by tool. That
+# function reads kv_cache_quant_algo of the quantization's class. NVFP4's class has it from 0.5.3 on, the others
+# of ModelOpt from 0.5.4, fp8 and mxfp8 from 0.5.18, and compressed-tensors from 0.5.19 (layers/quantization).
+_STORED_CACHE = {"modelopt": (0, 5, 4), "fp8": (0, 5, 18), "compressed-tensors": (0, 5, 19)}
+_STORED_CACHE_NVFP4 = (0, 5, 3)
 # SGLang multiplies mem_fraction_static by this factor for a multimodal model whose image encoder is as large as
 # ViT-L/14 (adjust_mem_fraction_for_vlm). For other encoders the factor is 0.76 to 0.998.
 _WITH_PICTURES = 0.95
+
+
+def _stored_cache_since(stored: StoredCache) -> Version:
+    """Return the first release that takes the cache dtype that the checkpoint requests."""
+    nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
+    return _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
 
 
 class SGLang(Engine):
@@ -158,7 +170,14 @@ class SGLang(Engine):
         The releases are those after ``since`` up to and including ``until``.
         """
         told = (
+            (_STORED_CACHE_NVFP4, "--kv-cache-dtype auto takes the FP8 cache of ModelOpt's NVFP4 checkpoints"),
             (_BY_DEVICE, "chunked_prefill_size and mem_fraction_static follow from the device's memory"),
+            (
+                _STORED_CACHE["modelopt"],
+                "--kv-cache-dtype auto takes the FP8 cache of all ModelOpt checkpoints",
+            ),
+            (_STORED_CACHE["fp8"], "--kv-cache-dtype auto takes the FP8 cache of fp8 checkpoints"),
+            (_STORED_CACHE["compressed-tensors"], "and of compressed-tensors checkpoints"),
             (_PREFILL_GRAPHS, "prefills are captured in CUDA graphs: mem_fraction_static leaves room for them"),
         )
         return tuple((version, (words,)) for version, words in told if since < version <= until)
@@ -177,6 +196,31 @@ class SGLang(Engine):
             return super().choose_dtype(flags, architecture, auto)
         bfloat16 = architecture.model_type.startswith("gemma") or has_towers(architecture)
         return "bfloat16" if bfloat16 else "float16"
+
+    def choose_kv_dtype(
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+        stored: StoredCache | None,
+    ) -> str:  # fmt: skip
+        """Return the dtype of keys and values; ``auto`` takes an FP8 cache that the checkpoint requests.
+
+        For MLA with an indexer, the GPU decides instead (arg_groups/overrides.py, 0.5.23).
+
+        Raises:
+            DeploymentError: SGLang has no cache in the requested dtype.
+        """
+        found = super().choose_kv_dtype(flags, dtype, architecture, version, stored)
+        if found == "float16" != dtype:
+            raise DeploymentError(
+                f"SGLang has no --kv-cache-dtype float16 for a model in {dtype}", field="--kv-cache-dtype",
+                hint="auto, bfloat16 or fp8_e4m3",
+            )  # fmt: skip
+        if flags.kv_cache_dtype != "auto":
+            return found
+        if any(layer.kind == "mla" and layer.index_size for layer in architecture.cache_layers):
+            return "fp8_e4m3" if (capability_of(flags.gpu) or _AMPERE) >= _BLACKWELL else found
+        if stored is None or not stored.static_fp8:
+            return found
+        return "fp8_e4m3" if version >= _stored_cache_since(stored) else found
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         """Return the tensors of SGLang's modules: padded vocabulary, and one table per rotary embedding."""

@@ -95,8 +95,6 @@ def notes(flags: Deployment, states: bool) -> tuple[str, ...]:
             "--mem-fraction-static leaves"
         )
         found.append(f"{why}, and no slots of states" if states else why)
-    if flags.kv_cache_dtype != flags.dtype and flags.kv_cache_dtype not in _KV_NAMES:
-        found.append(f"SGLang has no --kv-cache-dtype {flags.kv_cache_dtype} for a model in {flags.dtype}")
     if flags.gpu_memory_utilization != _UTILIZATION:
         found.append("SGLang has no --gpu-memory-utilization: its share is --mem-fraction-static")
     if flags.cpu_offload_bytes % GiB:

@@ -27,7 +27,7 @@ from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 _ATTENTION = ("full", "sliding", "chunked")
-_PARTS = ("refused", "absent", "notes")
+_PARTS = ("refused", "unknown", "notes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,23 @@ class Support:
 
     Attributes:
         refused: Reasons for which the engine itself refuses the deployment.
-        absent: Reasons for which the deployment needs a plugin, or parts that are unknown.
+        unknown: Reasons for which it is not known whether the deployment runs.
         notes: Notes on how the deployment runs, such as emulated formats.
     """
 
     refused: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def runs(self) -> bool:
-        """Return whether the deployment runs without plugins."""
-        return not self.refused and not self.absent
+        """Return whether the deployment is known to run without plugins."""
+        return not self.refused and not self.unknown
 
     @property
     def why(self) -> str:
         """Return the reasons for which the deployment does not run, as one sentence."""
-        return "; ".join((*self.refused, *self.absent))
+        return "; ".join((*self.refused, *self.unknown))
 
 
 def support(
@@ -98,7 +98,7 @@ def on_device(engine: str, gpu: str | None) -> Support:
     for row in table()["devices"]:
         if row["engine"] == engine and _is_about(row, found):
             why = f"{row['why']} ({row['source']}{_span(engine)})"
-            return Support(refused=(why,)) if row["runs"] is False else Support(absent=(why,))
+            return Support(refused=(why,)) if row["runs"] is False else Support(unknown=(why,))
     return NOTHING
 
 
@@ -121,14 +121,14 @@ def of_weights(
         return NOTHING
     gpu = gpu_named(chosen.flags.gpu)
     has = gpu.capability if gpu else None
-    refused, absent, notes = [], [], []
+    refused, notes = [], []
     for scheme in quantization.scheme.split("+"):
         row = _weights_row(engine, version, quantization.method, scheme)
         if row is None:
             continue
         where = f"{row['source']}{_span(engine)}"
         if row.get("runs") is False:
-            absent.append(f"{title} {row['why']}: {scheme} does not load ({where})")
+            refused.append(f"{title} {row['why']}: {scheme} does not load ({where})")
         elif chosen.flags.dtype not in row["dtypes"]:
             refused.append(
                 f"{title} computes with {scheme} weights in {' or '.join(row['dtypes'])}, not in "
@@ -144,7 +144,7 @@ def of_weights(
                 f"{title} unpacks {scheme} weights for each product and computes in {chosen.flags.dtype} on "
                 f"{gpu.name}: products in that format come with compute capability {row['native']} ({where})"
             )
-    return Support(tuple(refused), tuple(absent), tuple(notes))
+    return Support(tuple(refused), notes=tuple(notes))
 
 
 def of_cache(

@@ -117,7 +117,7 @@ class Family:
         ignored: config fields that change neither shapes nor the cache.
         aliases: standard field -> its other spelling (attribute_map of the config classes, transformers 5.19).
         absent: value that the config class of transformers 5.19 gives a field which the file lacks (null is not
-            absent). Basic sizes have no such value: a file without them is refused.
+            absent). The basic sizes are in config_defaults.json.
         leftovers: config fields that are named like a shape but that neither transformers 5.19 nor vLLM 0.32.0
             reads, with their harmless values. tests/planner/test_leftovers.py checks this against their code.
             Most were left by the remote code that a model was first published with.

@@ -282,7 +282,8 @@ FAMILIES = {
             mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh", norm="layer", tied=True, window="always",
             dropout=("residual_dropout", 0.0), embedding_dropout="embedding_dropout",
         ).build,
-        absent={"num_key_value_heads": 2}, leftovers={"norm_type": ("layer_norm",)}, hf="served",
+        absent={"num_key_value_heads": 2}, leftovers={"norm_type": ("layer_norm",), "activation_function": ()},
+        hf="served",
     ),
     "stablelm": Family(
         DenseVariant(
@@ -311,7 +312,10 @@ FAMILIES = {
             head_bias=True, rotary_share=0.5, rope="joined", dropout=("resid_pdrop", 0.0),
             embedding_dropout="embd_pdrop",
         ).build,
-        lora=("q_proj", "v_proj", "fc1", "fc2"), hf="served",
+        # Files of the model's first code (phi-1) also have the names of that code. transformers reads
+        # partial_rotary_factor and hidden_act instead (configuration_phi.py).
+        leftovers={"rotary_dim": (), "activation_function": ()}, lora=("q_proj", "v_proj", "fc1", "fc2"),
+        hf="served",
     ),
     "phi3": Family(
         DenseVariant(

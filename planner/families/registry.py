@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -112,7 +114,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or family_of(model_type).build is not None:
         return _adapted(config)
-    return _ARCHITECTURES.get(config, lambda: meta_architecture(config, _unknown(model_type)))
+    return _ARCHITECTURES.get(config, lambda: _from_modules(config, model_type))
+
+
+def _from_modules(config: Mapping[str, Any], model_type: str) -> Architecture:
+    """Return the architecture of a model without an adapter, from transformers' modules."""
+    return replace(meta_architecture(config, _unknown(model_type)), declared=_declared(config))
 
 
 def _unknown(model_type: str) -> UnsupportedArchitecture:
@@ -122,6 +129,12 @@ def _unknown(model_type: str) -> UnsupportedArchitecture:
     return UnsupportedArchitecture(
         f"{said}: {why}" if why else said, field="model_type", hint=_known(model_type)
     )
+
+
+def _declared(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the class names that the config declares."""
+    names = config.get("architectures")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _build(config: Mapping[str, Any]) -> Architecture:
@@ -134,8 +147,10 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     family = family_of(model_type)
     if config.get("is_encoder_decoder") and family.build is not None and not family.reads_class:
         raise UnsupportedArchitecture("true is not supported for this family", field="is_encoder_decoder")
-    fields = Fields(config, family.aliases, family.absent)
+    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
     architecture = _read(fields, model_type, family)
+    assumed = (*architecture.assumed, *_assumed(fields, model_type))
+    architecture = replace(architecture, declared=_declared(config), assumed=assumed)
     fields.ignore("is_encoder_decoder")
     return _check_class(config, model_type, family, _checked(fields, model_type, family, architecture))
 
@@ -151,8 +166,23 @@ def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
     """Return the architecture of a multimodal config's text model; its own ``architectures`` is not checked."""
     family = family_of(model_type)
-    fields = Fields(config, family.aliases, family.absent)
-    return _checked(fields, model_type, family, _read(fields, model_type, family))
+    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
+    architecture = _read(fields, model_type, family)
+    architecture = replace(architecture, assumed=(*architecture.assumed, *_assumed(fields, model_type)))
+    return _checked(fields, model_type, family, architecture)
+
+
+@cache
+def _sizes(model_type: str) -> Mapping[str, int]:
+    """Return the basic sizes that transformers' config class of a model type has without arguments."""
+    defaults = json.loads(Path(__file__).with_name("config_defaults.json").read_text())["defaults"]
+    sizes: Mapping[str, int] = defaults.get(model_type, {})
+    return sizes
+
+
+def _assumed(fields: Fields, model_type: str) -> tuple[str, ...]:
+    """Return the sizes that the file leaves out, as text."""
+    return tuple(f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
 
 
 def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:

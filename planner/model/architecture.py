@@ -104,6 +104,8 @@ class Architecture:
             shared experts together.
         max_model_len: longest sequence in tokens.
         cache_layers: caches of the layers; empty for an encoder.
+        declared: names of the classes that the config declares.
+        assumed: basic sizes that the config leaves out, with the defaults of transformers' config class.
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: routed experts that one token passes.
@@ -135,6 +137,8 @@ class Architecture:
     via: Literal["adapter", "meta"] = "adapter"
     recipe: Recipe | None = None
     vision: Vision | None = None
+    declared: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:

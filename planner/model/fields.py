@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+_BASIC_SIZES = frozenset(
+    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+     "max_position_embeddings")
+)  # fmt: skip
+
+
 class Fields:
     """Checked access to the fields of a config, which records the fields that were read.
 
@@ -132,6 +138,7 @@ class Fields:
         config: Mapping[str, Any],
         aliases: Mapping[str, str] | None = None,
         absent: Mapping[str, Any] | None = None,
+        sizes: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """Create checked access to the fields of one config.
 
@@ -139,11 +146,15 @@ class Fields:
             config: the parsed config.json.
             aliases: standard field name -> name in this family's files.
             absent: values of fields that the file leaves out.
+            sizes: function that returns the config class's basic sizes, for fields that neither the file nor
+                `absent` has. It is called only for such a field.
         """
         self.config = config
         self._aliases = dict(aliases or {})
         self._absent = absent or {}
+        self._sizes = sizes
         self._read: set[str] = set()
+        self.assumed: dict[str, int] = {}
 
     def name(self, field: str) -> str:
         """Return the name under which the config file has a field.
@@ -164,7 +175,12 @@ class Fields:
         """Return the value of a field without a check, or None if it is absent, and mark the field as read."""
         name = self.name(field)
         self._read.update((field, name))
-        return self.config[name] if name in self.config else self._absent.get(field)
+        if name in self.config:
+            return self.config[name]
+        value = self._absent.get(field)
+        if value is None and field in _BASIC_SIZES and field in self._sizes():
+            value = self.assumed[field] = self._sizes()[field]
+        return value
 
     def ignore(self, *fields: str) -> None:
         """Mark config fields as read that change neither shapes nor the cache."""

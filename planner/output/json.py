@@ -61,6 +61,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "reasons": list(plan.reasons),
         "unsupported": list(plan.unsupported),
+        "unknown": list(plan.unknown),
         "stops_with": plan.stops_with,
         "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
         "host": None if plan.host is None else _host(plan.host),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from tonnage.planner.bars import cells, shades
+from tonnage.planner.errors import escaped
 from tonnage.planner.plans import Plan
 from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
@@ -19,7 +20,7 @@ def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
         _draw(plan, explain, file)
         return
     for line in plain_lines(plan, explain):
-        print(line, file=file)
+        print(escaped(line), file=file)  # a model's folder may have any name
 
 
 def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:

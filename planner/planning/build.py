@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -12,7 +12,7 @@ from tonnage.planner.errors import printable
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.planning.checkpoint import against_index
-from tonnage.planner.planning.deployment import version_notes
+from tonnage.planner.planning.deployment import memory_notes, version_notes
 from tonnage.planner.planning.files import auto_dtype
 from tonnage.planner.planning.host import host_memory, host_terms
 from tonnage.planner.planning.size import Size, Sizer, request_law
@@ -93,6 +93,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         defaults=frozenset(
             name for name, flag in flags_of(Deployment).items() if getattr(deployment, name) == flag.default
         ),
+        unknown=size.support.unknown,
         stops_with=None if size.failure is None or not size.reasons else size.failure.sentence,
         intervals=size.intervals(),
         terms=terms,
@@ -102,8 +103,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *_family_notes(architecture),
             *file_notes,
             *_margin_notes(size),
+            *memory_notes(deployment),
             *pool.notes,
-            *size.support.absent,
             *size.support.notes,
             *size.draft_notes,
             *version_notes(deployment, chosen),
@@ -118,6 +119,10 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     """Return notes about config fields that the planner does not know, and about unknown model families."""
+    if architecture.assumed:
+        sizes = ", ".join(architecture.assumed)
+        note = f"config.json leaves out {sizes}: these are the defaults of transformers' config class"
+        return (note, *_family_notes(replace(architecture, assumed=())))
     if architecture.unread:
         names = printable(", ".join(architecture.unread))
         return (

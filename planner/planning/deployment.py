@@ -19,6 +19,7 @@ from tonnage.planner.headers.gguf_types import file_type
 from tonnage.planner.headers.names import names_gguf
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
 
 
 def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,18 +93,19 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
 
 
 def complete(
-    deployment: Deployment, architecture: Architecture, dtype: str, kv_dtype: str | None = None
+    deployment: Deployment, architecture: Architecture, dtype: str, stored: StoredCache | None = None
 ) -> Resolved:
     """Check every flag against the model and the other flags, and fill in the flags left at None.
 
-    `dtype` is the dtype that --dtype auto selects for this checkpoint. `kv_dtype` is the KV cache dtype that
-    the checkpoint requests, or None.
+    `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache that the
+    checkpoint requests, or None.
 
     Raises:
         DeploymentError: a flag is invalid; the error names the flag and its value.
     """
     engine = engine_of(deployment.engine)
     check_values(deployment)
+    bounds = _memory_bounds(deployment)
     deployment = _with_gpu(deployment)
     version, name = version_of(engine, deployment)
     memory = _device_memory(deployment)
@@ -126,7 +128,7 @@ def complete(
         device_memory=memory,
         gpu_memory_utilization=share,
         dtype=chosen,
-        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen, architecture, version, kv_dtype),
+        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen, architecture, version, stored),
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
@@ -135,12 +137,19 @@ def complete(
         enable_prefix_caching=caching,
     )
     _check_engine(engine, flags)
+    engine.check_version(flags, version)
+    if deployment.quantization is not None:
+        engine.check_quantization(deployment.quantization, version)
     if flags.enable_expert_parallel and not architecture.experts:
         raise DeploymentError(f"{architecture.class_name} has no experts", field="--enable-expert-parallel")
     limit = engine.memory_limit(flags, memory, share)
     return Resolved(
         flags, version, memory, limit, max_model_len, seqs, tokens, block_size, given_block_size=given,
         given_max_num_seqs=deployment.max_num_seqs,
+        memory_bounds=bounds and (
+            (bounds[0], engine.memory_limit(flags, bounds[0], share)),
+            (bounds[1], engine.memory_limit(flags, bounds[1], share)),
+        ),
     )  # fmt: skip
 
 
@@ -177,6 +186,21 @@ def _with_gpu(deployment: Deployment) -> Deployment:
     gpu = find_gpu(deployment.gpu)
     memory = gpu.memory_bytes if deployment.device_memory is None else deployment.device_memory
     return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
+
+
+def _memory_bounds(deployment: Deployment) -> tuple[int, int] | None:
+    """Return the smallest and largest total of the GPU that --gpu names, None if the total is known."""
+    if deployment.gpu is None or deployment.device_memory is not None:
+        return None
+    low, high = find_gpu(deployment.gpu).memory_bounds or (0, 0)
+    return (low, high) if low < high else None
+
+
+def memory_notes(asked: Deployment) -> tuple[str, ...]:
+    """Return notes on the memory that the driver of the GPU reports, none with --device-memory."""
+    if asked.gpu is None or asked.device_memory is not None:
+        return ()
+    return find_gpu(asked.gpu).notes
 
 
 def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:

@@ -32,7 +32,8 @@ from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, he
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import as_stored, hold_weights
 from tonnage.planner.plans import Failure, Resolved
-from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
+from tonnage.planner.quantization.kv_cache import stored_cache
+from tonnage.planner.quantization.read import check_quantization, read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.source.resolve import ModelSource
 
@@ -137,6 +138,7 @@ class Size:
 # Flags that change neither a tensor nor its storage. Advice varies these flags without summing the weights
 # again.
 _WEIGHTLESS = (
+    "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
     "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
 )  # fmt: skip
@@ -187,7 +189,7 @@ class Sizer:
         quantization = self._format(architecture, deployment)
         if self._copies is None:
             self._copies = check_checkpoint(source, architecture)
-        chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
+        chosen = complete(deployment, architecture, auto_dtype(source), stored_cache(source.config))
         if quantization.scheme != "none":
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
         chosen, notes = within_draft(architecture, chosen)
@@ -255,16 +257,22 @@ def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
         engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
         for stage in stages
     )
-    ends = [
-        engine.block_bounds(
-            chosen, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds,
-            stage.runtime.framework.high,
-        )
-        for stage in stages
-    ]  # fmt: skip
+    ends = [_block_bounds(chosen, pool, stage) for stage in stages]
     fewest, most = (engine.capacity(pool, chosen, min(counts)) for counts in zip(*ends, strict=True))
     stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
     return FilledPool(engine.capacity(pool, chosen, num_blocks), (fewest, most), stages)
+
+
+def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
+    """Return the least and the most blocks of a stage, over the totals that the device's driver may report."""
+    engine = engine_of(chosen.flags.engine)
+    least, most = (
+        engine.block_bounds(
+            end, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds, stage.runtime.framework.high
+        )
+        for end in chosen.memory_ends
+    )
+    return least[0], most[1]
 
 
 def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:

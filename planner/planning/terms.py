@@ -15,6 +15,7 @@ from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.planning.checkpoint import checkpoint_size
 from tonnage.planner.plans import Plan, RankPlan, Resolved, Term
+from tonnage.planner.quantization.names import WHILE_LOADING
 from tonnage.planner.quantization.scheme import Quantization
 
 
@@ -168,10 +169,13 @@ def quantized_terms(
 
 
 def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
-    """Return a note if neither the checkpoint nor the engine can produce the requested quantization format."""
-    if asked is None or asked in engine_of(engine).quantizes_to or config.get("quantization_config"):
+    """Return a note if --quantization names a format that only another checkpoint of the model has."""
+    made = engine_of(engine).quantizes_to
+    if asked is None or config.get("quantization_config") or WHILE_LOADING.get(asked, asked) in made:
         return ()
-    return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
+    if engine_of(engine).names_formats and asked in WHILE_LOADING:
+        return (f"the command needs --quantization {asked}, which makes the format while loading",)
+    return (f"{engine} does not quantize to {asked} while loading: planned for a checkpoint that is",)
 
 
 def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import shown
 from tonnage.planner.quantization.fields import AT
 from tonnage.planner.quantization.linear import LinearFormat
+from tonnage.planner.quantization.names import CHECKPOINTS, WHILE_LOADING, names_checkpoint, supposed
 from tonnage.planner.quantization.scheme import Quantization
 
 # Order in which the help text and a sweep list the formats.
@@ -38,8 +39,15 @@ def quantized_to(scheme: str) -> Quantization:
         DeploymentError: for a scheme that is not known.
     """
     known = flag_formats()
-    if scheme not in known:
-        close = did_you_mean(scheme, known)
+    if supposed(scheme) in known:
+        scheme = supposed(scheme)
+    elif scheme in CHECKPOINTS:
+        raise DeploymentError(
+            f"{scheme} names the tool of a quantized checkpoint, and this model's weights are not quantized",
+            field="--quantization", hint="leave it out, or name a format: " + ", ".join(known),
+        )  # fmt: skip
+    else:
+        close = did_you_mean(scheme, (*known, *CHECKPOINTS, *WHILE_LOADING))
         raise DeploymentError(
             f"{shown(scheme)} is not known",
             field="--quantization",
@@ -65,40 +73,17 @@ def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantizati
     if not isinstance(found, dict):
         raise ConfigError(f"{shown(found)} is not an object", field="quantization_config")
     stored = _stored(found, config)
-    if flag is not None and flag not in (stored.scheme, stored.method):
-        quantized_to(flag)
+    if flag is None or flag in (stored.scheme, stored.method):
+        return stored
+    if not names_checkpoint(flag, stored.method, stored.scheme):
+        if flag not in CHECKPOINTS:
+            quantized_to(flag)
         raise DeploymentError(
             f"{flag} contradicts the checkpoint, which is quantized as {stored.scheme}",
             field="--quantization",
             hint="leave the flag out",
         )
     return stored
-
-
-def stored_kv_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the KV-cache dtype that the checkpoint requests, by vLLM's names; None if it requests none.
-
-    ModelOpt states it as kv_cache_quant_algo or kv_cache_scheme, compressed-tensors as kv_cache_scheme.
-    Sources, vLLM 0.32.0: utils/torch_utils.py get_kv_cache_quant_algo_string,
-    model_executor/layers/attention/attention.py.
-    """
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
-        return None
-    method = str(found.get("quant_method", ""))
-    inner = found.get("quantization")
-    places = [inner, found] if isinstance(inner, Mapping) else [found]
-    if method == "compressed-tensors":
-        return "fp8" if found.get("kv_cache_scheme") else None
-    if not method.startswith("modelopt"):
-        return None
-    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
-    asked = next((place[key] for key in keys for place in places if place.get(key)), None)
-    if isinstance(asked, Mapping):
-        bits, kind = asked.get("num_bits"), asked.get("type")
-        eight = bits == 8 and kind == "float" and asked.get("dynamic") is False
-        asked = "fp8" if eight else "nvfp4" if (bits, kind) == (4, "float") else None
-    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(asked.lower()) if isinstance(asked, str) else None
 
 
 def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:

@@ -29,7 +29,8 @@ from tonnage.planner.planning.stages import Added, rank_architecture, runtime_of
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import HeldWeights
 from tonnage.planner.plans import Resolved
-from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
+from tonnage.planner.quantization.kv_cache import stored_cache
+from tonnage.planner.quantization.read import check_quantization, read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.source.resolve import ModelSource
 
@@ -55,7 +56,7 @@ class Parts:
         self.architecture = architecture_of(source.config)
         self.engine = engine_of(deployment.engine)
         self._source, self._deployment = source, deployment
-        self._dtype, self._stored = auto_dtype(source), stored_kv_dtype(source.config)
+        self._dtype, self._stored = auto_dtype(source), stored_cache(source.config)
         self._copies = check_checkpoint(source, self.architecture)
         self._found: dict[tuple[object, ...], Any] = {}
 

@@ -22,6 +22,7 @@ from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.terms import quantization_notes
 from tonnage.planner.plans import Plan
+from tonnage.planner.quantization.names import WHILE_LOADING
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.server.demo.model import ensure_demo
@@ -220,6 +221,8 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
     config = resolve_model(model).config
     if asked is None or read_quantization(config, None).scheme != "none":
         return None
+    if asked in WHILE_LOADING:  # vLLM's own names
+        return asked
     for why in quantization_notes(config, asked, "vllm"):
         raise DeploymentError(why, field="quantization")
     return loaded_as(asked)

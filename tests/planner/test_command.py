@@ -143,7 +143,10 @@ def test_plan_that_does_not_fit_exits_1(plan):
         (["demo", "--gpu-memory-utilization", "lots"], ["--gpu-memory-utilization", "lots"]),
         (["demo", "--gpu", "cpu", "--device", "cuda"], ["--device", "cuda", "--gpu cpu"]),
         (["demo", "--dtype", "fp61"], ["--dtype: 'fp61'", "did you mean fp16?"]),
-        (["demo", "--sweep", "--price", "l40x=2"], ["--price: 'l40x'", "did you mean l40s-48g"]),
+        (
+            ["demo", "--sweep", "--price", "l40x=2"],
+            ["--price: 'l40x'", "did you mean l40-48g, l40s-48g", "--device-memory"],
+        ),
         (["demo", "--rate", "fast"], ["tonnage: --rate: invalid float value: 'fast'"]),
         ([], ["tonnage: the following arguments are required: MODEL ("]),
         (["demo", "--gpu", "t4", "--dtype", "bfloat16"], ["--dtype", "t4-16g", "float16"]),

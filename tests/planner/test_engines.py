@@ -93,6 +93,12 @@ def test_kv_dtype_error_names_requested_engine(capsys):
     assert "SGLang has no float32 KV cache for a 16-bit model" in capsys.readouterr().err
 
 
+def test_sglang_has_no_float16_cache_for_a_bfloat16_model(capsys):
+    flags = ["--engine", "sglang", "--gpu", "h100-80g", "--dtype", "bfloat16", "--kv-cache-dtype", "float16"]
+    assert run(["demo", *flags]) == 2
+    assert "SGLang has no --kv-cache-dtype float16 for a model in bfloat16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "share", "tokens"),
     [

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm import startup_failures
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan
 
 DATA = Path(__file__).parent.parent / "data"
@@ -217,13 +219,13 @@ def test_cpu_kv_cache_unsupported_by_vllm_version_is_rejected(model, version, sa
         make_plan(folder(tmp_path, model), flags)
 
 
-def test_vllm_0_33_lowers_gb10_batch_defaults(tmp_path):
-    model = folder(tmp_path, LLAMA)
-    flags = {"engine": "vllm", "gpu": "gb10-128g", "max_model_len": 8192}
-    before, after = (make_plan(model, Deployment(**flags, engine_version=v)) for v in ("0.32.0", "0.33.0"))
-    assert (before.deployment.max_num_seqs, before.deployment.max_num_batched_tokens) == (1024, 8192)
-    assert (after.deployment.max_num_seqs, after.deployment.max_num_batched_tokens) == (256, 2048)
-    assert after.rank.kv_pool_bytes > before.rank.kv_pool_bytes
+@pytest.mark.parametrize("version", ["0.9.0", "0.13.0", "0.19.2", "0.33.0"])
+@pytest.mark.parametrize("gpu", ["gb10-128g", "thor-128g"])
+def test_gpu_whose_total_nvml_does_not_give_has_small_batch_defaults(tmp_path, gpu, version):
+    """Start-up logs of vLLM 0.13 and 0.19.2 on a GB10 print 2,048 tokens and 256 sequences."""
+    flags = Deployment(engine="vllm", gpu=gpu, max_model_len=8192, engine_version=version)
+    plan = make_plan(folder(tmp_path, LLAMA), flags)
+    assert (plan.deployment.max_num_seqs, plan.deployment.max_num_batched_tokens) == (256, 2048)
 
 
 def test_model_newer_than_vllm_version_does_not_start(tmp_path):
@@ -280,3 +282,40 @@ def test_cuda_graphs_outside_memory_share_add_note(tmp_path):
     assert any("captured outside the share" in note for note in tight.notes)
     roomy = make_plan(model, Deployment(**flags, gpu_memory_utilization=0.9))
     assert not any("captured outside the share" in note for note in roomy.notes)
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.32.0", "0.33.0"])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("transformers-default__t5", "T5ForConditionalGeneration"),
+        ("transformers-default__rwkv", "RwkvForCausalLM"),
+        ("transformers-default__bart", "BartForCausalLM"),
+    ],
+)
+def test_class_that_vllm_never_had_is_refused_by_name(tmp_path, config, name, version):
+    flags = Deployment(engine="vllm", engine_version=version, gpu="h100-80g", max_model_len=256)
+    plan = make_plan(folder(tmp_path, config), flags)
+    assert not plan.fits
+    assert any(f"vLLM {version} has no class {name}, and no release" in reason for reason in plan.reasons)
+    assert f"Model architectures ['{name}'] are not supported for now" in (plan.stops_with or "")
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel", "LlamaForCausalLM"]
+)
+def test_class_with_another_suffix_is_the_models_own(name):
+    """_normalize_arch of vLLM replaces the suffix and adds a pooling adapter."""
+    architecture = build_architecture(json.loads((DATA / "configs" / f"{LLAMA}.json").read_text()))
+    assert startup_failures.class_of(replace(architecture, declared=(name,)), (0, 33, 0)) is not None
+
+
+def test_class_that_falls_back_to_transformers_modules_is_noted(tmp_path):
+    flags = {"engine": "vllm", "gpu": "h100-80g", "max_model_len": 256}
+    new, old = (
+        make_plan(folder(tmp_path, "transformers-default__helium"), Deployment(engine_version=version, **flags))
+        for version in ("0.33.0", "0.19.0")
+    )
+    assert new.fits
+    assert any("no class HeliumForCausalLM: it runs transformers' modules" in note for note in new.notes)
+    assert not old.fits

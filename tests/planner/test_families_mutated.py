@@ -5,7 +5,9 @@ Names, shapes and parameter counts must be equal. Published configs do not cover
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import tonnage.planner.families.registry as registry
 from tonnage.planner.families.registry import build_architecture, known_model_types
 
 # Families whose classes take only consistent sets of sizes: given by hand. Not in this transformers, or only as
@@ -121,3 +124,48 @@ def test_parameter_names_and_shapes_of_random_config_match_transformers(model_ty
         if model_type not in STORES_OTHERS:
             stored = {t.name for t in architecture.tensors if t.stored and not t.is_parameter}
             assert stored == set(model.state_dict()) - set(real)
+
+
+def test_default_sizes_equal_those_of_transformers_config_classes():
+    """planner/families/config_defaults.json, for fields that a config.json leaves out."""
+    stored = json.loads((Path(registry.__file__).parent / "config_defaults.json").read_text())["defaults"]
+    assert len(stored) > 90
+    for model_type, sizes in stored.items():
+        config = CONFIG_MAPPING[model_type]()
+        assert sizes == {name: getattr(config, name) for name in sizes}, model_type
+
+
+def test_text_config_with_few_fields_has_the_sizes_of_its_config_class():
+    """The text_config of llava-v1.6-mistral-7b has neither hidden_size nor a number of layers."""
+    text = {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_key_value_heads": 8, "sliding_window": None, "vocab_size": 32064,
+    }  # fmt: skip
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+    }  # fmt: skip
+    config = {
+        "architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next", "text_config": text,
+        "vision_config": vision, "vision_feature_layer": -2, "image_grid_pinpoints": [[336, 672], [672, 336]],
+    }  # fmt: skip
+    found = build_architecture(config)
+    assert (found.hidden_size, found.layers, found.heads, found.kv_heads) == (4096, 32, 32, 8)
+    assert "hidden_size 4,096 of mistral" in found.assumed
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5", "ernie4_5_moe"])
+def test_missing_length_is_the_config_classes_default(model_type):
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    config.pop("max_position_embeddings")
+    assert build_architecture(config).max_model_len == 131072
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [("phi", "rotary_dim", 32), ("phi", "activation_function", "gelu_new"),
+     ("starcoder2", "activation_function", "gelu")],
+)  # fmt: skip
+def test_field_of_first_code_that_transformers_does_not_read_is_accepted(model_type, field, value):
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    assert build_architecture({**config, field: value}).parameters == build_architecture(config).parameters

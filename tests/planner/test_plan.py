@@ -64,6 +64,7 @@ def test_plan_json_has_contract_keys():
     optional = {
         "quantization", "gpu", "calibration", "num_gpu_blocks_override", "speculative_model", "num_gpus",
             "mem_fraction_static", "n_gpu_layers",
+            "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
     }  # fmt: skip
     assert None not in {v for k, v in out["deployment"].items() if k not in optional}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.errors import ConfigError, TonnageError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError, DeploymentError, TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.folder import modules_in
 from tonnage.planner.planning.build import make_plan
@@ -163,3 +163,61 @@ def test_every_published_quantization_config_is_read(config_of):
         read += 1
     assert read >= 40
     assert refused == ["RedHatAI__DeepSeek-V4-Flash-NVFP4-FP8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("bitsandbytes", "nf4"), ("fp8_per_tensor", "fp8"), ("fp8_per_channel", "fp8-channel"),
+        ("fp8_per_block", "fp8-block"), ("awq_marlin", "awq"), ("gptq_marlin", "gptq"),
+        ("modelopt_fp4", "nvfp4"),
+    ],
+)  # fmt: skip
+def test_vllm_name_means_a_format_of_16_bit_weights(name, scheme):
+    assert read_quantization({}, name).scheme == scheme
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "modelopt", "modelopt_mixed", "moe_wna16"])
+def test_vllm_name_of_a_tool_needs_a_quantized_checkpoint(name):
+    with pytest.raises(DeploymentError, match=f"{name} names the tool of a quantized checkpoint"):
+        read_quantization({}, name)
+
+
+GPTQ_FILE = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ_FILE = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+NVFP4_FILE = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "fits"),
+    [
+        ("gptq_marlin", GPTQ_FILE, True), ("auto_gptq", GPTQ_FILE, True), ("moe_wna16", GPTQ_FILE, True),
+        ("awq_marlin", GPTQ_FILE, False), ("awq_marlin", AWQ_FILE, True), ("fp8_per_channel", AWQ_FILE, False),
+        ("modelopt_fp4", NVFP4_FILE, True), ("modelopt", NVFP4_FILE, True), ("fp4", NVFP4_FILE, True),
+        ("fp4", GPTQ_FILE, False), ("compressed-tensors", NVFP4_FILE, False),
+    ],
+)  # fmt: skip
+def test_vllm_name_fits_checkpoints_of_its_tool(name, stored, fits):
+    if fits:
+        assert read_quantization({"quantization_config": stored}, name).method == stored["quant_method"]
+        return
+    with pytest.raises(DeploymentError, match=f"{name} contradicts the checkpoint"):
+        read_quantization({"quantization_config": stored}, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "known"),
+    [
+        ("bitsandbytes", "0.27.1", True), ("bitsandbytes", "0.28.0", False), ("fp8_per_block", "0.19.1", False),
+        ("fp8_per_block", "0.20.2", True), ("awq_marlin", "0.8.5", True), ("ptpc_fp8", "0.19.1", False),
+    ],
+)  # fmt: skip
+def test_quantization_that_vllm_version_does_not_name_is_refused(name, version, known):
+    flags = Deployment(
+        engine="vllm", engine_version=version, gpu="h100-80g", max_model_len=512, quantization=name
+    )
+    if known:
+        assert make_plan("demo", flags).deployment.quantization != name
+        return
+    with pytest.raises(DeploymentError, match=f"vLLM {version} has no {name}"):
+        make_plan("demo", flags)

@@ -262,10 +262,10 @@ def test_sglang_serve_line_contains_switches(folder):
 def test_settings_missing_in_sglang_serve_line_add_notes(folder):
     flags = Deployment(
         engine="sglang", gpu="h100-80g", max_model_len=8192, kv_cache_memory_bytes=8 << 30, dtype="bfloat16",
-        kv_cache_dtype="float16", gpu_memory_utilization=0.5, cpu_offload_bytes=3 << 29,
+        gpu_memory_utilization=0.5, cpu_offload_bytes=3 << 29,
     )  # fmt: skip
     plan = make_plan(folder("meta-llama__Meta-Llama-3.1-8B"), flags)
     assert f"--max-total-tokens {plan.kv_cache.tokens}" in ENGINE.serve_lines(plan)[0]
-    untold = ("--kv-cache-memory-bytes", "--kv-cache-dtype float16", "--gpu-memory-utilization", "whole GiB")
+    untold = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "whole GiB")
     for word in untold:
         assert any(word in note for note in plan.notes)

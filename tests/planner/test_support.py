@@ -167,9 +167,12 @@ def test_engine_without_gaudi_build_is_rejected(folder, engine):
     assert caught.value.hint == "another GPU"
 
 
-def test_untested_engine_and_gpu_pair_adds_note(folder):
+def test_verdict_of_untested_engine_and_gpu_pair_is_not_fits(folder):
     for engine, gpu, words in (("sglang", "gaudi3", "not known here"), ("hf", "mi300x", "was not tried")):
-        assert any(words in note for note in plan(folder, engine=engine, gpu=gpu, **LENGTH).notes)
+        found = plan(folder, engine=engine, gpu=gpu, **LENGTH)
+        assert found.fits
+        assert words in found.verdict()
+        assert "Fits." not in found.verdict_lines()
 
 
 def test_sglang_minimum_compute_capability_and_default_dtype(folder):
@@ -179,11 +182,13 @@ def test_sglang_minimum_compute_capability_and_default_dtype(folder):
     assert plan(folder, engine="sglang", gpu="a100-80g", **LENGTH).deployment.dtype == "bfloat16"
 
 
-def test_format_needing_plugin_adds_note(folder):
+def test_format_needing_plugin_does_not_run(folder):
     found = plan(folder, gpu="h100", quantization="nf4", **LENGTH)
-    assert found.fits
-    assert any("no bitsandbytes of its own" in note for note in found.notes)
+    assert not found.fits
+    assert any("no bitsandbytes of its own" in why for why in found.unsupported)
+    assert any(line.startswith("Does not run: vLLM") for line in found.verdict_lines())
     before = plan(folder, gpu="h100", quantization="nf4", engine_version="0.27.1", **LENGTH)
+    assert before.fits
     assert not any("bitsandbytes" in note for note in before.notes)
     advice = " ".join(plan(folder, gpu="t4", max_model_len=8192).advice)
     assert "--quantization fp8" in advice
@@ -193,10 +198,10 @@ def test_format_needing_plugin_adds_note(folder):
 def test_vllm_gguf_file_needs_plugin(folder):
     source = replace(resolve_model(folder), kind="gguf")
     found = plan_source(source, Deployment(engine="vllm", gpu="h100-80g", **LENGTH))
-    assert any("vllm-gguf-plugin" in note for note in found.notes)
+    assert any("vllm-gguf-plugin" in why for why in found.unsupported)
     grid = Grid((find_gpu("h100"),), ("as is",), ("auto",), (1,))
     (row,) = sweep(source, Deployment(engine="vllm", **LENGTH), grid)
-    assert row.fits
+    assert not row.fits
     assert "vllm-gguf-plugin" in row.unsupported
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import mutated_models
 import pytest
 
 from tonnage.planner.api import plan_or_advise
+from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import LONGEST_TEXT, CheckpointError, ConfigError, TonnageError
@@ -293,3 +295,16 @@ def test_sample_of_mutated_configs_is_planned_or_refused_in_time():
     run = subprocess.run([*program, "--json"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(run.stdout)["found"] == []
+
+
+def test_folder_name_with_terminal_escapes_is_printed_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "\x1b[31mred\x07"
+    folder.mkdir()
+    shutil.copy(CONFIGS / "meta-llama__Llama-3.2-1B.json", folder / "config.json")
+    for more in ([], ["--explain"], ["--markdown"], ["--csv"], ["--sweep"], ["--target-concurrency", "2"]):
+        assert run([str(folder), "--gpu", "h100-80g", "--max-model-len", "4096", *more]) in (0, 1)
+        said = capsys.readouterr()
+        assert "\x1b" not in said.out + said.err
+        assert "\x07" not in said.out + said.err

@@ -201,6 +201,7 @@ def test_planned_quantization_is_passed_to_vllm_or_rejected(tmp_path: Path) -> N
     """On load, vLLM quantizes to nf4 and fp8. Any other format is rejected before loading."""
     assert _made_by_vllm("demo", None) is None
     assert (_made_by_vllm("demo", "nf4"), _made_by_vllm("demo", "fp8")) == ("bitsandbytes", "fp8")
+    assert _made_by_vllm("demo", "fp8_per_channel") == "fp8_per_channel"
     made = make_plan("demo", Deployment(engine="vllm", quantization="fp8"))
     arguments = engine_arguments(made, enforce_eager=True, quantization="fp8")
     assert arguments["quantization"] == "fp8"

@@ -65,13 +65,15 @@ class Coefficients:
         non_torch_ranks: Memory outside PyTorch with two tensor-parallel ranks on Hopper.
         non_torch_doubling: Additional memory on Hopper for each doubling of the ranks beyond two.
         non_torch_stage: Memory outside PyTorch of a pipeline stage.
-        graph_first: CUDA graph of the largest batch, if it has 512 tokens.
+        graph_first: CUDA graphs of the largest batch, if it has at most 512 tokens.
         graph_each: CUDA graph of each further batch size.
         graph_layer: Additional memory of each further batch size, per layer.
         spread: Half-width of the sum's interval as a share of the device. In cross-validation, 90 % of left-out
             sources stay within it.
         spread_seen: Half-width of the interval, as a share of the device, where logs measured every part of the
             plan.
+        spread_unified: Half-width of the interval, as a share of the device, where host and device share their
+            memory.
         capabilities: Compute capabilities of the measured GPUs, such as "8.6 9.0".
     """
 
@@ -90,6 +92,7 @@ class Coefficients:
     graph_layer: int
     spread: float
     spread_seen: float
+    spread_unified: float
     capabilities: str
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isqrt
+
 from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.runtime.gpu import SOURCE, coefficients, has_towers, reach
@@ -59,15 +61,26 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
         more = flashinfer.charged(architecture, chosen)
         if more:
             formula += f", and FlashInfer's workspace {more:,}"
-        captured = Estimate(
-            size + more, size // 2 + more, 2 * size + more, formula, f"sizes derived, bytes {SOURCE}"
-        )
+        low, high = graphs.bounds(chosen, size)
+        captured = Estimate(size + more, low + more, high + more, formula, f"sizes derived, bytes {SOURCE}")
+        if off:
+            below, above = _with_graphs(below, above, size, (low, high))
     taken = captured if off else NOTHING
     later = _later(NOTHING if off else captured, flashinfer.uncounted(architecture, chosen))
     total = outside.value + inside.value + taken.value
-    # The driver decides the bytes of a graph: one start in ten takes several times as many.
-    bounds = max(0, total - below - size // 4 * off), total + above + size // 2 * off
-    return Runtime(outside, inside, taken, bounds, later)
+    return Runtime(outside, inside, taken, (max(0, total - below), total + above), later)
+
+
+def _with_graphs(below: int, above: int, size: int, bounds: tuple[int, int]) -> tuple[int, int]:
+    """Return the interval around the sum of all terms, with an estimate of CUDA graphs among them.
+
+    The driver decides the bytes of a graph: one start in ten takes several times as many. The bounds of few
+    graphs are wide and independent of the other terms, so their squares are added.
+    """
+    low, high = bounds
+    if high > 2 * size:
+        return isqrt(below**2 + (size - low) ** 2), isqrt(above**2 + (high - size) ** 2)
+    return below + size // 4, above + size // 2
 
 
 def _later(captured: Estimate, workspace: int) -> Estimate | None:
@@ -92,7 +105,9 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     The interval is narrow if start-up logs cover every part of the plan. The upper side is wider where unknown
     consumers can add memory. The multiples of the fitted spread are assumed.
     """
-    if (has_towers(architecture) and architecture.vision is None) or _is_apart(chosen):
+    if shares_memory(chosen.flags.gpu):
+        return fitted.spread_unified, fitted.spread_unified
+    if (has_towers(architecture) and architecture.vision is None) or _is_other_vendor(chosen):
         return fitted.spread, 2 * fitted.spread
     if not _is_known(chosen, fitted):
         return _UNKNOWN * fitted.spread, 2 * fitted.spread
@@ -105,10 +120,10 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     return fitted.spread_seen, fitted.spread_seen
 
 
-def _is_apart(chosen: Resolved) -> bool:
-    """Return whether the GPU is not NVIDIA's or shares the host's memory; each case has one source."""
+def _is_other_vendor(chosen: Resolved) -> bool:
+    """Return whether the GPU is not NVIDIA's; one source has starts of such a GPU."""
     gpu = chosen.flags.gpu
-    return shares_memory(gpu) or (gpu is not None and capability_of(gpu) is None)
+    return gpu is not None and capability_of(gpu) is None
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
@@ -29,6 +29,8 @@ from tonnage.planner.engines.vllm import (
     startup_failures,
 )
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
+from tonnage.planner.engines.vllm.graphs import check as check_graphs
+from tonnage.planner.engines.vllm.graphs import given_sizes
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, most_kernel_padding, repacking_class
 from tonnage.planner.engines.vllm.tensors import tensors_of
@@ -41,13 +43,16 @@ from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
+from tonnage.planner.quantization.kv_cache import StoredCache
+from tonnage.planner.quantization.names import VLLM_RELEASES
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import GiB, gib
 
 # From this device memory on, the API server's default is 1,024 sequences and 8,192 tokens per step
 # (get_batch_defaults in engine/arg_utils.py). A100s keep the small defaults.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
-_GB10 = (12, 1)  # compute capability of a GB10
+# NVML gives no total memory of these GPUs (GB10, Thor: "Not Supported"). get_batch_defaults then takes 0 bytes.
+_WITHOUT_TOTAL = ((11, 0), (12, 1))
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
 # Minimum compute capability for bfloat16. On older GPUs vLLM refuses bfloat16 and defaults to float16
 # (supported_dtypes in platforms/cuda.py, _resolve_auto_dtype in config/model.py).
@@ -64,7 +69,7 @@ _LONG_IN_V0 = 32768
 
 
 def _before_v1_on_rocm(flags: Deployment, version: Version) -> bool:
-    return (flags.gpu or "").startswith("mi") and not rules(version).chunked_on_rocm
+    return is_amd(flags.gpu) and not rules(version).chunked_on_rocm
 
 
 class VLLM(Engine):
@@ -94,6 +99,7 @@ class VLLM(Engine):
     lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's MaxLoRARanks, config/lora.py
     smaller: ClassVar = {"cpu": ("w4a16",), "cuda": ("fp8", "w4a16")}
     quantizes_to = ("nf4", "fp8")
+    names_formats = True
     pads_vocabulary = True
     towers_everywhere = True
     tiles_linear = True
@@ -107,8 +113,8 @@ class VLLM(Engine):
         if flags.device == "cuda" and known.large_batches:
             if memory >= _HUGE_DEVICE and known.huge_batches:
                 return _HUGE
-            gb10 = known.gb10_small and capability_of(flags.gpu) == _GB10
-            small = gb10 or "a100" in (flags.gpu or "") or before
+            unknown = capability_of(flags.gpu) in _WITHOUT_TOTAL
+            small = unknown or "a100" in (flags.gpu or "") or before
             if known.large_batches == "hopper" and flags.gpu is not None:
                 small = not flags.gpu.startswith(("h100", "h200"))
             if memory >= _LARGE_DEVICE and not small:
@@ -144,6 +150,7 @@ class VLLM(Engine):
             DeploymentError: a flag is not valid for the model.
         """
         multimodal.check(architecture, flags)
+        given_sizes(flags.cuda_graph_sizes)
         if (
             flags.device == "cpu"
             and any(layer.kind == "mla" for layer in architecture.cache_layers)
@@ -212,9 +219,29 @@ class VLLM(Engine):
         # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype).
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
 
+    def check_version(self, flags: Deployment, version: Version) -> None:
+        """Raise DeploymentError for flags that vLLM lacks in this version, or that contradict each other."""
+        check_graphs(flags, version)
+
+    def check_quantization(self, name: str, version: Version) -> None:
+        """Raise DeploymentError if a vLLM version has no --quantization ``name``."""
+        first, last = VLLM_RELEASES.get(name, (None, None))
+        text = ".".join(map(str, version))
+        if first is not None and version[:2] < first:
+            raise DeploymentError(
+                f"vLLM {text} has no {name}", field="--quantization",
+                hint=f"--engine-version {first[0]}.{first[1]}.0 is the first that has",
+            )  # fmt: skip
+        if last is not None and version[:2] > last:
+            raise DeploymentError(
+                f"vLLM {text} has no {name} any more", field="--quantization",
+                hint=f"--engine-version {last[0]}.{last[1]}.0 is the last that has; or fp8",
+            )  # fmt: skip
+
     def choose_kv_dtype(
-        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
-    ) -> str:
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+        stored: StoredCache | None,
+    ) -> str:  # fmt: skip
         """Return the format of keys and values in the KV cache, by flag, checkpoint and version.
 
         Raises:

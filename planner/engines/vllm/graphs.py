@@ -9,30 +9,81 @@ estimate was 0.7 to 2.2 times the captured memory.
 
 from __future__ import annotations
 
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import on_second_runner, rules
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
-_LARGEST = 512  # maximum tokens of a graph (config/vllm.py _set_cudagraph_sizes, 0.13 to 0.33)
+_LARGEST, _LARGEST_WIDE = 512, 1024  # maximum tokens of a graph, and on SM10x (config/vllm.py)
+_FLAG = "--cudagraph-capture-sizes"
+_OLD = (0, 12)  # last release with --cuda-graph-sizes (engine/arg_utils.py)
 
 
-def largest(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Return the number of tokens of the largest captured CUDA graph."""
-    return min(2 * max_num_seqs, _LARGEST, max_num_batched_tokens)
+def given_sizes(text: str | None) -> tuple[int, ...]:
+    """Return the sizes of --cudagraph-capture-sizes, such as ``1,2,4``, in ascending order; none without it.
 
-
-def sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Return the number of batch sizes for which CUDA graphs are captured.
-
-    The sizes are 1, 2, 4, multiples of 8 below 256 and multiples of 16 from there, up to twice max_num_seqs.
+    Raises:
+        DeploymentError: the text is no list of positive integers.
     """
-    most = largest(max_num_seqs, max_num_batched_tokens)
-    return (
-        sum(size <= most for size in (1, 2, 4))
-        + len(range(8, min(most, 255) + 1, 8))
-        + len(range(256, most + 1, 16))
-    )
+    if text is None:
+        return ()
+    parts = text.strip().strip("[]").replace(",", " ").split()
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise DeploymentError(f"{text[:60]!r} is no list of sizes", field=_FLAG, hint="such as 1,2,4,8")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def check(flags: Deployment, version: Version) -> None:
+    """Raise DeploymentError for sizes of CUDA graphs that the vLLM version refuses."""
+    found = given_sizes(flags.cudagraph_capture_sizes)
+    most = flags.max_cudagraph_capture_size
+    if found and most is not None and found[-1] != most:
+        raise DeploymentError(
+            f"{most} is not the largest of {_FLAG}, {found[-1]}: vLLM stops",
+            field="--max-cudagraph-capture-size", hint="leave one of the two out",
+        )  # fmt: skip
+    if flags.cuda_graph_sizes and version[:2] > _OLD:
+        raise DeploymentError(
+            f"vLLM {'.'.join(map(str, version))} has no --cuda-graph-sizes, 0.12 is the last that has",
+            field="--cuda-graph-sizes", hint=_FLAG,
+        )  # fmt: skip
+
+
+def capture_sizes(chosen: Resolved) -> tuple[int, ...]:
+    """Return the batch sizes in tokens for which CUDA graphs are captured.
+
+    By default they are 1, 2, 4, multiples of 8 below 256 and multiples of 16 from there, up to twice the tokens
+    of a decode step with ``max_num_seqs`` sequences (_set_cudagraph_sizes in config/vllm.py).
+    """
+    flags, known, tokens = chosen.flags, rules(chosen.version), chosen.max_num_batched_tokens
+    if given := given_sizes(flags.cudagraph_capture_sizes):
+        return tuple(size for size in given if size <= tokens)
+    wide = known.wide_graphs and (capability_of(flags.gpu) or (0, 0))[0] == _SM10X
+    query = 1 + flags.num_speculative_tokens if known.draft_graphs else 1
+    ceiling = flags.max_cudagraph_capture_size
+    most = ceiling or min(2 * chosen.max_num_seqs * query, _LARGEST_WIDE if wide else _LARGEST)
+    found = set(_grid(min(most, tokens)))
+    if known.step_graph and tokens <= most:
+        found.add(tokens)
+    if known.uniform_graphs and ceiling is None:
+        # In a decode step all sequences have the same number of tokens.
+        requests = min(chosen.max_num_seqs, _LARGEST_WIDE if wide else _LARGEST)
+        counts = {*_grid(requests), requests} if query > 1 else {chosen.max_num_seqs}
+        found |= {count * query for count in counts if count * query <= min(most, tokens)}
+    return tuple(sorted(found))
+
+
+_SM10X = 10  # major compute capability of data centre GPUs with Blackwell
+
+
+def _grid(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, multiples of 8 below 256 and multiples of 16 from there, up to ``most``."""
+    small = (size for size in (1, 2, 4) if size <= most)
+    return (*small, *range(8, min(most, 255) + 1, 8), *range(256, most + 1, 16))
 
 
 def per_size(architecture: Architecture, fitted: Coefficients) -> int:
@@ -42,8 +93,13 @@ def per_size(architecture: Architecture, fitted: Coefficients) -> int:
 
 
 def first(chosen: Resolved, fitted: Coefficients) -> int:
-    """Return the bytes of the CUDA graphs of the largest batch size, proportional to its tokens."""
-    return fitted.graph_first * largest(chosen.max_num_seqs, chosen.max_num_batched_tokens) // _LARGEST
+    """Return the bytes of the CUDA graphs of the largest batch size.
+
+    The first capture of a kind loads kernels and workspaces, which do not shrink with the tokens: starts whose
+    largest graph has 1 to 24 tokens print 0.26 to 0.61 GiB (tests/planner/test_graphs.py).
+    """
+    largest = max(capture_sizes(chosen), default=0)
+    return fitted.graph_first * max(_LARGEST, largest) // _LARGEST
 
 
 def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
@@ -51,10 +107,20 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
     ``architecture`` is the rank's share of the model. Returns (0, 0) if vLLM captures no graphs.
     """
-    if chosen.flags.enforce_eager or not rules(chosen.version).graphs_estimated:
+    count = len(capture_sizes(chosen))
+    if chosen.flags.enforce_eager or not rules(chosen.version).graphs_estimated or not count:
         return 0, 0
-    count = sizes(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     return first(chosen, fitted) + (count - 1) * per_size(architecture, fitted), count
+
+
+def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
+    """Return the (low, high) bytes of an estimate of ``size`` bytes.
+
+    Starts with fewer sizes than by default print 0.04 to 0.61 GiB (tests/planner/test_graphs.py).
+    """
+    if max(capture_sizes(chosen), default=0) < _LARGEST:
+        return size // 8, size * 5 // 2
+    return size // 2, 2 * size
 
 
 def subtracted(architecture: Architecture, chosen: Resolved) -> bool:

@@ -7,6 +7,7 @@ config/parallel.py).
 
 from __future__ import annotations
 
+from tonnage.planner.devices.catalogue import is_amd
 from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.runtime.host import HostInputs, page_cache, pinned, reading
@@ -255,7 +256,7 @@ def _tier(hosted: HostInputs) -> list[HostPart]:
     asked, layout = hosted.chosen.flags.kv_offloading_bytes, hosted.layout
     if not asked or not layout.groups:
         return []
-    amd = (hosted.chosen.flags.gpu or "").startswith("mi")
+    amd = is_amd(hosted.chosen.flags.gpu)
     # In these cases the offloaded cache is in pinned tensors instead of shared memory (_uses_shared_region in
     # v1/kv_offload/cpu/spec.py).
     if hosted.chosen.version < _READ or amd:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.units import ceil_div
 
 _FLAG = "--kv-cache-dtype"
@@ -91,11 +92,12 @@ def element_bytes(kv_dtype: str) -> int:
 
 
 def choose(
-    flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
-) -> str:
+    flags: Deployment, dtype: str, architecture: Architecture, version: Version,
+    stored: StoredCache | None,
+) -> str:  # fmt: skip
     """Return the format in which keys and values are cached, after resolving ``auto``.
 
-    ``stored`` is the cache format that the checkpoint requests, or None.
+    ``stored`` is the cache that the checkpoint requests, or None.
 
     Raises:
         DeploymentError: the format is unknown, or not supported for this deployment.
@@ -108,8 +110,8 @@ def choose(
     if asked == "float32" and dtype != "float32":
         raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG)
     found = asked
-    if asked == "auto" and stored is not None and rules(version).stored_kv_dtype:
-        found = stored
+    if asked == "auto" and stored is not None and stored.dtype is not None and rules(version).stored_kv_dtype:
+        found = stored.dtype
     if sparse_latent(architecture):
         found = _of_sparse(found, flags, architecture, version)
     found = dtype if found == "auto" else found
@@ -133,7 +135,7 @@ def _of_sparse(found: str, flags: Deployment, architecture: Architecture, versio
     platforms/cuda.py).
     """
     known = rules(version)
-    nvidia = flags.device == "cuda" and not (flags.gpu or "").startswith("mi")
+    nvidia = flags.device == "cuda" and not is_amd(flags.gpu)
     if not nvidia:
         return found
     major = (capability_of(flags.gpu) or (9, 0))[0]

@@ -91,15 +91,12 @@ def limits(flags: Deployment) -> dict[str, int]:
 
 
 def check(architecture: Architecture, flags: Deployment) -> None:
-    """Raise DeploymentError for an image flag that has no effect, or an unknown effect, on the model."""
+    """Raise DeploymentError for an image flag with an unknown effect on the model."""
     given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
     if not given:
         return
     limits(flags)
-    if not architecture.tower_parameters:
-        option = flags_of(Deployment)[given[0]].option
-        raise DeploymentError(f"{architecture.class_name} reads no pictures", field=option)
-    if architecture.vision is None:
+    if architecture.tower_parameters and architecture.vision is None:
         unknown = [name for name in given if name not in _COUNTS]
         if unknown:
             raise DeploymentError(
@@ -109,8 +106,13 @@ def check(architecture: Architecture, flags: Deployment) -> None:
 
 
 def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if image flags are set for a model whose image sizes are not known."""
+    """Return a note if image flags are set for a text model, or for one whose image sizes are not known."""
     flags = chosen.flags
+    if not architecture.tower_parameters:
+        # A text model has no multimodal_config, and vLLM drops the flags (config/model.py).
+        given = (name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default)
+        options = ", ".join(flags_of(Deployment)[name].option for name in given)
+        return (f"{architecture.class_name} reads no pictures: {options} changes nothing",) if options else ()
     if architecture.vision is not None or not any(limits(flags).values()):
         return ()
     return (

@@ -15,6 +15,7 @@ from tonnage.planner.engines.serve_line import (
     prefix_flags,
     tonnage_serve,
 )
+from tonnage.planner.engines.vllm.graphs import given_sizes
 from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB
@@ -68,6 +69,10 @@ def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[st
     line = [*prefix_flags(flags), *changed(flags, (*SHARED, *_OWN))]
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
+    for name in ("cudagraph_capture_sizes", "cuda_graph_sizes"):
+        if sizes := given_sizes(getattr(flags, name)):
+            line += [flags_of(Deployment)[name].option, *map(str, sizes)]
+    line += changed(flags, ("max_cudagraph_capture_size",))
     line += _host_flags(flags)
     if flags.enable_lora:
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]

@@ -198,7 +198,21 @@ def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: 
 
     ``beside`` is the bytes of CUDA graphs outside the share of --gpu-memory-utilization.
     """
-    return (*_transformers_notes(architecture, chosen.version), *_memory_notes(chosen, rank, beside))
+    return (
+        *_fallback_notes(architecture, chosen.version),
+        *_transformers_notes(architecture, chosen.version),
+        *_memory_notes(chosen, rank, beside),
+    )
+
+
+def _fallback_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
+    """Return a note if vLLM runs transformers' modules because it has no class of its own."""
+    if class_of(architecture, version) is not None or not _runs_modules(architecture, version):
+        return ()
+    return (
+        f"vLLM {'.'.join(map(str, version))} has no class {architecture.class_name}: it runs transformers' modules "
+        "(--model-impl transformers), for which no start was compared with a plan",
+    )
 
 
 def _transformers_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
@@ -242,23 +256,97 @@ def _memory_notes(chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, .
 
 
 def _without_class(architecture: Architecture, version: Version) -> Iterator[Failure]:
-    name, known = architecture.class_name, _architectures()
+    if class_of(architecture, version) is not None or _runs_modules(architecture, version):
+        return
+    name, known = (*architecture.declared, architecture.class_name)[0], _architectures()
     first, until = known["first"].get(name), known["until"].get(name)
+    last = known["removed"].get(name)
     text = ".".join(map(str, version))
+    unsupported = (
+        f"ValueError: Model architectures ['{name}'] are not supported for now. Supported architectures: ..."
+    )
     if first is not None and version[:2] < parse_version(first)[:2]:
         needs = known["transformers"].get(first)
         beside = f" (with transformers {needs})" if needs else ""
         yield Failure(
             f"vLLM {text} has no class {name}: --engine-version {first}.0{beside} is the first that has; unless the "
             "transformers beside an older one knows the model, and then its own modules run, with other memory",
-            f"ValueError: Model architectures ['{name}'] are not supported for now. Supported architectures: ...",
+            unsupported,
         )
-    if until is not None and version > parse_version(until):
+    elif until is not None:
         yield Failure(
             f"vLLM {text} has no class {name} any more: --engine-version {until} is the last that has",
             f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
             "anymore. Please use an older version of vLLM if you want to use this model architecture.",
         )
+    elif last is not None:
+        yield Failure(
+            f"vLLM {text} has no class {name} any more: --engine-version {last} is the last that has",
+            unsupported,
+        )
+    else:
+        yield Failure(
+            f"vLLM {text} has no class {name}, and no release from 0.8.5 to 0.33.0 has: --engine hf is planned; unless "
+            "code of the model's own is written for transformers' attention functions",
+            unsupported,
+        )
+
+
+# Suffixes of class names: for a class that the registry lacks, vLLM takes the class of the same model with another
+# suffix, and an adapter for pooling (_SUFFIX_TO_DEFAULTS in config/model.py, _normalize_arch in registry.py).
+_SUFFIXES = (
+    "ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", "ForTextEncoding", "EmbeddingModel",
+    "ForSequenceClassification", "ForTokenClassification", "ForAudioClassification", "ForImageClassification",
+    "ForVideoClassification", "ClassificationModel", "ForRewardModeling", "RewardModel", "Model",
+)  # fmt: skip
+
+
+def class_of(architecture: Architecture, version: Version) -> str | None:
+    """Return vLLM's class of the model, or None if this version has none.
+
+    The class is the first of the declared ones that the registry has, or that it has with another suffix. A config
+    that declares no class means the class of its model type.
+    """
+    names = architecture.declared or (architecture.class_name,)
+    for name in names:
+        if _has_class(name, version):
+            return name
+    for name in names:
+        suffix = next((end for end in _SUFFIXES if name.endswith(end)), None)
+        if suffix is not None:
+            for other in _SUFFIXES:
+                if _has_class(name.removesuffix(suffix) + other, version):
+                    return name.removesuffix(suffix) + other
+    if architecture.kind == "encoder":  # check_encoder has the classes of encoders
+        return architecture.class_name
+    # transformers spells some names in another way: PhimoeForCausalLM is vLLM's PhiMoEForCausalLM.
+    plain = _plain_name(architecture.class_name)
+    spelled = () if architecture.declared else (*_architectures()["oldest"], *_architectures()["first"])
+    return next((name for name in spelled if _plain_name(name) == plain and _has_class(name, version)), None)
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _has_class(name: str, version: Version) -> bool:
+    """Return whether the registry of a version has a class."""
+    known = _architectures()
+    first = known["first"].get(name)
+    last = known["until"].get(name) or known["removed"].get(name)
+    if first is None and name not in known["oldest"]:
+        return False
+    if first is not None and version[:2] < parse_version(first)[:2]:
+        return False
+    return last is None or version <= parse_version(last)
+
+
+_FALLBACK = (0, 24, 0)  # from this version on, vLLM requires transformers 5, whose modules were checked
+
+
+def _runs_modules(architecture: Architecture, version: Version) -> bool:
+    """Return whether vLLM falls back to transformers' modules for a class that its registry lacks."""
+    return version >= _FALLBACK and architecture.class_name in _architectures()["by_transformers"]
 
 
 def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:

@@ -76,11 +76,14 @@ class VersionRules:
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
     sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
-    gb10_small: bool = False  # a GB10 has the batch defaults of small devices
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
     one_mrope_length: bool = False  # rotary tables have one context length if positions cannot exceed it
     one_hot_positions: bool = True  # this version's transformers multiplies Gemma 4's one-hot positions
     gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
+    draft_graphs: bool = False  # the largest CUDA graph grows with the drafted tokens
+    step_graph: bool = False  # a step of max_num_batched_tokens has a CUDA graph if it is small enough
+    wide_graphs: bool = False  # CUDA graphs have up to 1,024 tokens on SM10x
+    uniform_graphs: bool = False  # decode steps of drafts have CUDA graphs of their own
 
 
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
@@ -114,8 +117,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # pull request 25988, a cherry-pick of 0.11.0 that a later release reverted.
     ((0, 11, 0), {"torch_2_8": True, "sparse_default_fp8": True}),
     ((0, 11, 1), {"sparse_default_fp8": False}),
-    # v1/worker/workspace.py first appears in the sources of 0.13.0.
-    ((0, 13, 0), {"expert_buffer": True}),
+    # v1/worker/workspace.py first appears in the sources of 0.13.0. The rules of CUDA graphs are
+    # _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2, 0.28.0 and 0.29.0.
+    ((0, 13, 0), {"expert_buffer": True, "draft_graphs": True}),
     # In 0.9.2 to 0.13, an MI300X (192 GiB) had the batch defaults of devices with 70 GiB.
     ((0, 14, 0), {"huge_batches": True}),
     # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
@@ -130,7 +134,10 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 19, 0), {"sparse_flashinfer": True}),
     # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
     # model_executor/models/config.py of 0.20.1 (not known for older versions).
-    ((0, 20, 0), {"graphs_subtracted": True, "default_utilization": 0.92, "every_state": True}),
+    (
+        (0, 20, 0),
+        {"graphs_subtracted": True, "default_utilization": 0.92, "every_state": True, "step_graph": True},
+    ),
     # Pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1.
     ((0, 20, 1), {"token_line": "concurrency"}),
     # VLLM_USE_FLASHINFER_SAMPLER is on in envs.py; all-reduce is fused with pipeline and data parallelism too;
@@ -170,12 +177,21 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # hybrid_prefix_caching: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0),
     # default_prefix_caching in engine/arg_utils.py. every_state: "align" instead of "all" in MambaModelConfig
     # (model_executor/models/config.py). pixels_as_bytes: mm_device_do_normalize in config/multimodal.py.
-    ((0, 28, 0), {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True}),
+    (
+        (0, 28, 0),
+        {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True, "wide_graphs": True},
+    ),
     # v1/attention/backends/mla/prefill/cpu_sdpa.py; models/pixtral.py; profile_cudagraph_memory in
     # v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28 (pull request 53306).
     (
         (0, 29, 0),
-        {"runner_v2": ("*",), "cpu_latents": True, "pixtral_mask": False, "runner_v2_graphs": True},
+        {
+            "runner_v2": ("*",),
+            "cpu_latents": True,
+            "pixtral_mask": False,
+            "runner_v2_graphs": True,
+            "uniform_graphs": True,
+        },
     ),
     # stored_kv_dtype: resolve_kv_cache_dtype_string in utils/torch_utils.py of 0.30 (older: unknown).
     # sliding_kernel_block: model_executor/layers/attention/attention.py of 0.30. compressed_cache:
@@ -200,7 +216,6 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     (
         (0, 33, 0),
         {
-            "gb10_small": True,
             "same_kv_dtype": True,
             "cublas_first": True,
             "draft_limits": True,
@@ -265,6 +280,10 @@ _WORDS: dict[str, str] = {
     "token_line": "the printed tokens count requests of max_model_len instead of one group's blocks: hybrids "
     "and sliding windows print other numbers for the same pool",
     "graphs_estimated": "CUDA graphs are captured on trial before the pool is sized",
+    "draft_graphs": "the largest CUDA graph grows with the tokens that a draft proposes",
+    "step_graph": "a step of --max-num-batched-tokens has a CUDA graph of its own if it is small enough",
+    "wide_graphs": "CUDA graphs have up to 1,024 tokens on data centre GPUs with Blackwell",
+    "uniform_graphs": "decode steps have CUDA graphs of their own sizes",
     "graphs_within_profile": "memory left by the trial capture counts as non-torch memory, or no longer does",
     "counts_consumed": "memory that the runner allocates before the profile run comes off the pool",
     "many_sequences": "1,024 sequences are the default on every GPU and in the profile run's sampler (V1), or "
@@ -297,7 +316,6 @@ _WORDS: dict[str, str] = {
     "glm_sparse_fp8": "GLM-5's cache is fp8 by default on SM10x",
     "one_mrope_length": "rotary tables are a quarter as long for models whose positions cannot exceed the "
     "token count",
-    "gb10_small": "a GB10 has the small batch defaults (256 sequences, 2,048 tokens)",
     "same_kv_dtype": "a 16-bit cache must have the model's own dtype",
 }
 

@@ -9,8 +9,10 @@ const COMPONENTS = [
   ["lora", "LoRA slots", "lora"], ["draft", "Draft model", "draft"], ["free", "Left over", "free"],
 ];
 
-export const verdict = (fits) =>
-  make("p", { className: `verdict ${fits ? "yes" : "no"}`, textContent: fits ? "Fits." : "Does not fit." });
+export const verdict = (fits, unknown = []) => {
+  const sure = unknown.length ? "The memory suffices; it is not known whether it runs." : "Fits.";
+  return make("p", { className: `verdict ${fits ? "yes" : "no"}`, textContent: fits ? sure : "Does not fit." });
+};
 
 export const notes = (texts, kind = "") => texts.map((textContent) => make("p", { className: kind, textContent }));
 
@@ -32,10 +34,11 @@ export function drawPlan(plan) {
   ]);
   const { deployment } = plan, count = plan.ranks.length > 1 ? `${plan.ranks.length} x ` : "";
   return [
-    verdict(plan.fits),
+    verdict(plan.fits, plan.unknown),
     make("p", { textContent: `${plan.model.id}: ${plan.model.architecture}, ${grouped(plan.model.parameters)} parameters, `
       + `${plan.model.attention}; ${deployment.engine} ${deployment.engine_version ?? ""} on `
       + `${count}${deployment.gpu ?? "this machine's CPU"}` }),
+    ...notes(plan.unknown ?? []),
     ...notes(plan.reasons, "no"),
     ...(plan.advice.length ? [make("p", { textContent: "Each of these changes makes it fit:" }),
       make("ul", {}, ...plan.advice.map(advised))] : []),
