@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from tonnage.planner.errors import escaped
 from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.plans import Plan
 
@@ -52,12 +53,14 @@ def print_table(table: Table, file: TextIO, *, markdown: bool) -> None:
     if not markdown:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(table.columns)
-        writer.writerows(table.rows)
+        writer.writerows(
+            [[escaped(cell) if isinstance(cell, str) else cell for cell in row] for row in table.rows]
+        )
         return
     print(_line(table.columns), file=file)
     print(_line(["---"] * len(table.columns)), file=file)
     for row in table.rows:
-        print(_line([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row]), file=file)
+        print(_line([f"{cell:,}" if isinstance(cell, int) else escaped(str(cell)) for cell in row]), file=file)
 
 
 def _line(cells: Sequence[str]) -> str:

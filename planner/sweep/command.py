@@ -15,7 +15,7 @@ from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.devices.prices import read_prices
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import on_device
-from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.errors import DeploymentError, TonnageError, escaped
 from tonnage.planner.flags import flags_of
 from tonnage.planner.headers.gguf_types import file_type
 from tonnage.planner.output.tables import Table, print_table
@@ -184,7 +184,7 @@ def _print_all(
 ) -> None:  # fmt: skip
     if rows:
         if len({row.model for row in rows}) == 1:
-            print(f"{rows[0].model}:")
+            print(f"{escaped(rows[0].model)}:")
         print("GiB of one GPU; prices of all GPUs and of each certain sequence")
     if rows:
         print_rows(rows, lengths, sys.stdout)

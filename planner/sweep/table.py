@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from tonnage.planner.devices.prices import cost_of
+from tonnage.planner.errors import escaped
 from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import GiB
@@ -43,12 +44,12 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
     before = None
     for line, row in zip(lines, [None, *rows], strict=True):
         if titled and row is not None and row.model != before:
-            print(f"{row.model}:", file=file)
+            print(f"{escaped(row.model)}:", file=file)
             before = row.model
         if row is None:
             screen.print_line(line, "bold" if file.isatty() else "")
         else:
-            print(line, file=file)
+            print(escaped(line), file=file)
     if same:
         print(f"All rows: {', '.join(same)}", file=file)
     if left_out:

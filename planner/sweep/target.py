@@ -11,7 +11,7 @@ from typing import Any
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.prices import read_prices
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, escaped
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.capacity import check_lengths
 from tonnage.planner.output.tables import print_table
@@ -93,16 +93,23 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     elif args.csv or args.markdown:
         print_table(row_table(single[:top]), sys.stdout, markdown=args.markdown)
     elif args.serve_line:
-        print("\n".join(_command(source, deployment, listed[0]) if listed else _none(source, rows, deployment)))
+        print(
+            "\n".join(
+                map(
+                    escaped,
+                    _command(source, deployment, listed[0]) if listed else _none(source, rows, deployment),
+                )
+            )
+        )
     else:
         _print_need(rows, deployment, wanted, lengths)
         if not listed:
-            print("\n".join(_none(source, rows, deployment)))
+            print("\n".join(map(escaped, _none(source, rows, deployment))))
         else:
             _print_layouts(listed, found, top, prices)
             print("To serve the first (with --gpu NAME that of another GPU):")
             for line in _command(source, deployment, listed[0]):
-                print(f"  {line}")
+                print(f"  {escaped(line)}")
         if left_out:
             print(f"Left out: {len(left_out):,} combinations that the engine does not run (--json says why)")
     return 0 if listed else 1

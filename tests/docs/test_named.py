@@ -14,6 +14,7 @@ from shown import ROOT, pages
 
 from tonnage.server.cli import COMMANDS, parser_of
 from tonnage.server.engines.hf.model.support import served
+from tonnage.server.engines.vllm.params import KEY, WEIGHT
 from tonnage.server.security.keys import load_keys
 
 # Besides `tonnage serve`: metrics of a watch (server/watch/exporter.py), of our plug-in in vLLM
@@ -70,7 +71,7 @@ def test_package_readme_names_every_module(package: str) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_documented_metrics_exist(page: Path) -> None:
-    known = {*FAMILIES, *AUTO_FAMILIES, *AUTO_LEARNED_FAMILIES, *ELSEWHERE}
+    known = {*FAMILIES, *AUTO_FAMILIES, *AUTO_LEARNED_FAMILIES, *ELSEWHERE, KEY, WEIGHT}
     for name in re.findall(r"\btonnage_[a-z0-9_]+\b\*?", page.read_text()):
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 
