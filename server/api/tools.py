@@ -21,7 +21,13 @@ from tonnage.server.state import ServerState
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+# JSON schema of the arguments of a function without parameters: only ``{}`` matches it
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# keywords of a JSON schema that may allow properties which ``properties`` does not name
+_OPEN_KEYWORDS = frozenset({
+    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "additionalProperties",
+    "unevaluatedProperties", "propertyNames", "minProperties", "dependentSchemas", "required", "enum", "const",
+})  # fmt: skip
 
 
 def tool_use(
@@ -44,6 +50,7 @@ def tool_use(
         parallel: Whether the model may call several functions in one answer.
         messages: The conversation so far, which some tool parsers need.
         grammar: A format that the request requires for answers without a call (``response_format``), or None.
+            A forced call takes precedence over it.
 
     Raises:
         ApiError: The server, model or engine does not support the combination, or fields contradict each other.
@@ -71,7 +78,7 @@ def tool_use(
             param="tools",
         )
     if function is not None or choice == "required":
-        return _forced(state, tools, function, parallel, grammar)
+        return _forced(state, tools, function, parallel)
     if state.tool_parser is None:
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
@@ -119,14 +126,7 @@ def _forced(
     tools: Sequence[ToolDict],
     function: str | None,
     parallel: bool,
-    grammar: Grammar | None,
 ) -> ToolUse:
-    if grammar is not None:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "tool_choice forces a call; the answer cannot match another format too",
-            param="tool_choice",
-        )
     if "grammar" not in state.honours:
         raise _needs_grammar("tool_choice required, or a function by name,", "tool_choice")
     schema = (
@@ -148,7 +148,11 @@ def _needs_grammar(what: str, param: str) -> ApiError:
 
 
 def _parameters(tool: ToolDict) -> dict[str, Any]:
-    return dict(tool["function"].get("parameters") or _NO_PARAMETERS)
+    """Return the JSON schema of a tool's arguments; a schema without any property allows only ``{}``."""
+    parameters = dict(tool["function"].get("parameters") or {})
+    if not parameters.get("properties") and not _OPEN_KEYWORDS & parameters.keys():
+        return parameters | _NO_PARAMETERS if parameters.get("type", "object") == "object" else parameters
+    return parameters
 
 
 def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:

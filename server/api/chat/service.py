@@ -111,7 +111,7 @@ class ChatService(OpenAIEvents):
                     begun.add(delta.index)
                     if continuous:  # vLLM sends the role with the usage from before the choice's first token
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
-                    event = events.role(delta.index)
+                    event = events.role(delta.index, b'""' if readers is None else b"null")
                 if continuous:
                     reported = list(counts.choices)
                     events.usage_member = usage_so_far(counts)
@@ -126,7 +126,7 @@ class ChatService(OpenAIEvents):
                         text, delta.token_ids, finished=delta.finish_reason is not None
                     )
                 if text or delta.logprobs:
-                    event += events.content(delta.index, text, lists)
+                    event += events.content(delta.index, text if text or readers is None else None, lists)
                 if calls:
                     called.add(delta.index)
                     event += events.calls(delta.index, calls)
@@ -225,11 +225,13 @@ class _ChatEvents(ChunkWriter):
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
 
-    def role(self, index: int) -> bytes:
-        return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
+    def role(self, index: int, content: bytes) -> bytes:
+        # ``content`` is null where a call may follow: clients open a text block for an empty text
+        return self._choice(index, b'{"role":"assistant","content":%b,"refusal":null}' % content)
 
-    def content(self, index: int, text: str, logprobs: bytes) -> bytes:
-        return self._choice(index, b'{"content":%b}' % encode_basestring_ascii(text).encode(), logprobs)
+    def content(self, index: int, text: str | None, logprobs: bytes) -> bytes:
+        content = b"null" if text is None else encode_basestring_ascii(text).encode()
+        return self._choice(index, b'{"content":%b}' % content, logprobs)
 
     def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
         # Merge the pieces of one call within a chunk, since openai's stream() counts two pieces of a call as
