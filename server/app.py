@@ -37,7 +37,7 @@ from tonnage.server.security.keys import KeyRing, load_keys
 from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
-from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.chat_template import SHIPPED, ChatTemplate
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import ToolParser
@@ -77,7 +77,7 @@ def create_app(
         settings=settings,
         engine=engine,
         tokenizer=tokenizer or Tokenizer.from_folder(files),
-        chat_template=ChatTemplate.from_folder(files, settings.chat_template),
+        chat_template=_chat_template(settings, files),
         loras=lora_modules(settings.lora_modules, settings.model_name, engine.plan.deployment.max_lora_rank),
         load_tool_parser=None if operations_only else _tool_parser(settings, files),
         on_startup_error=on_startup_error,
@@ -132,6 +132,21 @@ def create_app(
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals)
     return app
+
+
+def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
+    """Return the model's chat template, and warn when no request with tools can succeed with it."""
+    # The demo model's own template shows no tools.
+    tool_template = "hermes" if settings.model == "demo" else None
+    found = ChatTemplate.from_folder(folder, settings.chat_template, tool_template=tool_template)
+    if settings.tool_call_parser is not None and (found is None or not found.knows_tools):
+        name = settings.tool_call_parser
+        log.warning(
+            "requests with tools will get status 400, because the chat template does not show tools: start "
+            "with --chat-template %s or a template of your own",
+            name if name in SHIPPED else f"NAME ({', '.join(SHIPPED)})",
+        )
+    return found
 
 
 def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] | None:

@@ -97,8 +97,9 @@ class Options:
     lenient: bool = flag(False, "ignore unknown request fields and list them in x-ignored-fields", group=_API)
 
     chat_template: Path | None = flag(
-        None, "Jinja template (default: the model's own)", group=_CHAT, metavar="FILE"
-    )
+        None, "Jinja template, or a shipped one that shows tools: hermes, llama3_json or mistral (default: the "
+        "model's own)", group=_CHAT, metavar="FILE",
+    )  # fmt: skip
     enable_auto_tool_choice: bool = flag(
         False, "let the model decide to call a tool (vLLM's parsers: 500 MiB in the API process)", group=_CHAT
     )

@@ -18,6 +18,7 @@ from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
+from tonnage.server.text.chat_template import SHIPPED
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
 
@@ -74,7 +75,7 @@ def tool_use(
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
             "tools is not supported: the model's chat template does not show tools; leave it out, or start the "
-            "server with --chat-template FILE",
+            f"server with --chat-template FILE (shipped: {', '.join(SHIPPED)})",
             param="tools",
         )
     if function is not None or choice == "required":

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from serving import PATIENCE, serving
-from toolcalls import ASK, TEMPLATE, WEATHER
+from toolcalls import ASK, WEATHER
 
 FLAGS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "128MiB", "--max-num-seqs", "8"]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -20,12 +20,10 @@ FORMAT = {
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    flags = [*FLAGS, "--served-model-name", "demo", "--chat-template", str(template)]
+def http() -> Iterator[httpx.Client]:
+    """Return a client of the demo model as it is started without any option for tools."""
     with (
-        serving("demo", "--backend", "hf", *flags) as url,
+        serving("demo", "--backend", "hf", *FLAGS) as url,
         httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client,
     ):
         yield client
