@@ -19,6 +19,8 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server import errors
 from tonnage.server.api.docs import docs_router
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.messages.count import count_router
+from tonnage.server.api.messages.headers import AnthropicForm
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
 from tonnage.server.api.plan_page import plan_page_router
@@ -120,6 +122,7 @@ def create_app(
     generator = Generator(state)
     if not operations_only:
         app.include_router(engine_router(state, generator))
+        app.include_router(count_router(state, generator))
         app.include_router(models_router(state))
         app.include_router(tokenize_router(state, generator))
     app.include_router(operations_router(state, Metrics(state), generator))
@@ -180,6 +183,7 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: F
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(AnthropicForm)
     app.add_middleware(RequestId)
     app.add_middleware(RequestPacing)
     if settings.otlp_traces_endpoint:

@@ -7,7 +7,7 @@ instead reports an invalid field by a short error in OpenAI's format, as ``json_
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -29,12 +29,14 @@ _MAX_UNKNOWN = 20
 class Fields(Generic[Model]):
     """A pydantic model of a request body, with the table that says which fields the API honours.
 
-    ``expected`` describes fields of several types in words, for error messages.
+    ``expected`` describes fields of several types in words, for error messages. ``drop`` removes parts without
+    effect from a body before it is validated, and returns their names.
     """
 
     model: type[Model]
     table: FieldTable
     expected: Mapping[str, str] = field(default_factory=dict)
+    drop: Callable[[dict[str, Any]], Sequence[str]] = lambda document: ()
 
 
 def parse_body(
@@ -70,6 +72,7 @@ def parse_body(
                 if rule.startswith(f"{name}.")
             }
             ignored += _apply(document[name], inside, honours, lenient, f"{name}.")
+    ignored += fields.drop(document)
     unknown = _MAX_UNKNOWN if lenient else 0
     while True:
         try:

@@ -200,6 +200,28 @@ RESPONSES: FieldTable = {
     **_refused(enable_response_messages=(False,), chat_template=()),
 }
 
+COUNT_TOKENS: FieldTable = {
+    **_honoured("model", "messages", "system", "thinking", "chat_template_kwargs"),
+    **_honoured("tools", "tool_choice", why=_TOOLS),
+    **_honoured("output_config", "output_config.effort"),
+    **_needs("output_config.format", "grammar"),
+    # The server's prefix cache needs no marks. The other fields control Anthropic's billing and routing.
+    **_ignored("cache_control", "context_management", "speed", "user_profile_id", "workspace_id"),
+    **_refused("this server connects to no other server", mcp_servers=([],)),
+    **_refused(mm_payload=("tensors", "none"), return_mm_kwargs=(False,)),
+}
+
+MESSAGES: FieldTable = {
+    **COUNT_TOKENS,
+    **_honoured("max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"),
+    **_honoured("cache_salt", "request_id", "add_special_tokens"),
+    **_needs("priority", "priority", 0),
+    **_ignored("metadata", "service_tier", "inference_geo", "diagnostics", "billing_policy"),
+    **_refused(_NOTHING_STORED.replace("input", "messages"), container=(), thread=(), compaction=()),
+    **_refused(fallbacks=([],), fallback_credit_token=(), watermarking=(False,)),
+    **_refused(kv_transfer_params=(), ec_transfer_params=(), vllm_xargs=({},)),
+}
+
 EMBEDDING: FieldTable = {
     **_honoured(
         "model", "input", "encoding_format", "add_special_tokens", "priority", "cache_salt", "request_id"
@@ -218,5 +240,7 @@ TABLES: dict[str, FieldTable] = {
     "/v1/completions": COMPLETION,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/embeddings": EMBEDDING,
 }

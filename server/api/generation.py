@@ -59,6 +59,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     token_ids: tuple[int, ...] = ()
     embedding: tuple[float, ...] = ()
+    stop_string: str | None = None  # the stop string that ended the choice
 
 
 @dataclass(slots=True)
@@ -425,7 +426,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
         logprobs, token_ids = chunk.logprobs[:taken], chunk.token_ids[:taken]
         if stop.stopped:
             sequence.finished = True
-            return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs, token_ids)
+            return _stopped(stop, index, text, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason is None:
         return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason == "stop":
@@ -434,6 +435,18 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:
-        return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs, token_ids)
+        return _stopped(stop, index, text, logprobs, chunk.prompt_logprobs, token_ids)
     finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
     return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs, token_ids)
+
+
+def _stopped(
+    stop: StopStrings,
+    index: int,
+    text: str,
+    logprobs: tuple[TokenLogprobs, ...],
+    prompt_logprobs: tuple[TokenLogprobs | None, ...],
+    token_ids: tuple[int, ...],
+) -> Delta:
+    """Return the last Delta of a choice that a stop string ended."""
+    return Delta(index, text, "stop", logprobs, prompt_logprobs, token_ids, stop_string=stop.matched)

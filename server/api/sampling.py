@@ -8,7 +8,7 @@ accepted as a number.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -32,7 +32,10 @@ StopString = Annotated[str, Field(min_length=1)]
 STOP_EXPECTED = f"a string or a list of strings, of at most {MAX_STOP_CHARACTERS:,} characters together"
 
 
-def _short(stop: str | list[str] | None) -> str | list[str] | None:
+Stop = TypeVar("Stop", bound="str | list[str] | None")
+
+
+def short_stop(stop: Stop) -> Stop:
     """Return the stop strings if their characters together are within the limit."""
     if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARACTERS:
         raise ValueError(STOP_EXPECTED)
@@ -103,7 +106,7 @@ class SamplingFields(EngineBody):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[StopString | list[StopString] | None, AfterValidator(_short)] = None
+    stop: Annotated[StopString | list[StopString] | None, AfterValidator(short_stop)] = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -50,7 +50,10 @@ async def test_every_route_except_the_probes_requires_an_api_key(run_server, sma
                     continue
                 assert response.status_code == 401, path
                 error = response.json()["error"]
-                assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+                if path.startswith("/v1/messages"):
+                    assert error["type"] == "authentication_error"
+                else:
+                    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-should-retry"] == "false"
                 assert KEY not in response.text

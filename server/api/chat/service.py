@@ -47,7 +47,7 @@ class ChatService(OpenAIEvents):
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
         """Return the complete chat completion as JSON; cancelling the call aborts the request."""
-        submission, use = await self._prepare(request)
+        submission, use = await self.prepare(request)
         counts = TokenCounts()
         texts = [""] * submission.n
         token_ids: list[list[int]] = [[] for _ in texts]
@@ -94,7 +94,7 @@ class ChatService(OpenAIEvents):
 
         Closing the iterator aborts the request.
         """
-        submission, use = await self._prepare(request)
+        submission, use = await self.prepare(request)
         readers = [use.reader() for _ in range(submission.n)] if use.reader else None
         called: set[int] = set()
         counts = TokenCounts()
@@ -140,7 +140,18 @@ class ChatService(OpenAIEvents):
         if request.include_usage():
             yield events.usage(counts)
 
-    async def _prepare(self, request: ChatRequest) -> tuple[Submission, ToolUse]:
+    async def prepare(
+        self, request: ChatRequest, *, default_max_tokens: int | None = None
+    ) -> tuple[Submission, ToolUse]:
+        """Return the submission of a request to the engine, and how the request uses tools.
+
+        The request's messages and tools are emptied, because a request that waits does not need them.
+
+        Args:
+            request: The request.
+            default_max_tokens: Upper bound of the completion tokens of a request without a limit; None uses the
+                server's setting.
+        """
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
@@ -160,21 +171,9 @@ class ChatService(OpenAIEvents):
                 f"max_tokens is {request.max_tokens} and max_completion_tokens {limit}; send one of them",
                 param="max_tokens",
             )
-        use = self._tools(request)
-        state.check_ready()
-        prompt = await chat_prompt(
-            state,
-            generator,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            template_arguments=request.chat_template_kwargs,
-            tools=use.shown,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
-        max_tokens = generator.max_tokens(
-            limit, len(prompt), default=state.settings.default_chat_max_tokens, param=param
-        )
+        prompt, use = await self.prompt(request)
+        default = state.settings.default_chat_max_tokens if default_max_tokens is None else default_max_tokens
+        max_tokens = generator.max_tokens(limit, len(prompt), default=default, param=param)
         params = request.sampling(
             max_tokens,
             state.tokenizer.eos_token_ids,
@@ -185,6 +184,22 @@ class ChatService(OpenAIEvents):
         # A request that waits keeps its token ids, and not the conversation as text.
         request.messages, request.tools = [], None
         return submission, use
+
+    async def prompt(self, request: ChatRequest) -> tuple[tuple[int, ...], ToolUse]:
+        """Return the token ids of a request's prompt, and how the request uses tools."""
+        use = self._tools(request)
+        self._state.check_ready()
+        prompt = await chat_prompt(
+            self._state,
+            self._generator,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            template_arguments=request.chat_template_kwargs,
+            tools=use.shown,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        return prompt, use
 
     def _tools(self, request: ChatRequest) -> ToolUse:
         choice = request.tool_choice
