@@ -30,13 +30,14 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.vllm.tool_parser import load_tool_parser
 from tonnage.server.http.pacing import RequestPacing
+from tonnage.server.http.paths import LenientPaths
 from tonnage.server.observe.failed_requests import FailedRequestLog
 from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
 from tonnage.server.observe.request_log import RequestLog
 from tonnage.server.observe.tracing import TraceContext, Tracing
 from tonnage.server.security.keys import KeyRing, load_keys
-from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
+from tonnage.server.security.middleware import ASSETS, PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import SHIPPED, ChatTemplate
@@ -184,6 +185,7 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: F
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(AnthropicForm)
+    app.add_middleware(LenientPaths, kept=(*ASSETS, "/redoc/"))
     app.add_middleware(RequestId)
     app.add_middleware(RequestPacing)
     if settings.otlp_traces_endpoint:

@@ -63,7 +63,8 @@ def parse_body(
         ApiError: The body is invalid; the message names the field and what it accepts.
     """
     document = read_document(body, most, fields.table)
-    ignored = _apply(document, fields.table, honours, lenient, "")
+    ignored = [*fields.drop(document)]
+    ignored += _apply(document, fields.table, honours, lenient, "")
     for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
         if isinstance(document.get(name), dict):
             inside = {
@@ -72,7 +73,6 @@ def parse_body(
                 if rule.startswith(f"{name}.")
             }
             ignored += _apply(document[name], inside, honours, lenient, f"{name}.")
-    ignored += fields.drop(document)
     unknown = _MAX_UNKNOWN if lenient else 0
     while True:
         try:

@@ -69,6 +69,7 @@ class _Sequence:
     detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
     min_tokens: int  # stop strings have no effect before this many tokens
+    shows_stop: bool = False  # whether the stop string that ends the text is a part of it
     last: float | None = None
     finished: bool = False
 
@@ -171,6 +172,28 @@ class Generator:
                     f"{param}: token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
                     param=param,
                 )
+
+    def truncated(self, prompt: tuple[int, ...], tokens: int | None, max_tokens: int | None) -> tuple[int, ...]:
+        """Return the last ``tokens`` token ids of a prompt (``truncate_prompt_tokens``).
+
+        Args:
+            prompt: The token ids.
+            tokens: Number of tokens to keep; -1 keeps what ``max_tokens`` leaves of the context, None all.
+            max_tokens: The request's limit of completion tokens; None counts as one token.
+
+        Raises:
+            ApiError: No token would be left.
+        """
+        if tokens is None:
+            return prompt
+        kept = self._state.max_model_len - (max_tokens or 1) if tokens == -1 else tokens
+        if kept < 1:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"truncate_prompt_tokens is {tokens}: no token of the prompt would be left",
+                param="truncate_prompt_tokens",
+            )
+        return prompt[-kept:]
 
     def max_tokens(
         self, limit: int | None, longest_prompt: int, *, default: int | None = None, param: str = "max_tokens"
@@ -280,6 +303,7 @@ class Generator:
                     detokenizer(state.tokenizer, prompt, special_tokens=submission.special_tokens),
                     StopStrings(submission.stop),
                     submission.params.min_tokens,
+                    submission.shows_stop,
                 )
                 for prompt in submission.prompts
                 for _ in range(n)
@@ -426,7 +450,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
         logprobs, token_ids = chunk.logprobs[:taken], chunk.token_ids[:taken]
         if stop.stopped:
             sequence.finished = True
-            return _stopped(stop, index, text, logprobs, chunk.prompt_logprobs, token_ids)
+            return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason is None:
         return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason == "stop":
@@ -435,13 +459,13 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:
-        return _stopped(stop, index, text, logprobs, chunk.prompt_logprobs, token_ids)
+        return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
     finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
     return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs, token_ids)
 
 
 def _stopped(
-    stop: StopStrings,
+    sequence: _Sequence,
     index: int,
     text: str,
     logprobs: tuple[TokenLogprobs, ...],
@@ -449,4 +473,6 @@ def _stopped(
     token_ids: tuple[int, ...],
 ) -> Delta:
     """Return the last Delta of a choice that a stop string ended."""
-    return Delta(index, text, "stop", logprobs, prompt_logprobs, token_ids, stop_string=stop.matched)
+    matched = sequence.stop.matched
+    text += matched if sequence.shows_stop else ""
+    return Delta(index, text, "stop", logprobs, prompt_logprobs, token_ids, stop_string=matched)

@@ -19,6 +19,7 @@ from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
+MAX_ALLOWED = 10_000  # allowed_token_ids; the mask of so many takes less than a millisecond a token
 _INT64 = 2**63
 _INT31 = 2**31
 
@@ -120,6 +121,12 @@ class SamplingFields(EngineBody):
     min_tokens: TokenCount | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit"
+    )
 
     @property
     def streams(self) -> bool:
@@ -192,6 +199,8 @@ class SamplingFields(EngineBody):
             )
         for token in self.stop_token_ids or ():
             _in_vocabulary(token, vocab_size, "stop_token_ids")
+        for token in self.allowed_token_ids or ():
+            _in_vocabulary(token, vocab_size, "allowed_token_ids")
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -208,6 +217,7 @@ class SamplingFields(EngineBody):
             logit_bias=self._biases(vocab_size),
             min_tokens=self.min_tokens or 0,
             grammar=self.grammar(),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
 
     def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -100,6 +100,43 @@ def tool_use(
     return ToolUse(use.shown, use.grammar or grammar, use.special_tokens, use.reader)
 
 
+def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
+    """Remove the tools that clients offer by default, and that the model can do without, from a request body.
+
+    Args:
+        document: The body.
+        kinds: The beginnings of the types of these tools.
+
+    Returns:
+        The places and types of the removed tools, for the header ``x-ignored-fields``.
+    """
+    tools = document.get("tools")
+    if not isinstance(tools, list):
+        return []
+    types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    dropped = {
+        at: kind[:60] for at, kind in enumerate(types) if isinstance(kind, str) and kind.startswith(kinds)
+    }
+    if dropped:
+        document["tools"] = [tool for at, tool in enumerate(tools) if at not in dropped]
+    return [f"tools.{at} ({kind})" for at, kind in dropped.items()]
+
+
+def allowed_tools(tools: Sequence[ToolDict], names: Sequence[str]) -> list[ToolDict]:
+    """Return the tools with these names (``tool_choice`` of type allowed_tools); the model sees no others.
+
+    Raises:
+        ApiError: A name is not among the tools.
+    """
+    known = {tool["function"]["name"] for tool in tools}
+    for name in names:
+        if name not in known:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, f"tool_choice: {name} is not among the tools", param="tool_choice"
+            )
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
 def submission_with_tools(
     request: SamplingFields,
     prompt: tuple[int, ...],
@@ -116,9 +153,10 @@ def submission_with_tools(
         request.stop_strings(),
         request.cache_salt or "",
         request.priority,
-        use.special_tokens,
+        use.special_tokens or request.skip_special_tokens is False,
         use.reader is not None,
         lora,
+        bool(request.include_stop_str_in_output),
     )
 
 

@@ -30,6 +30,7 @@ class SamplingParams:
             ``raw_logprobs``). None for no log probabilities.
         prompt_logprobs: number of likeliest tokens to report at each prompt position, as with ``logprobs``.
         logit_bias: pairs (token id, value added to its logit).
+        allowed_token_ids: the tokens that may be drawn; empty for all tokens.
         min_tokens: number of output tokens before which no stop token is drawn.
         pooling: parameters of an embedding request; None for a request for tokens. It needs an engine that
             ``embeds``.
@@ -51,6 +52,7 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: Grammar | None = None
     pooling: Pooling | None = None
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 # Names of the sampling parameters that every engine supports. An engine's ``Capabilities`` name further ones.

@@ -21,6 +21,7 @@ class Submission:
         special_tokens: Whether the text includes special tokens, which some parsers of tool calls need.
         all_tokens: Whether tokens without text are reported as well, which some parsers of tool calls need.
         lora: Name of the LoRA adapter; empty for the base model.
+        shows_stop: Whether the text ends with the stop string that ended it.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -32,6 +33,7 @@ class Submission:
     special_tokens: bool = False
     all_tokens: bool = False
     lora: str = ""
+    shows_stop: bool = False
 
     @property
     def sequences(self) -> int:

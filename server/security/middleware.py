@@ -20,7 +20,7 @@ from tonnage.server.security.keys import KeyRing
 from tonnage.server.security.rejection_limits import RejectionLimits
 
 # Paths that need no API key, because an orchestrator's health probes send none.
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping"})
 # Paths that show the counts of all tenants.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
 # Paths that users open in a browser; the pages' own files are below ASSETS.

@@ -342,7 +342,35 @@ def metadata(api: Api) -> None:
     assert api.ask(metadata={"a": "b"}).document["metadata"] == {"a": "b"}
 
 
+def skip_special_tokens(api: Api) -> None:
+    special: dict[str, Any] = {"logit_bias": {str(TOKENIZER.token_to_id("<repo_name>")): 100}, "tokens": 2}
+    assert api.ask(**special).text == ""
+    assert api.ask(**special, skip_special_tokens=False).text == "<repo_name><repo_name>"
+
+
+def include_stop_str_in_output(api: Api) -> None:
+    stopped: dict[str, Any] = {"logit_bias": ONLY_WORD, "stop": ["x f"]}
+    assert api.ask(**stopped).text == " fo"
+    assert api.ask(**stopped, include_stop_str_in_output=True).text == " fox f"
+    assert api.streamed(**stopped, include_stop_str_in_output=True) == " fox f"
+
+
+def allowed_token_ids(api: Api) -> None:
+    assert api.ask(allowed_token_ids=[WORD], tokens=3).text == " fox fox fox"
+    assert "allowed_token_ids" in api.post(allowed_token_ids=[10**6]).json()["error"]["message"]
+
+
+def truncate_prompt_tokens(api: Api) -> None:
+    assert api.ask(prompt=LONG, truncate_prompt_tokens=5).prompt_tokens == 5
+    assert api.ask(prompt=LONG * 9, truncate_prompt_tokens=-1).finishes == ["length"]
+    assert "no token" in api.post(truncate_prompt_tokens=0).json()["error"]["message"]
+
+
 GENERATION: dict[str, Callable[[Api], None]] = {
+    "skip_special_tokens": skip_special_tokens,
+    "include_stop_str_in_output": include_stop_str_in_output,
+    "allowed_token_ids": allowed_token_ids,
+    "truncate_prompt_tokens": truncate_prompt_tokens,
     "model": model,
     "stream": stream,
     "stream_options": include_usage,

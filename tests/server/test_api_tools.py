@@ -151,8 +151,28 @@ async def test_generated_tool_calls_are_parsed_in_responses(
             model="demo", messages=chat, tools=[WEATHER, CLOCK], max_tokens=1
         )
         assert again.usage.input_tokens == same.usage.prompt_tokens
-        refused = await server.http.post("/v1/responses", json=body | {"tools": [{"type": "web_search"}]})
+        refused = await server.http.post("/v1/responses", json=body | {"tools": [{"type": "file_search"}]})
         assert refused.json()["error"]["param"].startswith("tools.0")
+
+
+async def test_defaults_of_codex_are_ignored_with_a_note(server) -> None:
+    body: dict[str, Any] = {
+        "model": "demo", "input": "hello", "max_output_tokens": 2, "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "tools": [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}],
+    }  # fmt: skip
+    answer = await server.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-fields"] == "tools.0 (custom), tools.1 (web_search), include, store"
+    assert answer.json()["tools"] == []
+    for change, param in (
+        ({"tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
+    ):
+        refused = await server.http.post("/v1/responses", json=body | change)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

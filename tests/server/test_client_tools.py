@@ -73,6 +73,32 @@ def test_tool_without_parameters_is_called_with_an_empty_object(http: httpx.Clie
         assert call["function"] == {"name": "list_ships", "arguments": "{}"}
 
 
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_allowed_tools_restrict_the_calls(http: httpx.Client, mode: str) -> None:
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [CLOCK]}}
+    flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+    response = {
+        "model": "demo", "input": ASK, "max_output_tokens": 60, "tools": flat,
+        "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": flat[1:]},
+    }  # fmt: skip
+    answer = http.post("/v1/chat/completions", json=body(tools=[WEATHER, CLOCK], tool_choice=allowed))
+    other = http.post("/v1/responses", json=response)
+    if mode == "auto":  # this server has no tool parser
+        assert answer.json()["error"]["param"] == other.json()["error"]["param"] == "tools"
+        return
+    calls = answer.raise_for_status().json()["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"get_time"}
+    items = other.raise_for_status().json()
+    assert {item["name"] for item in items["output"]} == {"get_time"}
+    assert items["tool_choice"]["type"] == "allowed_tools"
+    unknown = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+    refused = http.post("/v1/chat/completions", json=body(tools=[CLOCK], tool_choice=unknown))
+    assert "get_weather is not among the tools" in refused.json()["error"]["message"]
+
+
 def test_tool_stream_has_no_empty_text(http: httpx.Client) -> None:
     for more in ({}, {"logprobs": True}):
         text = http.post("/v1/chat/completions", json=body(tool_choice=NAMED, stream=True, **more)).text

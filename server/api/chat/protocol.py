@@ -154,7 +154,25 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    """The tools of a request that the model may call, and whether it must call one of them."""
+
+    model_config = STRICT
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128, fail_fast=True)
+
+
+class AllowedToolsChoice(BaseModel):
+    """A value of ``tool_choice`` that restricts the request to some of its tools."""
+
+    model_config = STRICT
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
 
 
 class ChatRequest(SamplingFields):
@@ -181,7 +199,10 @@ class ChatRequest(SamplingFields):
 
 CONTENT_EXPECTED = "a string or a list of text parts (the model takes no images, sounds or files)"
 
-CHOICE_EXPECTED = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+CHOICE_EXPECTED = (
+    'none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode": ..., "tools": [...]}}'
+)
 
 FIELDS = Fields(
     model=ChatRequest,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import (
     FIELDS,
+    AllowedToolsChoice,
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -27,7 +28,7 @@ from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
-from tonnage.server.api.tools import submission_with_tools, tool_use
+from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
@@ -172,6 +173,7 @@ class ChatService(OpenAIEvents):
                 param="max_tokens",
             )
         prompt, use = await self.prompt(request)
+        prompt = generator.truncated(prompt, request.truncate_prompt_tokens, limit)
         default = state.settings.default_chat_max_tokens if default_max_tokens is None else default_max_tokens
         max_tokens = generator.max_tokens(limit, len(prompt), default=default, param=param)
         params = request.sampling(
@@ -203,9 +205,14 @@ class ChatService(OpenAIEvents):
 
     def _tools(self, request: ChatRequest) -> ToolUse:
         choice = request.tool_choice
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        if isinstance(choice, AllowedToolsChoice):
+            allowed = choice.allowed_tools
+            tools = allowed_tools(tools, [tool.function.name for tool in allowed.tools])
+            choice = allowed.mode
         return tool_use(
             self._state,
-            [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            tools,
             choice if isinstance(choice, str) else None,
             function=choice.function.name if isinstance(choice, NamedTool) else None,
             parallel=request.parallel_tool_calls is not False,

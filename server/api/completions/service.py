@@ -198,7 +198,9 @@ class CompletionService(OpenAIEvents):
             request.stop_strings(),
             request.cache_salt or "",
             request.priority,
+            request.skip_special_tokens is False,
             lora=lora,
+            shows_stop=bool(request.include_stop_str_in_output),
         )
         return submission, [text for text in self._echo(request, prompts) for _ in range(generated)]
 
@@ -222,9 +224,11 @@ class CompletionService(OpenAIEvents):
     async def _tokens(self, request: CompletionRequest, generated: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
         self._generator.check_sequences(len(_as_list(request.prompt)), generated)
-        return await self._generator.token_ids(
+        prompts = await self._generator.token_ids(
             self._filled_in(request), add_special_tokens=special, param="prompt"
         )
+        cut = request.truncate_prompt_tokens
+        return tuple(self._generator.truncated(prompt, cut, request.max_tokens) for prompt in prompts)
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
         """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
@@ -250,9 +254,9 @@ class CompletionService(OpenAIEvents):
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
             return [""] * len(prompts)
-        texts = _as_list(request.prompt)
+        texts, tokenizer = _as_list(request.prompt), self._state.tokenizer
         return [
-            text if isinstance(text, str) else self._state.tokenizer.decode(ids)
+            text if isinstance(text, str) and not request.truncate_prompt_tokens else tokenizer.decode(ids)
             for text, ids in zip(texts, prompts, strict=True)
         ]
 

@@ -14,6 +14,7 @@ from tonnage.server.api.chat.protocol import Dropped
 from tonnage.server.api.fields import COUNT_TOKENS, MESSAGES
 from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STRICT, AtLeastOne, EngineBody, StopString, short_stop
+from tonnage.server.api.tools import drop_tools
 
 # Anthropic's rule for names of tools.
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
@@ -194,19 +195,7 @@ _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_to
 
 
 def _server_tools(document: dict[str, Any]) -> list[str]:
-    """Remove the tools that Anthropic's servers would run from a body; return their names for the header."""
-    tools = document.get("tools")
-    if not isinstance(tools, list):
-        return []
-    ignored = [
-        (at, str(tool["type"])[:60])
-        for at, tool in enumerate(tools)
-        if isinstance(tool, dict) and str(tool.get("type")).startswith(_SERVER_TOOLS)
-    ]
-    if ignored:
-        dropped = {at for at, _ in ignored}
-        document["tools"] = [tool for at, tool in enumerate(tools) if at not in dropped]
-    return [f"tools.{at} ({kind})" for at, kind in ignored]
+    return drop_tools(document, _SERVER_TOOLS)
 
 
 _EXPECTED = {

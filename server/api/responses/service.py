@@ -17,6 +17,7 @@ from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.responses import output
 from tonnage.server.api.responses.protocol import (
     FIELDS,
+    AllowedFunctionTools,
     FunctionCallItem,
     FunctionCallOutput,
     InputRefusal,
@@ -26,7 +27,7 @@ from tonnage.server.api.responses.protocol import (
     ResponseRequest,
 )
 from tonnage.server.api.sampling import check_stream_options
-from tonnage.server.api.tools import submission_with_tools, tool_use
+from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
 from tonnage.server.errors import ApiError, ErrorCode, envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -148,6 +149,7 @@ class ResponseService:
             add_special_tokens=bool(request.add_special_tokens),
             param="input",
         )
+        prompt = generator.truncated(prompt, request.truncate_prompt_tokens, request.max_output_tokens)
         max_tokens = generator.max_tokens(
             request.max_output_tokens,
             len(prompt),
@@ -161,9 +163,13 @@ class ResponseService:
 
     def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
         choice = request.tool_choice
+        tools = [tool.for_template() for tool in request.tools or ()]
+        if isinstance(choice, AllowedFunctionTools):
+            tools = allowed_tools(tools, [tool.name for tool in choice.tools])
+            choice = choice.mode
         return tool_use(
             self._state,
-            [tool.for_template() for tool in request.tools or ()],
+            tools,
             choice if isinstance(choice, str) else None,
             function=choice.name if isinstance(choice, NamedFunctionTool) else None,
             parallel=request.parallel_tool_calls is not False,
@@ -264,7 +270,7 @@ def _shown_text(request: ResponseRequest) -> dict[str, Any]:
 
 def _shown_choice(request: ResponseRequest) -> Any:
     choice = request.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice or "auto"
+    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
 
 
 def _status(finish: Finish) -> str:

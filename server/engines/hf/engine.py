@@ -66,6 +66,7 @@ _HONOURED = BASIC_PARAMS | {
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "allowed_token_ids",
     "min_tokens",
     "priority",
 }
