@@ -28,7 +28,7 @@ from tonnage.server.api.router import engine_router
 from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
-from tonnage.server.engines.vllm.tool_parser import load_tool_parser
+from tonnage.server.engines.vllm.output_parser import load_output_parser
 from tonnage.server.http.pacing import RequestPacing
 from tonnage.server.http.paths import LenientPaths
 from tonnage.server.observe.failed_requests import FailedRequestLog
@@ -43,7 +43,7 @@ from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import SHIPPED, ChatTemplate
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.tokenizer import Tokenizer
-from tonnage.server.text.tool_calls import ToolParser
+from tonnage.server.text.tool_calls import OutputParser
 
 log = logging.getLogger("tonnage.server")
 
@@ -82,7 +82,7 @@ def create_app(
         tokenizer=tokenizer or Tokenizer.from_folder(files),
         chat_template=_chat_template(settings, files),
         loras=lora_modules(settings.lora_modules, settings.model_name, engine.plan.deployment.max_lora_rank),
-        load_tool_parser=None if operations_only else _tool_parser(settings, files),
+        load_output_parser=None if operations_only else _output_parser(settings, files),
         on_startup_error=on_startup_error,
     )
 
@@ -153,8 +153,8 @@ def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
     return found
 
 
-def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] | None:
-    """Return a function that loads the configured tool-call parser, or None when none is configured.
+def _output_parser(settings: Settings, folder: Path) -> Callable[[], OutputParser] | None:
+    """Return a function that loads the configured parsers of tool calls and reasoning, or None without any.
 
     Raises:
         DeploymentError: Only one of --enable-auto-tool-choice and --tool-call-parser is set.
@@ -165,7 +165,8 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
             "--enable-auto-tool-choice and --tool-call-parser NAME belong together",
             field="tool_call_parser" if name is None else "enable_auto_tool_choice",
         )
-    return None if name is None else partial(load_tool_parser, name, folder)
+    reasoning = settings.reasoning_parser
+    return None if name is None and reasoning is None else partial(load_output_parser, name, reasoning, folder)
 
 
 def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: FailedRequestLog) -> None:

@@ -106,6 +106,9 @@ class Options:
     tool_call_parser: str | None = flag(
         None, "reader of tool calls, by vLLM's name: hermes, llama3_json, ...", group=_CHAT
     )
+    reasoning_parser: str | None = flag(
+        None, "reader of reasoning (reasoning_content), by vLLM's name: deepseek_r1, qwen3, ...", group=_CHAT
+    )
 
     # As in vLLM, the limit counts unfinished sequences, waiting and running; a request with n > 1 counts n.
     # vLLM has no limit by default; 512 is the queue of Ollama (OLLAMA_MAX_QUEUE).

@@ -1,4 +1,4 @@
-"""Function tools of a request: which tools the chat template shows, and how calls are forced and parsed.
+"""Tools and reasoning of a request: what the chat template shows, and how calls are forced and parsed.
 
 A required call (``tool_choice`` required, or a function by name) is forced with any model, by a grammar made
 from the functions' JSON schemas. With ``tool_choice`` auto the model decides, and the model's tool parser finds
@@ -20,7 +20,7 @@ from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import SHIPPED
 from tonnage.server.text.grammar import Grammar
-from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
+from tonnage.server.text.tool_calls import CallDelta, Parsed, ToolDict, ToolUse, new_call_id
 
 # JSON schema of the arguments of a function without parameters: only ``{}`` matches it
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -40,6 +40,7 @@ def tool_use(
     parallel: bool = True,
     messages: Sequence[Mapping[str, Any]] = (),
     grammar: Grammar | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> ToolUse:
     """Return how a request's tools affect its prompt, its grammar and the parsing of its answer.
 
@@ -52,6 +53,7 @@ def tool_use(
         messages: The conversation so far, which some tool parsers need.
         grammar: A format that the request requires for answers without a call (``response_format``), or None.
             A forced call takes precedence over it.
+        template_arguments: Arguments of the chat template, which some parsers of reasoning need.
 
     Raises:
         ApiError: The server, model or engine does not support the combination, or fields contradict each other.
@@ -61,7 +63,7 @@ def tool_use(
             raise ApiError(
                 ErrorCode.INVALID_VALUE, "tool_choice is only allowed with tools", param="tool_choice"
             )
-        return ToolUse(grammar=grammar)
+        return _without_tools(state, grammar, template_arguments)
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(ErrorCode.INVALID_VALUE, "two tools have the same name", param="tools")
@@ -70,7 +72,7 @@ def tool_use(
             ErrorCode.INVALID_VALUE, f"tool_choice: {function} is not among the tools", param="tool_choice"
         )
     if choice == "none":
-        return ToolUse(grammar=grammar)
+        return _without_tools(state, grammar, template_arguments)
     if state.chat_template is None or not state.chat_template.knows_tools:
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
@@ -80,7 +82,8 @@ def tool_use(
         )
     if function is not None or choice == "required":
         return _forced(state, tools, function, parallel)
-    if state.tool_parser is None:
+    parser = state.output_parser
+    if parser is None or not parser.reads_tools:
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
             "tools with tool_choice auto is not supported: this server has no tool parser for the model; start "
@@ -88,7 +91,13 @@ def tool_use(
             "a function",
             param="tools",
         )
-    use = state.tool_parser.use(tools, messages, parallel=parallel)
+    use = parser.use(
+        tools,
+        messages,
+        parallel=parallel,
+        reasoning=grammar is None,
+        template_arguments=template_arguments or {},
+    )
     if use.grammar is not None and grammar is not None:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
@@ -97,7 +106,17 @@ def tool_use(
         )
     if use.grammar is not None and "grammar" not in state.honours:
         raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
-    return ToolUse(use.shown, use.grammar or grammar, use.special_tokens, use.reader)
+    return replace(use, grammar=use.grammar or grammar)
+
+
+def _without_tools(
+    state: ServerState, grammar: Grammar | None, template_arguments: Mapping[str, Any] | None
+) -> ToolUse:
+    """Return how a request without tools is answered; an answer that matches a grammar has no reasoning."""
+    parser = state.output_parser
+    if parser is None or not parser.reads_reasoning or grammar is not None:
+        return ToolUse(grammar=grammar)
+    return parser.use((), (), parallel=True, reasoning=True, template_arguments=template_arguments or {})
 
 
 def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
@@ -174,7 +193,7 @@ def _forced(
         else next(_parameters(tool) for tool in tools if tool["function"]["name"] == function)
     )
     return ToolUse(
-        tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda: ForcedReader(function)
+        tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda prompt: ForcedReader(function)
     )
 
 
@@ -234,6 +253,8 @@ class ForcedReader:
     Arguments are passed on as written, even from a call that was cut off.
     """
 
+    reasoning_tokens = 0
+
     def __init__(self, function: str | None) -> None:
         self._function = function
         self._rest = ""  # text that is not parsed yet; within a call it starts with the call's arguments
@@ -241,11 +262,11 @@ class ForcedReader:
         self._calls = 0
         self._inside = False
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
+    def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
         """Parse the complete text of an answer; return an empty text (nothing else remains) and its calls."""
         return self.push(text, token_ids, finished=True)
 
-    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
+    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
         """Parse further text; return an empty text (nothing else remains) and the new pieces of calls."""
         self._rest += text
         deltas: list[CallDelta] = []
@@ -259,7 +280,7 @@ class ForcedReader:
                 self._passed_on = len(self._rest)
                 break
             self._inside, self._passed_on, self._rest = False, 0, self._rest[end:]
-        return "", deltas
+        return Parsed("", deltas)
 
     def _begins(self, deltas: list[CallDelta]) -> bool:
         """Return whether the text starts another call; if so, append the call's name to ``deltas``."""

@@ -57,6 +57,8 @@ class TokenCounts:
     choices: list[int] = field(default_factory=list)  # number of completion tokens of each choice
     # index of a prompt -> number of its tokens found in the prefix cache
     cached: dict[int, int] = field(default_factory=dict)
+    # number of completion tokens of the reasoning; None when the answers are not searched for reasoning
+    reasoning: int | None = None
 
     @property
     def completion(self) -> int:

@@ -23,7 +23,7 @@ from tonnage.server.demo.model import ensure_demo
 
 # ChatML; shows tools as Hermes does, and what chat_template_kwargs name.
 TEMPLATE = """\
-{{- mark or '' }}{% if tools %}<|im_start|>system
+{{- mark or '' }}{{ reasoning_effort or '' }}{% if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}
@@ -311,6 +311,15 @@ def chat_template_kwargs(api: Api) -> None:
     assert more == len(TOKENIZER.encode("fox fox").ids)
 
 
+def effort(field: str, of: Callable[[str], Any]) -> Callable[[Api], None]:
+    def check(api: Api) -> None:
+        more = api.ask(**{field: of("xhigh")}).prompt_tokens - api.ask().prompt_tokens
+        assert more == len(TOKENIZER.encode("xhigh").ids)
+        assert "banana" in api.post(**{field: of("banana")}).json()["error"]["message"]
+
+    return check
+
+
 def chat_logprobs(api: Api) -> None:
     choice = api.ask(logprobs=True, tokens=3, ignore_eos=True).document["choices"][0]
     content = choice["logprobs"]["content"]
@@ -416,6 +425,7 @@ CHECKS: dict[str, dict[str, Callable[[Api], None]]] = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template_kwargs": chat_template_kwargs,
+        "reasoning_effort": effort("reasoning_effort", lambda value: value),
         "logprobs": chat_logprobs,
         "top_logprobs": top_logprobs,
     },
@@ -426,6 +436,7 @@ CHECKS: dict[str, dict[str, Callable[[Api], None]]] = {
         "max_output_tokens": limit("max_output_tokens"),
         "metadata": metadata,
         "chat_template_kwargs": chat_template_kwargs,
+        "reasoning": effort("reasoning", lambda value: {"effort": value}),
         "text": text_format,
     },
 }

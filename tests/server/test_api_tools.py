@@ -339,7 +339,7 @@ def test_server_warns_at_start_when_its_template_shows_no_tools(
 
 
 def pushed(reader: ForcedReader, text: str) -> Sequence[CallDelta]:
-    content, deltas = reader.push(text, (), finished=False)
+    content, deltas, _ = reader.push(text, (), finished=False)
     assert content == ""
     return deltas
 

@@ -175,6 +175,18 @@ class AllowedToolsChoice(BaseModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
 
 
+# OpenAI's and vLLM's values of the reasoning effort.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """Return the arguments of a chat template that stand for a reasoning effort, as in vLLM 0.32.
+
+    Templates read ``reasoning_effort``, or ``enable_thinking``, or neither.
+    """
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
 class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions, with the ranges of values from OpenAI's API reference."""
 
@@ -191,6 +203,11 @@ class ChatRequest(SamplingFields):
     tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        return effort_arguments(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
     def grammar(self) -> Grammar | None:
         """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""
@@ -233,10 +250,11 @@ class ChoiceLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """An assistant's message of text, without tool calls."""
+    """An assistant's message of text, without tool calls; its content is null when it is cut off before."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None = Field(None, exclude_if=lambda value: value is None)
     refusal: None = None
     annotations: list[Any] = []
 
@@ -250,6 +268,7 @@ class ToolCallMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = Field(None, exclude_if=lambda value: value is None)
     refusal: None = None
     annotations: list[Any] = []
     tool_calls: list[ToolCall]

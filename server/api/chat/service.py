@@ -65,7 +65,10 @@ class ChatService(OpenAIEvents):
                     if request.logprobs:
                         content = chat_logprobs(delta.logprobs, tokenizer, top)
                         held.hold(lists[delta.index].add({"content": content}))
-        messages = [_message(use, text, ids) for text, ids in zip(texts, token_ids, strict=True)]
+        prompt = submission.prompts[0]
+        messages = [
+            _message(use, text, ids, prompt, counts) for text, ids in zip(texts, token_ids, strict=True)
+        ]
         ticket.finish(outcome_of_finishes(finishes))
         completion = ChatCompletion(
             id=f"chatcmpl-{ticket.request_id}",
@@ -96,9 +99,10 @@ class ChatService(OpenAIEvents):
         Closing the iterator aborts the request.
         """
         submission, use = await self.prepare(request)
-        readers = [use.reader() for _ in range(submission.n)] if use.reader else None
+        prompt = submission.prompts[0]
+        readers = [use.reader(prompt) for _ in range(submission.n)] if use.reader else None
         called: set[int] = set()
-        counts = TokenCounts()
+        counts = TokenCounts(reasoning=0 if use.reasons else None)
         finishes: dict[int, Finish] = {}
         events = _ChatEvents(self._state, ticket.request_id, request.model, request.include_usage())
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
@@ -123,9 +127,13 @@ class ChatService(OpenAIEvents):
                 text = delta.text
                 calls: Sequence[CallDelta] = ()
                 if readers is not None:
-                    text, calls = readers[delta.index].push(
-                        text, delta.token_ids, finished=delta.finish_reason is not None
-                    )
+                    finished = delta.finish_reason is not None
+                    reader = readers[delta.index]
+                    text, calls, reasoning = reader.push(text, delta.token_ids, finished=finished)
+                    if finished and use.reasons:
+                        counts.reasoning = (counts.reasoning or 0) + reader.reasoning_tokens
+                    if reasoning:
+                        event += events.reasoning(delta.index, reasoning)
                 if text or delta.logprobs:
                     event += events.content(delta.index, text if text or readers is None else None, lists)
                 if calls:
@@ -197,7 +205,7 @@ class ChatService(OpenAIEvents):
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            template_arguments=request.chat_template_kwargs,
+            template_arguments=request.template_arguments(),
             tools=use.shown,
             add_special_tokens=bool(request.add_special_tokens),
         )
@@ -218,20 +226,29 @@ class ChatService(OpenAIEvents):
             parallel=request.parallel_tool_calls is not False,
             messages=[message.model_dump(exclude_none=True) for message in request.messages],
             grammar=request.grammar(),
+            template_arguments=request.template_arguments(),
         )
 
 
-def _message(use: ToolUse, text: str, token_ids: Sequence[int]) -> AssistantMessage | ToolCallMessage:
+def _message(
+    use: ToolUse, text: str, token_ids: Sequence[int], prompt: Sequence[int], counts: TokenCounts
+) -> AssistantMessage | ToolCallMessage:
+    """Return the message of an answer, and add the tokens of its reasoning to ``counts``."""
     if use.reader is None:
         return AssistantMessage(content=text)
-    content, deltas = use.reader().whole(text, token_ids)
+    reader = use.reader(prompt)
+    content, deltas, thought = reader.whole(text, token_ids)
+    if use.reasons:
+        counts.reasoning = (counts.reasoning or 0) + reader.reasoning_tokens
     if not deltas:
-        return AssistantMessage(content=content)
+        # The content is null in an answer that was cut off within its reasoning.
+        shown = None if thought and not content else content
+        return AssistantMessage(content=shown, reasoning_content=thought or None)
     calls = [
         ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
         for call in calls_of(deltas)
     ]
-    return ToolCallMessage(content=content or None, tool_calls=calls)
+    return ToolCallMessage(content=content or None, reasoning_content=thought or None, tool_calls=calls)
 
 
 def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"]:
@@ -254,6 +271,9 @@ class _ChatEvents(ChunkWriter):
     def content(self, index: int, text: str | None, logprobs: bytes) -> bytes:
         content = b"null" if text is None else encode_basestring_ascii(text).encode()
         return self._choice(index, b'{"content":%b}' % content, logprobs)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        return self._choice(index, b'{"reasoning_content":%b}' % encode_basestring_ascii(text).encode())
 
     def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
         # Merge the pieces of one call within a chunk, since openai's stream() counts two pieces of a call as

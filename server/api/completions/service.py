@@ -14,6 +14,7 @@ from tonnage.server.api.completions.protocol import (
     Choice,
     Completion,
     CompletionRequest,
+    CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
 )
@@ -330,6 +331,9 @@ def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
         completion_tokens=completion,
         total_tokens=counts.prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached_total),
+        completion_tokens_details=(
+            None if counts.reasoning is None else CompletionTokensDetails(reasoning_tokens=counts.reasoning)
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from tonnage.server.api.chat.protocol import (
     NamedTool,
     Tool,
     ToolCall,
+    effort_arguments,
 )
 from tonnage.server.api.messages.protocol import (
     AnthropicMessage,
@@ -149,5 +150,5 @@ def _template_arguments(body: CountTokensRequest) -> dict[str, Any]:
     if body.thinking is not None:
         arguments["enable_thinking"] = body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None:
-        arguments["reasoning_effort"] = body.output_config.effort
+        arguments = effort_arguments(body.output_config.effort) | arguments
     return arguments | (body.chat_template_kwargs or {})

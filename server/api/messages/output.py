@@ -37,9 +37,13 @@ def message(request_id: str, model: str, counts: TokenCounts) -> dict[str, Any]:
     }
 
 
-def blocks(text: str, calls: Sequence[Call]) -> list[dict[str, Any]]:
+def blocks(text: str, calls: Sequence[Call], thought: str = "") -> list[dict[str, Any]]:
     """Return the content blocks of a complete answer; without calls it has a text block, even an empty one."""
-    found: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
+    found: list[dict[str, Any]] = []
+    if thought:
+        found.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if text or not (calls or thought):
+        found.append({"type": "text", "text": text})
     return found + [
         {"type": "tool_use", "id": _tool_id(call.id), "name": call.name, "input": _input(call.arguments)}
         for call in calls
@@ -69,6 +73,14 @@ class MessageEvents:
                 % (self._index, encode_basestring_ascii(text).encode())
             )
         return events
+
+    def thinking(self, text: str) -> bytes:
+        """Return the events that append ``text`` to the open block of reasoning; if none is open, open one."""
+        events = b""
+        if self._open != "thinking":
+            events += self._begin({"type": "thinking", "thinking": "", "signature": ""})
+        piece = {"type": "thinking_delta", "thinking": text}
+        return events + event({"type": "content_block_delta", "index": self._index, "delta": piece})
 
     def call(self, delta: CallDelta) -> bytes:
         """Return the events that append ``delta`` to the open tool call; a new call opens a block."""

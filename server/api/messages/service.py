@@ -37,7 +37,7 @@ class MessagesService:
     async def complete(self, request: MessagesRequest, ticket: Ticket) -> bytes:
         """Return the complete message as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
-        counts, text = TokenCounts(), ""
+        counts, text, thought = TokenCounts(), "", ""
         token_ids: list[int] = []
         last: Delta | None = None
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
@@ -47,20 +47,20 @@ class MessagesService:
                 last = delta
         found: Sequence[CallDelta] = ()
         if use.reader is not None:
-            text, found = use.reader().whole(text, token_ids)
+            text, found, thought = use.reader(submission.prompts[0]).whole(text, token_ids)
         calls = calls_of(found)
         assert last is not None
         ticket.finish(outcome_of_finishes([last.finish_reason]))
         answer = output.message(ticket.request_id, request.model, counts) | _ending(
             request, last, counts, called=bool(calls)
         )
-        answer["content"] = output.blocks(text, calls)
+        answer["content"] = output.blocks(text, calls, thought)
         return json.dumps(answer).encode()
 
     async def stream(self, request: MessagesRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a message; closing the iterator aborts the request."""
         submission, use = await self._prepare(request)
-        reader = None if use.reader is None else use.reader()
+        reader = None if use.reader is None else use.reader(submission.prompts[0])
         counts = TokenCounts()
         events = output.MessageEvents()
         finishes: list[Finish | None] = []
@@ -75,7 +75,11 @@ class MessagesService:
                 text = delta.text
                 calls: Sequence[CallDelta] = ()
                 if reader is not None:
-                    text, calls = reader.push(text, delta.token_ids, finished=delta.finish_reason is not None)
+                    text, calls, thought = reader.push(
+                        text, delta.token_ids, finished=delta.finish_reason is not None
+                    )
+                    if thought:
+                        data += events.thinking(thought)
                 if text:
                     data += events.text(text)
                 for call in calls:

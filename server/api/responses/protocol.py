@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.chat.protocol import Dropped, FunctionName
+from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, effort_arguments
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
@@ -172,6 +172,16 @@ class TextOptions(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+class ReasoningOptions(BaseModel):
+    """OpenAI's ``reasoning`` options; only ``effort`` has an effect, in chat templates that read it."""
+
+    model_config = STRICT
+
+    effort: Effort | None = None
+    summary: Annotated[str | None, Dropped] = None
+    generate_summary: Annotated[str | None, Dropped] = None
+
+
 # Values of ``include`` without effect: the items that would have these parts never occur here.
 _INCLUDED_NOWHERE = frozenset({
     "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
@@ -207,6 +217,12 @@ class ResponseRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return effort_arguments(effort) | (self.chat_template_kwargs or {})
 
     def grammar(self) -> Grammar | None:
         """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""

@@ -81,7 +81,7 @@ class ResponseService:
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """Return the complete response as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
-        counts, text = TokenCounts(), ""
+        counts, text, thought = TokenCounts(), "", ""
         token_ids: list[int] = []
         finish: Finish = "stop"
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
@@ -91,16 +91,18 @@ class ResponseService:
                 finish = delta.finish_reason or finish
         calls: Sequence[CallDelta] = ()
         if use.reader is not None:
-            text, calls = use.reader().whole(text, token_ids)
+            reader = use.reader(submission.prompts[0])
+            text, calls, thought = reader.whole(text, token_ids)
+            counts.reasoning = reader.reasoning_tokens
         ticket.finish(outcome_of_finishes([finish]))
         response = self._response(request, ticket, submission)
-        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish))
+        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish), thought)
         return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a response; closing the iterator aborts the request."""
         submission, use = await self._prepare(request)
-        reader = None if use.reader is None else use.reader()
+        reader = None if use.reader is None else use.reader(submission.prompts[0])
         counts = TokenCounts()
         finish: Finish = "stop"
         response = self._response(request, ticket, submission)
@@ -118,7 +120,12 @@ class ResponseService:
                 calls: Sequence[CallDelta] = ()
                 finish = delta.finish_reason or finish
                 if reader is not None:
-                    text, calls = reader.push(text, delta.token_ids, finished=delta.finish_reason is not None)
+                    text, calls, thought = reader.push(
+                        text, delta.token_ids, finished=delta.finish_reason is not None
+                    )
+                    counts.reasoning = reader.reasoning_tokens
+                    if thought:
+                        data += events.reasoning(thought)
                 if text or reader is None:
                     data += events.text(text)
                 for call in calls:
@@ -127,7 +134,8 @@ class ResponseService:
                     yield data
         ticket.finish(outcome_of_finishes([finish]))
         data = events.close(_status(finish))
-        if not events.items:  # the model generated nothing: send an empty message
+        # The model generated nothing, or nothing but reasoning: send an empty message.
+        if all(item["type"] == "reasoning" for item in events.items):
             data = events.text("") + events.close(_status(finish))
         done = _finished(response, events.items, finish, counts)
         yield data + events.numbered_event(f"response.{done['status']}", response=done)
@@ -144,7 +152,7 @@ class ResponseService:
             state,
             generator,
             messages,
-            template_arguments=request.chat_template_kwargs,
+            template_arguments=request.template_arguments(),
             tools=use.shown,
             add_special_tokens=bool(request.add_special_tokens),
             param="input",
@@ -175,6 +183,7 @@ class ResponseService:
             parallel=request.parallel_tool_calls is not False,
             messages=[message.model_dump(exclude_none=True) for message in messages],
             grammar=request.grammar(),
+            template_arguments=request.template_arguments(),
         )
 
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
@@ -204,7 +213,10 @@ class ResponseService:
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
             "prompt_cache_key": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": request.reasoning.effort if request.reasoning else None,
+                "summary": None,
+            },
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
@@ -294,7 +306,7 @@ def _finished(
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached_total, "cache_write_tokens": 0},
             "output_tokens": counts.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
             "total_tokens": counts.prompt + counts.completion,
         },
     }
