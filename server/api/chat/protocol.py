@@ -254,7 +254,7 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = Field(None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
     refusal: None = None
     annotations: list[Any] = []
 
@@ -268,7 +268,7 @@ class ToolCallMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = Field(None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
     refusal: None = None
     annotations: list[Any] = []
     tool_calls: list[ToolCall]

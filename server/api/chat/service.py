@@ -34,7 +34,7 @@ from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
-from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of, merged
+from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of, merged
 
 
 class ChatService(OpenAIEvents):
@@ -213,7 +213,7 @@ class ChatService(OpenAIEvents):
 
     def _tools(self, request: ChatRequest) -> ToolUse:
         choice = request.tool_choice
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        tools: list[ToolDict] = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         if isinstance(choice, AllowedToolsChoice):
             allowed = choice.allowed_tools
             tools = allowed_tools(tools, [tool.function.name for tool in allowed.tools])

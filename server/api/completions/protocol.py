@@ -77,7 +77,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = Field(None, exclude_if=_is_none)
+    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=_is_none)
 
 
 class Choice(BaseModel):

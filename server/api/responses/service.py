@@ -32,7 +32,7 @@ from tonnage.server.errors import ApiError, ErrorCode, envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
-from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
+from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class ResponseService:
 
     def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
         choice = request.tool_choice
-        tools = [tool.for_template() for tool in request.tools or ()]
+        tools: list[ToolDict] = [tool.for_template() for tool in request.tools or ()]
         if isinstance(choice, AllowedFunctionTools):
             tools = allowed_tools(tools, [tool.name for tool in choice.tools])
             choice = choice.mode
