@@ -125,6 +125,10 @@ class Tokenizer:
             self._shown_bytes[token_id] = found
         return found
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is special, so that a text omits it by default."""
+        return token_id in self._special
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special tokens included; part of a character becomes U+FFFD."""
         text: str = self._rust.decode([token_id], skip_special_tokens=False)

@@ -51,7 +51,7 @@ def client(url: str) -> Iterator[anthropic.Anthropic]:
 
 def ask(client: anthropic.Anthropic, **more: Any) -> Message:
     body = {"model": "demo", "max_tokens": 8, "messages": ASK} | more
-    raw = client.messages.with_raw_response.create(**body, extra_body={"top_k": 1})
+    raw = client.messages.with_raw_response.create(**body, extra_body={"temperature": 0})
     Message.model_validate_json(raw.http_response.content, strict=True)
     parsed: Message = raw.parse()
     assert unknown(parsed) == set()
@@ -67,7 +67,7 @@ def unknown(value: Any) -> set[str]:
 
 
 def chat(url: str, **more: Any) -> dict[str, Any]:
-    body = {"model": "demo", "max_tokens": 8, "messages": ASK, "top_k": 1} | more
+    body = {"model": "demo", "max_tokens": 8, "messages": ASK, "temperature": 0} | more
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=PATIENCE)
     found: dict[str, Any] = answer.raise_for_status().json()
     return found
@@ -98,7 +98,8 @@ def test_message_equals_the_chat_completion_of_the_same_conversation(
 
 def test_stream_has_the_events_and_the_text_of_the_whole_message(client: anthropic.Anthropic) -> None:
     whole = ask(client)
-    with client.messages.stream(model="demo", max_tokens=8, messages=ASK, extra_body={"top_k": 1}) as stream:
+    body: dict[str, Any] = {"model": "demo", "max_tokens": 8, "messages": ASK}
+    with client.messages.stream(**body, extra_body={"temperature": 0}) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
         final = stream.get_final_message()
     assert final.model_dump(exclude={"id", "usage"}) == whole.model_dump(exclude={"id", "usage"})
@@ -120,7 +121,7 @@ def test_forced_tool_is_used_and_its_result_goes_back(
     assert (block.type, block.name, answer.stop_reason) == ("tool_use", "get_weather", "tool_use")
     assert block.id.startswith("toolu_")
     assert block.input in ({"city": "Paris"}, {"city": "Oslo"})
-    with client.messages.stream(model="demo", messages=ASK, **body, extra_body={"top_k": 1}) as stream:
+    with client.messages.stream(model="demo", messages=ASK, **body, extra_body={"temperature": 0}) as stream:
         kinds = [event.type for event in stream]
         (streamed,) = stream.get_final_message().content
     assert (streamed.name, streamed.input) == (block.name, block.input)
@@ -187,15 +188,21 @@ def test_cut_off_tool_use_has_an_object_as_its_input(client: anthropic.Anthropic
 
 # What each field that `tonnage doctor` prints as honoured does; the other tests of this file check the rest.
 CHECKED = {
-    "model", "messages", "system", "max_tokens", "stream", "stop_sequences", "top_k", "tools", "tool_choice",
+    "model", "messages", "system", "max_tokens", "stream", "stop_sequences", "tools", "tool_choice",
     "output_config", "output_config.effort", "output_config.format",
 }  # fmt: skip
 
 
 def temperature(client: anthropic.Anthropic) -> None:
-    body: dict[str, Any] = {"model": "demo", "max_tokens": 8, "messages": ASK}
-    cold = client.messages.create(**body, extra_body={"temperature": 0})
-    assert cold.content == ask(client).content
+    body: dict[str, Any] = {"model": "demo", "max_tokens": 16, "messages": ASK}
+    hot = [client.messages.create(**body, extra_body={"temperature": 2.0}).content for _ in range(2)]
+    assert hot[0] != hot[1]
+
+
+def top_k(client: anthropic.Anthropic) -> None:
+    body: dict[str, Any] = {"model": "demo", "max_tokens": 1, "messages": ASK}
+    drawn = [client.messages.create(**body, extra_body={"top_k": 1}).content for _ in range(3)]
+    assert drawn == 3 * [ask(client, max_tokens=1).content]
 
 
 def top_p(client: anthropic.Anthropic) -> None:
@@ -236,8 +243,8 @@ def priority(client: anthropic.Anthropic) -> None:
 
 
 FIELD_CHECKS: dict[str, Callable[[anthropic.Anthropic], None]] = {
-    "temperature": temperature, "top_p": top_p, "cache_salt": cache_salt, "request_id": request_id,
-    "add_special_tokens": add_special_tokens, "priority": priority,
+    "temperature": temperature, "top_k": top_k, "top_p": top_p, "cache_salt": cache_salt,
+    "request_id": request_id, "add_special_tokens": add_special_tokens, "priority": priority,
 }  # fmt: skip
 IN_TEMPLATE = {"thinking", "chat_template_kwargs"}  # in the test with a template
 

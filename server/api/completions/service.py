@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
@@ -61,7 +61,7 @@ class CompletionService(OpenAIEvents):
         counts = TokenCounts()
         answers = [_Answer(text) for text in echo]
         only_prompt = request.max_tokens == 0
-        builders = self._builders(request, len(answers))
+        builders = self._builders(request, echo)
         deltas = self._generator.run(submission, counts, ticket)
         with closing(HeldAnswer(self._state.outboxes)) as held:
             async with aclosing(deltas):
@@ -98,11 +98,15 @@ class CompletionService(OpenAIEvents):
             shown = with_logprobs(shown, [answer.lists.text() for answer in kept])
         return shown.encode()
 
-    def _builders(self, request: CompletionRequest, count: int) -> list[CompletionLogprobs]:
+    def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
         """Return a builder of log probabilities for each choice, or none if the request asks for none."""
         if request.logprobs is None:
             return []
-        return [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in range(count)]
+        special = request.skip_special_tokens is False
+        return [
+            CompletionLogprobs(self._state.tokenizer, request.logprobs, text, special_tokens=special)
+            for text in echo
+        ]
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
@@ -124,7 +128,7 @@ class CompletionService(OpenAIEvents):
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
         events = _CompletionEvents(self._state, ticket.request_id, request.model, request.include_usage())
-        logprobs = self._builders(request, len(echo))
+        logprobs = self._builders(request, echo)
         continuous = request.continuous_usage()
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
