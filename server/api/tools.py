@@ -95,18 +95,12 @@ def tool_use(
         tools,
         messages,
         parallel=parallel,
-        reasoning=grammar is None,
+        grammar=grammar,
         template_arguments=template_arguments or {},
     )
-    if use.grammar is not None and grammar is not None:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "strict functions, or parallel_tool_calls false, and a format of the answer cannot both be forced",
-            param="tools",
-        )
     if use.grammar is not None and "grammar" not in state.honours:
         raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
-    return replace(use, grammar=use.grammar or grammar)
+    return use
 
 
 def _without_tools(
@@ -116,7 +110,7 @@ def _without_tools(
     parser = state.output_parser
     if parser is None or not parser.reads_reasoning or grammar is not None:
         return ToolUse(grammar=grammar)
-    return parser.use((), (), parallel=True, reasoning=True, template_arguments=template_arguments or {})
+    return parser.use((), (), parallel=True, grammar=None, template_arguments=template_arguments or {})
 
 
 def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:

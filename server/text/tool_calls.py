@@ -75,7 +75,7 @@ class OutputParser(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         parallel: bool,
-        reasoning: bool,
+        grammar: Grammar | None,
         template_arguments: Mapping[str, Any],
     ) -> ToolUse:
         """Return how a request with these tools, or without any, is prompted, generated and parsed."""

@@ -6,6 +6,7 @@ import loads torch into the API process (9 s and about 470 MiB on the machine of
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,12 +65,13 @@ def load_output_parser(tools: str | None, reasoning: str | None, folder: Path) -
             )
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
-    def composed(tools: str | None, reasoning: str | None) -> Any:
+    def composed(tools: str | None, reasoning: str | None, strict_level: str = "auto") -> Any:
         try:
             return ParserManager.get_parser(
                 tool_parser_name=tools,
                 reasoning_parser_name=reasoning,
                 enable_auto_tools=tools is not None,
+                tool_strict_level=strict_level,
                 model_name=str(folder),
                 tokenizer=tokenizer,
             )
@@ -85,18 +87,23 @@ def load_output_parser(tools: str | None, reasoning: str | None, folder: Path) -
         for with_reasoning in {reasoning, None}
         if with_tools or with_reasoning
     }
-    return VLLMOutputParser(parsers, tokenizer)
+    # With the level "function", the form of a call is always constrained, so that it can be an alternative to
+    # the format of an answer.
+    with_format = composed(tools, None, "function") if tools else None
+    return VLLMOutputParser(parsers, with_format, tokenizer)
 
 
 class VLLMOutputParser:
     """A reader of the tool calls and the reasoning in one model's output.
 
     Each output is read by a new object of a class that vLLM composes for the model. ``parsers`` has these
-    classes by the pair (reads tool calls, reads reasoning).
+    classes by the pair (reads tool calls, reads reasoning). ``with_format`` is the class for tool calls beside
+    a format of the answer.
     """
 
-    def __init__(self, parsers: Mapping[tuple[bool, bool], Any], tokenizer: Any) -> None:
+    def __init__(self, parsers: Mapping[tuple[bool, bool], Any], with_format: Any, tokenizer: Any) -> None:
         self._parsers = parsers
+        self._with_format = with_format
         self._tokenizer = tokenizer
         self.reads_tools = (True, False) in parsers
         self.reads_reasoning = (False, True) in parsers
@@ -107,7 +114,7 @@ class VLLMOutputParser:
         messages: Sequence[Mapping[str, Any]],
         *,
         parallel: bool,
-        reasoning: bool,
+        grammar: Grammar | None,
         template_arguments: Mapping[str, Any],
     ) -> ToolUse:
         """Return how to generate and read the output of a request with these tools.
@@ -119,17 +126,17 @@ class VLLMOutputParser:
             tools: tool definitions of the request; empty if only reasoning is read.
             messages: messages of the conversation.
             parallel: whether the output may have more than one call.
-            reasoning: whether the output may begin with reasoning.
+            grammar: format of an output without calls, or None. Such an output has no reasoning.
             template_arguments: arguments of the chat template, which tell some parsers that reasoning is off.
 
         Raises:
             ToolsRefused: the parser rejects the tools.
         """
-        reasons = reasoning and self.reads_reasoning
-        kind = self._parsers[bool(tools), reasons]
+        reasons = grammar is None and self.reads_reasoning
+        kind = self._parsers[bool(tools), reasons] if grammar is None else self._with_format
         more = {"chat_template_kwargs": dict(template_arguments)} if reasons else {}
         try:
-            request = self._request(tools, messages, parallel)
+            request = self._request(tools, messages, parallel, grammar)
             adjusted = kind(self._tokenizer, request.tools, **more).adjust_request(request)
         except (ValueError, TypeError, RuntimeError) as error:  # types that pydantic and xgrammar raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -148,17 +155,27 @@ class VLLMOutputParser:
 
         return ToolUse(
             tuple(tools),
-            None if tag is None else Grammar("structural_tag", tag),
+            grammar if tag is None else Grammar("structural_tag", tag),
             not adjusted.skip_special_tokens,
             reader,
             reasons,
         )
 
-    def _request(self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], parallel: bool) -> Any:
+    def _request(
+        self,
+        tools: Sequence[ToolDict],
+        messages: Sequence[Mapping[str, Any]],
+        parallel: bool,
+        grammar: Grammar | None,
+    ) -> Any:
         # Imported here, because vLLM is optional. It is installed if this parser exists.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        more = {"tools": [dict(tool) for tool in tools], "tool_choice": "auto"} if tools else {}
+        more: dict[str, Any] = {}
+        if tools:
+            more = {"tools": [dict(tool) for tool in tools], "tool_choice": "auto"}
+        if grammar is not None:
+            more["structured_outputs"] = {_FIELDS[grammar.kind]: _constraint(grammar)}
         return ChatCompletionRequest.model_validate(
             {
                 "model": "",
@@ -171,6 +188,19 @@ class VLLMOutputParser:
                 **more,
             }
         )
+
+
+# Fields of vLLM's StructuredOutputsParams by the kinds of our grammars.
+_FIELDS = {
+    "json_schema": "json", "json_object": "json_object", "regex": "regex", "choice": "choice",
+    "grammar": "grammar", "structural_tag": "structural_tag",
+}  # fmt: skip
+
+
+def _constraint(grammar: Grammar) -> Any:
+    if grammar.kind == "json_object":
+        return True
+    return json.loads(grammar.text) if grammar.kind == "choice" else grammar.text
 
 
 class _Reader:
