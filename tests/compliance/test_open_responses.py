@@ -3,8 +3,8 @@
 The specification is openresponses.org/specification; its OpenAPI description of 2026-04-24 comes from
 llm-comply's package. The tests of openresponses/openresponses (src/lib/compliance-tests.ts) run under bun from
 a checkout, and no package index has them. This file repeats these after their descriptions:
-tool-calling-streaming, function-call-roundtrip, file-input, previous-response-id, file-search,
-offline-web-search and websocket-*.
+tool-calling-streaming, function-call-roundtrip, file-input, previous-response-id, file-search
+and websocket-*.
 """
 
 from __future__ import annotations

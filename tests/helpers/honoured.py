@@ -440,8 +440,8 @@ CHECKS: dict[str, dict[str, Callable[[Api], None]]] = {
         "text": text_format,
     },
 }
-# Checked by forced_calls and free_calls.
-TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+# Checked by forced_calls and free_calls, and in server/test_reasoning.
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
 
 ROWS = [(path, field) for path, checks in CHECKS.items() for field in checks]
 ONCE = list({(field, check): (path, field) for path, field in reversed(ROWS)

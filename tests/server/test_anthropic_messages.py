@@ -401,6 +401,23 @@ async def test_failure_in_a_stream_is_an_error_event(run_server, small_plan) -> 
         assert caught.value.body["error"]["type"] == "overloaded_error"
 
 
+async def test_beta_client_is_served(server) -> None:
+    """The fields are those that agents on this API send with every request."""
+    client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+    answer = await client.beta.messages.create(
+        model="demo",
+        max_tokens=4,
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        thinking={"type": "adaptive"},
+        output_config={"effort": "high"},
+        metadata={"user_id": "someone"},
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}, *ASK],
+    )
+    assert answer.content[0].type == "text"
+
+
 async def test_tools_of_anthropics_servers_are_ignored_with_a_note(server) -> None:
     body: dict[str, Any] = {
         "model": "demo", "max_tokens": 2, "messages": ASK, "metadata": {"user_id": "u"},

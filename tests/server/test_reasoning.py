@@ -196,6 +196,20 @@ async def test_messages_have_a_thinking_block(saying) -> None:
 
 
 @needs_vllm
+async def test_reasoning_is_left_out_on_request(saying) -> None:
+    chat: dict[str, Any] = {"model": "demo", "messages": ASK, "include_reasoning": False}
+    response: dict[str, Any] = {"model": "demo", "input": ASK, "include_reasoning": False}
+    async with saying(f"<think>{THOUGHT}</think>{SAID}") as server:
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+            for more in ({}, {"stream": True}):
+                answer = await server.http.post(path, json=body | more)
+                assert answer.status_code == 200
+                assert "Paris" in answer.text
+                assert "They" not in answer.text
+                assert "reasoning_text" not in answer.text
+
+
+@needs_vllm
 async def test_unknown_reasoning_parser_is_rejected_by_name(saying, run_server, small_plan) -> None:
     async with saying("", ready=False, reasoning_parser="qwenn3") as server:
         await server.until(lambda: server.state.startup_error is not None, 120)

@@ -204,6 +204,7 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template."""

@@ -69,6 +69,9 @@ class ChatService(OpenAIEvents):
         messages = [
             _message(use, text, ids, prompt, counts) for text, ids in zip(texts, token_ids, strict=True)
         ]
+        if request.include_reasoning is False:
+            for message in messages:
+                message.reasoning_content = None
         ticket.finish(outcome_of_finishes(finishes))
         completion = ChatCompletion(
             id=f"chatcmpl-{ticket.request_id}",
@@ -132,7 +135,7 @@ class ChatService(OpenAIEvents):
                     text, calls, reasoning = reader.push(text, delta.token_ids, finished=finished)
                     if finished and use.reasons:
                         counts.reasoning = (counts.reasoning or 0) + reader.reasoning_tokens
-                    if reasoning:
+                    if reasoning and request.include_reasoning is not False:
                         event += events.reasoning(delta.index, reasoning)
                 if text or delta.logprobs:
                     event += events.content(delta.index, text if text or readers is None else None, lists)

@@ -218,6 +218,7 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = None
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template."""

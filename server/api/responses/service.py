@@ -96,7 +96,8 @@ class ResponseService:
             counts.reasoning = reader.reasoning_tokens
         ticket.finish(outcome_of_finishes([finish]))
         response = self._response(request, ticket, submission)
-        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish), thought)
+        shown = "" if request.include_reasoning is False else thought
+        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish), shown)
         return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
@@ -124,7 +125,7 @@ class ResponseService:
                         text, delta.token_ids, finished=delta.finish_reason is not None
                     )
                     counts.reasoning = reader.reasoning_tokens
-                    if thought:
+                    if thought and request.include_reasoning is not False:
                         data += events.reasoning(thought)
                 if text or reader is None:
                     data += events.text(text)
