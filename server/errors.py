@@ -196,6 +196,7 @@ class AnthropicErrorBody(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorResponse(BaseModel):
@@ -221,16 +222,20 @@ _ANTHROPIC_TYPES = {
 def anthropic_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return Anthropic's JSON object for ``error``, which is also the data of its error event."""
     body = envelope(error)["error"]
-    return anthropic_error(body["code"], body["message"], request_id)
+    return anthropic_error(body["code"], body["message"], body["param"], request_id)
 
 
-def anthropic_error(code: str, message: str, request_id: str) -> dict[str, Any]:
-    """Return Anthropic's JSON object for an error with this code and message."""
+def anthropic_error(code: str, message: str, param: str | None, request_id: str) -> dict[str, Any]:
+    """Return Anthropic's JSON object for an error with this code and message about the field ``param``."""
     if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
         # clients recognize a prompt that is too long by these words, and shorten the conversation
         message = f"prompt is too long: {message}"
     kind = _ANTHROPIC_TYPES.get(RULES[ErrorCode(code)].status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        # The anthropic package then sends the whole conversation (lib/threads/_thread_state.py, 2.14).
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def headers(error: ApiError) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
@@ -136,6 +136,30 @@ def test_forced_tool_is_used_and_its_result_goes_back(
         {"role": "tool", "tool_call_id": block.id, "content": "sunny"}, {"role": "user", "content": "Well?"},
     ])  # fmt: skip
     assert sum(tokens(after)) == same["usage"]["prompt_tokens"]
+
+
+def test_tool_runner_of_the_package_calls_the_tool(client: anthropic.Anthropic) -> None:
+    called: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Paris", "Oslo"]) -> str:
+        """Return the weather of a city."""
+        called.append(city)
+        return "sunny"
+
+    # The runner asks for a conversation that the server stores, is told that there is none, and does without.
+    runner = client.beta.messages.tool_runner(
+        model="demo",
+        max_tokens=40,
+        max_iterations=2,
+        messages=ASK,
+        tools=[get_weather],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )
+    first, second = list(runner)
+    assert [block.type for block in (*first.content, *second.content)] == ["tool_use", "tool_use"]
+    assert called[0] == first.content[0].input["city"]
+    assert sum(tokens(second)) > sum(tokens(first))
 
 
 def test_tools_are_counted(client: anthropic.Anthropic, url: str) -> None:

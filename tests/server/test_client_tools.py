@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import anthropic
 import httpx
+import instructor
+import openai
+import pydantic
 import pytest
 from serving import PATIENCE, serving
 from toolcalls import ASK, WEATHER
@@ -107,3 +111,36 @@ def test_tool_stream_has_no_empty_text(http: httpx.Client) -> None:
         assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
         assert all(delta.get("content") is None for delta in deltas)
         assert any("tool_calls" in delta for delta in deltas)
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Oslo"]
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS", "ANTHROPIC_TOOLS"])
+def test_instructor_gets_its_model_by_a_forced_call(http: httpx.Client, mode: str) -> None:
+    url, limit = str(http.base_url), "max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens"
+    made: Any
+    if mode == "ANTHROPIC_TOOLS":
+        made = instructor.from_anthropic(
+            anthropic.Anthropic(base_url=url, api_key="none", max_retries=0), instructor.Mode.ANTHROPIC_TOOLS
+        )
+    else:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        made = instructor.from_openai(client, mode=instructor.Mode[mode])
+    found = made.chat.completions.create(
+        model="demo", messages=ASK, response_model=Weather, max_retries=0, **{limit: 60}
+    )
+    assert isinstance(found, Weather)
+
+
+def test_openai_client_parses_a_format_beside_a_forced_call(http: httpx.Client) -> None:
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+    flat = {"type": "function", "strict": True, **WEATHER["function"]}
+    answer = client.responses.parse(
+        model="demo", input="Paris?", text_format=Weather, max_output_tokens=60, tools=[flat],
+        tool_choice="required",
+    )  # fmt: skip
+    assert [item.type for item in answer.output] == ["function_call"]

@@ -58,6 +58,6 @@ class AnthropicForm:
 def _converted(body: bytes, request_id: str) -> bytes:
     try:
         error: Any = json.loads(body)["error"]
-        return json.dumps(anthropic_error(error["code"], error["message"], request_id)).encode()
+        return json.dumps(anthropic_error(error["code"], error["message"], error["param"], request_id)).encode()
     except (ValueError, KeyError, TypeError):
         return body  # another body, such as that of a client that has disconnected
