@@ -355,12 +355,17 @@ class Generator:
     def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
         """Return one engine request for each prompt of a submission."""
         tenant = ticket.tenant
+        params = submission.params
+        if params.bad_words:
+            vocabulary = self._state.plan.model.vocab_size
+            found = self._state.tokenizer.bad_word_ids(params.bad_words)
+            params = replace(params, bad_token_ids=tuple(ids for ids in found if max(ids) < vocabulary))
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         return [
             GenerationRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=prompt,
-                params=submission.params,
+                params=params,
                 n=submission.n,
                 tenant=tenant.name,
                 cache_salt=salt,

@@ -29,6 +29,7 @@ TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
 # 4,300 digits, which has 4,301 (sys.int_info.default_max_str_digits).
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
+BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 StopString = Annotated[str, Field(min_length=1)]
 STOP_EXPECTED = f"a string or a list of strings, of at most {MAX_STOP_CHARACTERS:,} characters together"
 
@@ -124,6 +125,7 @@ class SamplingFields(EngineBody):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    bad_words: list[BadWord] | None = Field(None, max_length=64)
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit"
     )
@@ -218,6 +220,7 @@ class SamplingFields(EngineBody):
             min_tokens=self.min_tokens or 0,
             grammar=self.grammar(),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
         )
 
     def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:

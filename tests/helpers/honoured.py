@@ -369,6 +369,15 @@ def allowed_token_ids(api: Api) -> None:
     assert "allowed_token_ids" in api.post(allowed_token_ids=[10**6]).json()["error"]["message"]
 
 
+def bad_words(api: Api) -> None:
+    """Check a word of one token, and words of several tokens whose beginning remains possible."""
+    assert "fox" not in api.ask(logit_bias=ONLY_WORD, bad_words=["fox"], ignore_eos=True).text
+    text = api.ask(tokens=16).text
+    first, second = text.split()[:2]
+    assert f"{first} {second}" not in api.ask(tokens=16, bad_words=[f"{first} {second}"]).text
+    assert text == api.ask(tokens=16, bad_words=["unlikely words"]).text
+
+
 def truncate_prompt_tokens(api: Api) -> None:
     assert api.ask(prompt=LONG, truncate_prompt_tokens=5).prompt_tokens == 5
     assert api.ask(prompt=LONG * 9, truncate_prompt_tokens=-1).finishes == ["length"]
@@ -379,6 +388,7 @@ GENERATION: dict[str, Callable[[Api], None]] = {
     "skip_special_tokens": skip_special_tokens,
     "include_stop_str_in_output": include_stop_str_in_output,
     "allowed_token_ids": allowed_token_ids,
+    "bad_words": bad_words,
     "truncate_prompt_tokens": truncate_prompt_tokens,
     "model": model,
     "stream": stream,

@@ -67,6 +67,7 @@ _HONOURED = BASIC_PARAMS | {
     "repetition_penalty",
     "logit_bias",
     "allowed_token_ids",
+    "bad_words",
     "min_tokens",
     "priority",
 }
