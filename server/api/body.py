@@ -76,7 +76,7 @@ def parse_body(
     unknown = _MAX_UNKNOWN if lenient else 0
     while True:
         try:
-            return fields.model.model_validate(document), tuple(ignored)
+            return fields.model.model_validate(document), tuple(map(_in_header, ignored))
         except ValidationError as error:
             dropped = _drop_unknown(error, document, unknown)
             if not dropped:
@@ -119,6 +119,11 @@ def _apply(
             if value is not None and not any(_same(value, neutral) for neutral in rule.neutral):
                 raise _unsupported(f"{prefix}{name}", value, rule)
     return ignored
+
+
+def _in_header(name: str) -> str:
+    """Return a field's name as it can be part of a header: characters that a header cannot have are ``?``."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -126,10 +126,9 @@ def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
     tools = document.get("tools")
     if not isinstance(tools, list):
         return []
-    types = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    dropped = {
-        at: kind[:60] for at, kind in enumerate(types) if isinstance(kind, str) and kind.startswith(kinds)
-    }
+    types = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
+    # the types become part of a header
+    dropped = {at: kind for at, kind in enumerate(types) if kind.startswith(kinds) and _TYPE.fullmatch(kind)}
     if dropped:
         document["tools"] = [tool for at, tool in enumerate(tools) if at not in dropped]
     return [f"tools.{at} ({kind})" for at, kind in dropped.items()]
@@ -236,6 +235,7 @@ def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
     return array | ({} if parallel else {"maxItems": 1}) | {name: defs for name, defs in shared.items() if defs}
 
 
+_TYPE = re.compile(r"[a-z0-9_]{1,60}")
 _HEAD = re.compile(r'[\s}]*[\[,]\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"parameters"\s*:')
 _DECODER = json.JSONDecoder()
 

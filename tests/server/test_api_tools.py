@@ -170,6 +170,8 @@ async def test_defaults_of_codex_are_ignored_with_a_note(server) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
         ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search\r\nx-injected: 1"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search_日本"}]}, "tools.0.type"),
     ):
         refused = await server.http.post("/v1/responses", json=body | change)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

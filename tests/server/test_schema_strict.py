@@ -271,6 +271,11 @@ async def test_ignored_fields_are_listed_and_unknown_fields_need_lenient_mode(ru
         response = await server.http.post("/v1/chat/completions", json=body | more)
         assert response.status_code == 200
         assert response.headers["x-ignored-fields"] == "store, metadata, foo, messages.0.bar"
+        response = await server.http.post("/v1/chat/completions", json=body | {"é\r\nx: 1": 1, "日": {"本": 2}})
+        assert (response.status_code, response.headers["x-ignored-fields"]) == (
+            200,
+            "store, metadata, ???x: 1, ?",
+        )
         # Lenient to what is unknown, not to what is known and has no effect.
         refused = await server.http.post("/v1/chat/completions", json=body | {"audio": {"voice": "x"}})
         assert refused.json()["error"]["code"] == "unsupported_parameter"
