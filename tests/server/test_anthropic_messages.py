@@ -162,6 +162,14 @@ def test_tool_runner_of_the_package_calls_the_tool(client: anthropic.Anthropic) 
     assert sum(tokens(second)) > sum(tokens(first))
 
 
+def test_tool_with_a_long_name_is_used(client: anthropic.Anthropic) -> None:
+    tool = WEATHER | {"name": "mcp__server__" + "x" * 110}
+    answer = ask(client, tools=[tool], tool_choice={"type": "tool", "name": tool["name"]}, max_tokens=40)
+    assert answer.content[0].name == tool["name"]
+    again = ask(client, tools=[tool], tool_choice={"type": "any"}, max_tokens=200)
+    assert again.content[0].name == tool["name"]
+
+
 def test_tools_are_counted(client: anthropic.Anthropic, url: str) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "description": WEATHER["description"],
             "parameters": WEATHER["input_schema"]}}  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tonnage.server.api.chat.protocol import (
     ChatRequest,
     FunctionCall,
+    FunctionDefinition,
     Message,
     NamedFunction,
     NamedTool,
@@ -18,6 +19,7 @@ from tonnage.server.api.chat.protocol import (
 )
 from tonnage.server.api.messages.protocol import (
     AnthropicMessage,
+    AnthropicTool,
     AnthropicToolChoice,
     CountTokensRequest,
     MessagesRequest,
@@ -58,7 +60,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     return ChatRequest.model_construct(
         model=body.model,
         messages=messages,
-        tools=[Tool.model_validate(tool.for_template()) for tool in body.tools or ()] or None,
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=_tool_choice(choice) if body.tools or choice.type in ("any", "tool") else None,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=_format(body),
@@ -134,6 +136,17 @@ def _tool_choice(choice: AnthropicToolChoice) -> Literal["none", "auto", "requir
     if choice.type == "any":
         return "required"
     return "none" if choice.type == "none" else "auto"
+
+
+def _tool(tool: AnthropicTool) -> Tool:
+    """Return a tool of a chat request, without validation: its name may be longer than OpenAI allows."""
+    function = FunctionDefinition.model_construct(
+        name=tool.name,
+        description=tool.description,
+        parameters={"type": "object"} | tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool.model_construct(type="function", function=function)
 
 
 def _format(body: CountTokensRequest) -> ResponseFormat | None:

@@ -110,16 +110,6 @@ class AnthropicTool(BaseModel):
     eager_input_streaming: Annotated[bool | None, Dropped] = None
     input_examples: Annotated[Any, Dropped] = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool in the format of chat completions, which chat templates expect."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = {"type": "object"} | self.input_schema
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
-
 
 class AnthropicToolChoice(BaseModel):
     """Anthropic's ``tool_choice``: whether the model decides to call a tool, must call one, or must not."""
