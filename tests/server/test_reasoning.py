@@ -191,6 +191,7 @@ async def test_messages_have_a_thinking_block(saying) -> None:
         for message in (answer, streamed):
             thought, said = message.content
             assert (thought.type, thought.thinking, said.text.strip()) == ("thinking", THOUGHT, SAID)
+            assert 3 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
         back = [*ASK, answer.to_param(), *ASK]
         assert (await client.messages.create(**body | {"messages": back})).content
 

@@ -13,9 +13,12 @@ from tonnage.server.requests.submission import TokenCounts
 from tonnage.server.text.tool_calls import Call, CallDelta, new_call_id
 
 
-def usage(counts: TokenCounts) -> dict[str, int]:
+def usage(counts: TokenCounts) -> dict[str, Any]:
     """Return Anthropic's token counts, in which cached tokens are no part of ``input_tokens``."""
-    return {
+    details = (
+        {} if counts.reasoning is None else {"output_tokens_details": {"thinking_tokens": counts.reasoning}}
+    )
+    return details | {
         "input_tokens": counts.prompt - counts.cached_total,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": counts.cached_total,

@@ -205,6 +205,7 @@ class AnthropicUsage(BaseModel):
     output_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    output_tokens_details: dict[str, int] | None = None
 
 
 class AnthropicAnswer(BaseModel):

@@ -47,7 +47,9 @@ class MessagesService:
                 last = delta
         found: Sequence[CallDelta] = ()
         if use.reader is not None:
-            text, found, thought = use.reader(submission.prompts[0]).whole(text, token_ids)
+            reader = use.reader(submission.prompts[0])
+            text, found, thought = reader.whole(text, token_ids)
+            counts.reasoning = reader.reasoning_tokens if use.reasons else None
         calls = calls_of(found)
         assert last is not None
         ticket.finish(outcome_of_finishes([last.finish_reason]))
@@ -78,6 +80,7 @@ class MessagesService:
                     text, calls, thought = reader.push(
                         text, delta.token_ids, finished=delta.finish_reason is not None
                     )
+                    counts.reasoning = reader.reasoning_tokens if use.reasons else None
                     if thought:
                         data += events.thinking(thought)
                 if text:
