@@ -19,6 +19,8 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server import errors
 from tonnage.server.api.docs import docs_router
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.messages.count import count_router
+from tonnage.server.api.messages.headers import AnthropicForm
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
 from tonnage.server.api.plan_page import plan_page_router
@@ -26,8 +28,9 @@ from tonnage.server.api.router import engine_router
 from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
-from tonnage.server.engines.vllm.tool_parser import load_tool_parser
+from tonnage.server.engines.vllm.output_parser import load_output_parser
 from tonnage.server.http.pacing import RequestPacing
+from tonnage.server.http.paths import LenientPaths
 from tonnage.server.observe.failed_requests import FailedRequestLog
 from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
@@ -35,13 +38,13 @@ from tonnage.server.observe.request_log import RequestLog
 from tonnage.server.observe.tracing import TraceContext, Tracing
 from tonnage.server.security.hosts import HostCheck, allowed_hosts
 from tonnage.server.security.keys import KeyRing, load_keys
-from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
+from tonnage.server.security.middleware import ASSETS, PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
-from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.chat_template import SHIPPED, ChatTemplate
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.tokenizer import Tokenizer
-from tonnage.server.text.tool_calls import ToolParser
+from tonnage.server.text.tool_calls import OutputParser
 
 log = logging.getLogger("tonnage.server")
 
@@ -78,9 +81,9 @@ def create_app(
         settings=settings,
         engine=engine,
         tokenizer=tokenizer or Tokenizer.from_folder(files),
-        chat_template=ChatTemplate.from_folder(files, settings.chat_template),
+        chat_template=_chat_template(settings, files),
         loras=lora_modules(settings.lora_modules, settings.model_name, engine.plan.deployment.max_lora_rank),
-        load_tool_parser=None if operations_only else _tool_parser(settings, files),
+        load_output_parser=None if operations_only else _output_parser(settings, files),
         on_startup_error=on_startup_error,
     )
 
@@ -122,6 +125,7 @@ def create_app(
     generator = Generator(state)
     if not operations_only:
         app.include_router(engine_router(state, generator))
+        app.include_router(count_router(state, generator))
         app.include_router(models_router(state))
         app.include_router(tokenize_router(state, generator))
     app.include_router(operations_router(state, Metrics(state), generator))
@@ -136,8 +140,23 @@ def create_app(
     return app
 
 
-def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] | None:
-    """Return a function that loads the configured tool-call parser, or None when none is configured.
+def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
+    """Return the model's chat template, and warn when no request with tools can succeed with it."""
+    # The demo model's own template shows no tools.
+    tool_template = "hermes" if settings.model == "demo" else None
+    found = ChatTemplate.from_folder(folder, settings.chat_template, tool_template=tool_template)
+    if settings.tool_call_parser is not None and (found is None or not found.knows_tools):
+        name = settings.tool_call_parser
+        log.warning(
+            "requests with tools will get status 400, because the chat template does not show tools: start "
+            "with --chat-template %s or a template of your own",
+            name if name in SHIPPED else f"NAME ({', '.join(SHIPPED)})",
+        )
+    return found
+
+
+def _output_parser(settings: Settings, folder: Path) -> Callable[[], OutputParser] | None:
+    """Return a function that loads the configured parsers of tool calls and reasoning, or None without any.
 
     Raises:
         DeploymentError: Only one of --enable-auto-tool-choice and --tool-call-parser is set.
@@ -148,7 +167,8 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
             "--enable-auto-tool-choice and --tool-call-parser NAME belong together",
             field="tool_call_parser" if name is None else "enable_auto_tool_choice",
         )
-    return None if name is None else partial(load_tool_parser, name, folder)
+    reasoning = settings.reasoning_parser
+    return None if name is None and reasoning is None else partial(load_output_parser, name, reasoning, folder)
 
 
 def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: FailedRequestLog) -> None:
@@ -170,6 +190,8 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: F
     hosts = allowed_hosts(settings.host, settings.allowed_hosts, keys=bool(keys))
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
+    app.add_middleware(AnthropicForm)
+    app.add_middleware(LenientPaths, kept=(*ASSETS, "/redoc/"))
     app.add_middleware(RequestId)
     app.add_middleware(RequestPacing)
     if settings.otlp_traces_endpoint:

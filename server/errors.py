@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -189,6 +189,53 @@ def envelope(error: ApiError) -> dict[str, Any]:
             "code": error.code.value,
         }
     }
+
+
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's error object: the value of ``error`` in an error response of /v1/messages."""
+
+    type: str
+    message: str
+    details: dict[str, Any] | None = None
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Body of every error response of /v1/messages, as declared in the OpenAPI document."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str
+
+
+ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AnthropicErrorResponse},
+    "5XX": {"model": AnthropicErrorResponse},
+}
+
+# Anthropic's types of errors by HTTP status; other rejections are of the type invalid_request_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def anthropic_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return Anthropic's JSON object for ``error``, which is also the data of its error event."""
+    body = envelope(error)["error"]
+    return anthropic_error(body["code"], body["message"], body["param"], request_id)
+
+
+def anthropic_error(code: str, message: str, param: str | None, request_id: str) -> dict[str, Any]:
+    """Return Anthropic's JSON object for an error with this code and message about the field ``param``."""
+    if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+        # clients recognize a prompt that is too long by these words, and shorten the conversation
+        message = f"prompt is too long: {message}"
+    kind = _ANTHROPIC_TYPES.get(RULES[ErrorCode(code)].status, "invalid_request_error")
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":
+        # The anthropic package then sends the whole conversation (lib/threads/_thread_state.py, 2.14).
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def headers(error: ApiError) -> dict[str, str]:

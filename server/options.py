@@ -97,13 +97,17 @@ class Options:
     lenient: bool = flag(False, "ignore unknown request fields and list them in x-ignored-fields", group=_API)
 
     chat_template: Path | None = flag(
-        None, "Jinja template (default: the model's own)", group=_CHAT, metavar="FILE"
-    )
+        None, "Jinja template, or a shipped one that shows tools: hermes, llama3_json or mistral (default: the "
+        "model's own)", group=_CHAT, metavar="FILE",
+    )  # fmt: skip
     enable_auto_tool_choice: bool = flag(
         False, "let the model decide to call a tool (vLLM's parsers: 500 MiB in the API process)", group=_CHAT
     )
     tool_call_parser: str | None = flag(
         None, "reader of tool calls, by vLLM's name: hermes, llama3_json, ...", group=_CHAT
+    )
+    reasoning_parser: str | None = flag(
+        None, "reader of reasoning (reasoning_content), by vLLM's name: deepseek_r1, qwen3, ...", group=_CHAT
     )
 
     # As in vLLM, the limit counts unfinished sequences, waiting and running; a request with n > 1 counts n.

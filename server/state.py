@@ -24,7 +24,7 @@ from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
 from tonnage.server.text.chat_template import ChatTemplate
 from tonnage.server.text.tokenizer import Tokenizer
-from tonnage.server.text.tool_calls import ToolParser
+from tonnage.server.text.tool_calls import OutputParser
 
 # How long stop() waits for cancelled requests. They need a few rounds of the event loop to end, so one second
 # is a generous upper bound.
@@ -50,9 +50,9 @@ class ServerState:
     outboxes: Outboxes = field(default_factory=Outboxes)
     chat_template: ChatTemplate | None = None
     loras: tuple[LoRAModule, ...] = ()
-    tool_parser: ToolParser | None = None
-    # loads the tool parser; called in a thread, before the engine starts
-    load_tool_parser: Callable[[], ToolParser] | None = None
+    output_parser: OutputParser | None = None
+    # loads the parser of tool calls and reasoning; called in a thread, before the engine starts
+    load_output_parser: Callable[[], OutputParser] | None = None
     bodies: BodyBytes = field(init=False)
     draining_since: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -163,8 +163,8 @@ class ServerState:
 
     async def _start(self) -> None:
         try:
-            if self.load_tool_parser is not None:
-                self.tool_parser = await asyncio.to_thread(self.load_tool_parser)
+            if self.load_output_parser is not None:
+                self.output_parser = await asyncio.to_thread(self.load_output_parser)
             await self.engine.start()
         except TonnageError as error:
             self.startup_error = error

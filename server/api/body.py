@@ -7,7 +7,7 @@ instead reports an invalid field by a short error in OpenAI's format, as ``json_
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -29,12 +29,14 @@ _MAX_UNKNOWN = 20
 class Fields(Generic[Model]):
     """A pydantic model of a request body, with the table that says which fields the API honours.
 
-    ``expected`` describes fields of several types in words, for error messages.
+    ``expected`` describes fields of several types in words, for error messages. ``drop`` removes parts without
+    effect from a body before it is validated, and returns their names.
     """
 
     model: type[Model]
     table: FieldTable
     expected: Mapping[str, str] = field(default_factory=dict)
+    drop: Callable[[dict[str, Any]], Sequence[str]] = lambda document: ()
 
 
 def parse_body(
@@ -61,7 +63,8 @@ def parse_body(
         ApiError: The body is invalid; the message names the field and what it accepts.
     """
     document = read_document(body, most, fields.table)
-    ignored = _apply(document, fields.table, honours, lenient, "")
+    ignored = [*fields.drop(document)]
+    ignored += _apply(document, fields.table, honours, lenient, "")
     for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
         if isinstance(document.get(name), dict):
             inside = {
@@ -73,7 +76,7 @@ def parse_body(
     unknown = _MAX_UNKNOWN if lenient else 0
     while True:
         try:
-            return fields.model.model_validate(document), tuple(ignored)
+            return fields.model.model_validate(document), tuple(map(_in_header, ignored))
         except ValidationError as error:
             dropped = _drop_unknown(error, document, unknown)
             if not dropped:
@@ -116,6 +119,11 @@ def _apply(
             if value is not None and not any(_same(value, neutral) for neutral in rule.neutral):
                 raise _unsupported(f"{prefix}{name}", value, rule)
     return ignored
+
+
+def _in_header(name: str) -> str:
+    """Return a field's name as it can be part of a header: characters that a header cannot have are ``?``."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -92,7 +92,10 @@ _GENERATION: dict[str, FieldRule] = {
     **_honoured("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p"),
     **_honoured("stream_options.include_usage", "stream_options.continuous_usage_stats"),
     **_honoured("top_k", "ignore_eos", "stop_token_ids", "cache_salt", "request_id"),
-    **_honoured("add_special_tokens"),
+    **_honoured("add_special_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+    **_honoured("truncate_prompt_tokens"),
+    **_needs("allowed_token_ids", "allowed_token_ids", []),
+    **_needs("bad_words", "bad_words", []),
     **_needs("min_p", "min_p", 0),
     **_needs("presence_penalty", "presence_penalty", 0),
     **_needs("frequency_penalty", "frequency_penalty", 0),
@@ -108,16 +111,11 @@ _GENERATION: dict[str, FieldRule] = {
     # OpenAI adds padding against traffic analysis; true only requests padding, so no client depends on it.
     **_ignored("stream_options.include_obfuscation"),
     **_refused(
-        include_stop_str_in_output=(False,),
-        skip_special_tokens=(True,),
         use_beam_search=(False,),
         length_penalty=(1,),
         watermarking=(False,),
         spaces_between_special_tokens=(True,),
-        truncate_prompt_tokens=(),
-        truncation_side=(),
-        allowed_token_ids=([],),
-        bad_words=([],),
+        truncation_side=("left",),
         logits_processors=([],),
         prompt_logprobs=(),
         logprob_token_ids=([],),
@@ -166,8 +164,10 @@ CHAT: FieldTable = {
     **_needs("top_logprobs", "logprobs", 0),
     **_ignored("store", takes=_BOOLEAN),
     **_ignored("metadata", takes=_METADATA),
-    **_ignored("service_tier", "reasoning_effort", takes=_STRING),
-    **_ignored("safety_identifier", "verbosity", "include_reasoning"),
+    **_ignored("service_tier", takes=_STRING),
+    **_honoured("reasoning_effort", why="a chat template that reads reasoning_effort or enable_thinking"),
+    **_ignored("safety_identifier", "verbosity"),
+    **_honoured("include_reasoning", why="a reasoning parser"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     **_honoured("tools", "tool_choice", "parallel_tool_calls", why=_TOOLS),
     **_refused("deprecated by OpenAI: send tools", functions=([],)),
@@ -189,8 +189,9 @@ RESPONSES: FieldTable = {
     **_ignored("store", takes=_BOOLEAN),
     **_ignored("service_tier", takes=_STRING),
     **_ignored("safety_identifier", "max_tool_calls"),
-    **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning"),
-    **_ignored("include_reasoning"),
+    **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **_honoured("reasoning", why="a chat template that reads reasoning_effort or enable_thinking"),
+    **_honoured("include_reasoning", why="a reasoning parser"),
     **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),
     **_refused(_NOTHING_STORED, previous_response_id=(), conversation=(), prompt=(), background=(False,)),
     **_refused(_NOTHING_STORED, background_options=(), previous_input_messages=([],)),
@@ -198,6 +199,28 @@ RESPONSES: FieldTable = {
     **_refused("a prompt that is too long is refused", truncation=("disabled",)),
     **_refused(include=([],), top_logprobs=(0,), moderation=(), context_management=([],), access_programs=()),
     **_refused(enable_response_messages=(False,), chat_template=()),
+}
+
+COUNT_TOKENS: FieldTable = {
+    **_honoured("model", "messages", "system", "thinking", "chat_template_kwargs"),
+    **_honoured("tools", "tool_choice", why=_TOOLS),
+    **_honoured("output_config", "output_config.effort"),
+    **_needs("output_config.format", "grammar"),
+    # The server's prefix cache needs no marks. The other fields control Anthropic's billing and routing.
+    **_ignored("cache_control", "context_management", "speed", "user_profile_id", "workspace_id"),
+    **_refused("this server connects to no other server", mcp_servers=([],)),
+    **_refused(mm_payload=("tensors", "none"), return_mm_kwargs=(False,)),
+}
+
+MESSAGES: FieldTable = {
+    **COUNT_TOKENS,
+    **_honoured("max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"),
+    **_honoured("cache_salt", "request_id", "add_special_tokens"),
+    **_needs("priority", "priority", 0),
+    **_ignored("metadata", "service_tier", "inference_geo", "diagnostics", "billing_policy"),
+    **_refused(_NOTHING_STORED.replace("input", "messages"), container=(), thread=(), compaction=()),
+    **_refused(fallbacks=([],), fallback_credit_token=(), watermarking=(False,)),
+    **_refused(kv_transfer_params=(), ec_transfer_params=(), vllm_xargs=({},)),
 }
 
 EMBEDDING: FieldTable = {
@@ -218,5 +241,7 @@ TABLES: dict[str, FieldTable] = {
     "/v1/completions": COMPLETION,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/embeddings": EMBEDDING,
 }

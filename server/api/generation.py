@@ -59,6 +59,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     token_ids: tuple[int, ...] = ()
     embedding: tuple[float, ...] = ()
+    stop_string: str | None = None  # the stop string that ended the choice
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class _Sequence:
     detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
     min_tokens: int  # stop strings have no effect before this many tokens
+    shows_stop: bool = False  # whether the stop string that ends the text is a part of it
     last: float | None = None
     finished: bool = False
 
@@ -170,6 +172,28 @@ class Generator:
                     f"{param}: token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
                     param=param,
                 )
+
+    def truncated(self, prompt: tuple[int, ...], tokens: int | None, max_tokens: int | None) -> tuple[int, ...]:
+        """Return the last ``tokens`` token ids of a prompt (``truncate_prompt_tokens``).
+
+        Args:
+            prompt: The token ids.
+            tokens: Number of tokens to keep; -1 keeps what ``max_tokens`` leaves of the context, None all.
+            max_tokens: The request's limit of completion tokens; None counts as one token.
+
+        Raises:
+            ApiError: No token would be left.
+        """
+        if tokens is None:
+            return prompt
+        kept = self._state.max_model_len - (max_tokens or 1) if tokens == -1 else tokens
+        if kept < 1:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"truncate_prompt_tokens is {tokens}: no token of the prompt would be left",
+                param="truncate_prompt_tokens",
+            )
+        return prompt[-kept:]
 
     def max_tokens(
         self,
@@ -286,6 +310,7 @@ class Generator:
                     detokenizer(state.tokenizer, prompt, special_tokens=submission.special_tokens),
                     StopStrings(submission.stop),
                     submission.params.min_tokens,
+                    submission.shows_stop,
                 )
                 for prompt in submission.prompts
                 for _ in range(n)
@@ -340,12 +365,17 @@ class Generator:
     def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
         """Return one engine request for each prompt of a submission."""
         tenant = ticket.tenant
+        params = submission.params
+        if params.bad_words:
+            vocabulary = self._state.plan.model.vocab_size
+            found = self._state.tokenizer.bad_word_ids(params.bad_words)
+            params = replace(params, bad_token_ids=tuple(ids for ids in found if max(ids) < vocabulary))
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         return [
             GenerationRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=prompt,
-                params=submission.params,
+                params=params,
                 n=submission.n,
                 tenant=tenant.name,
                 cache_salt=salt,
@@ -436,7 +466,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
         logprobs, token_ids = chunk.logprobs[:taken], chunk.token_ids[:taken]
         if stop.stopped:
             sequence.finished = True
-            return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs, token_ids)
+            return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason is None:
         return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason == "stop":
@@ -445,6 +475,20 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:
-        return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs, token_ids)
+        return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
     finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
     return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs, token_ids)
+
+
+def _stopped(
+    sequence: _Sequence,
+    index: int,
+    text: str,
+    logprobs: tuple[TokenLogprobs, ...],
+    prompt_logprobs: tuple[TokenLogprobs | None, ...],
+    token_ids: tuple[int, ...],
+) -> Delta:
+    """Return the last Delta of a choice that a stop string ended."""
+    matched = sequence.stop.matched
+    text += matched if sequence.shows_stop else ""
+    return Delta(index, text, "stop", logprobs, prompt_logprobs, token_ids, stop_string=matched)

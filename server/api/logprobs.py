@@ -39,12 +39,26 @@ class CompletionLogprobs:
     """Builder of ``choices[].logprobs`` of one completion: parallel lists with one entry per token.
 
     ``text_offset`` is the position of each token's text, which continues from one call of ``take`` to the next.
+    A special token that the text omits has no length.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        top: Number of alternatives per token.
+        echo: The text of the prompt with which the answer begins; empty without ``echo``.
+        special_tokens: Whether the text includes special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int, echo: str = "", *, special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._echo = echo
+        self._special_tokens = special_tokens
         self._offset = 0
+
+    def _shown_length(self, token_id: int, text: str) -> int:
+        omitted = self._tokenizer.is_special(token_id) and not self._special_tokens
+        # a prompt of text may have written a special token out
+        return 0 if omitted and not self._echo.startswith(text, self._offset) else len(text)
 
     def take(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int] = ()) -> dict[str, list[Any]]:
         """Return the lists for the next ``tokens`` of the completion.
@@ -60,10 +74,11 @@ class CompletionLogprobs:
             "text_offset": [],
         }
         for at, token in enumerate(tokens):
-            text = self._tokenizer.token_text(ids[at] if token is None else token.token_id)
+            token_id = ids[at] if token is None else token.token_id
+            text = self._tokenizer.token_text(token_id)
             lists["tokens"].append(text)
             lists["text_offset"].append(self._offset)
-            self._offset += len(text)
+            self._offset += self._shown_length(token_id, text)
             if token is None:
                 lists["token_logprobs"].append(None)
                 lists["top_logprobs"].append(None)

@@ -69,15 +69,11 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         state.check_ready()
         return {"status": "ready"}
 
-    @router.head("/health", include_in_schema=False)
-    async def alive() -> Response:
-        """Answer HEAD /health with status 200, for load balancers that probe with HEAD."""
-        return Response()
-
-    @router.head("/ready", include_in_schema=False)
-    async def serving() -> Response:
-        state.check_ready()
-        return Response()
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping")
+    async def ping() -> dict[str, str]:
+        """Return what /health returns; SageMaker and other hosts probe this path."""
+        return {"status": "ok"}
 
     @router.get("/memory")
     async def memory(request: Request) -> dict[str, Any]:

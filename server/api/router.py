@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,9 +20,12 @@ from tonnage.server.api.embeddings.protocol import EmbeddingList
 from tonnage.server.api.embeddings.service import EmbeddingService
 from tonnage.server.api.endpoint import Endpoint, Service
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.messages.protocol import AnthropicAnswer
+from tonnage.server.api.messages.service import MessagesService
 from tonnage.server.api.responses.protocol import ResponseBody
 from tonnage.server.api.responses.service import ResponseService
 from tonnage.server.api.sse import STREAMED
+from tonnage.server.errors import ANTHROPIC_RESPONSES
 from tonnage.server.state import ServerState
 
 
@@ -37,6 +40,8 @@ class Route:
     name: str
     description: str
     streams: bool = True
+    # the entries of the OpenAPI document for its errors, if these have not OpenAI's form
+    errors: dict[int | str, dict[str, Any]] = field(default_factory=dict)
 
 
 ROUTES = (
@@ -62,6 +67,14 @@ ROUTES = (
         "Answer a conversation; streamed as typed events with ``stream: true``.",
     ),
     Route(
+        "/v1/messages",
+        MessagesService,
+        AnthropicAnswer,
+        "create_message",
+        "Answer a conversation in the form of Anthropic's API, streamed as typed events with ``stream: true``.",
+        errors=ANTHROPIC_RESPONSES,
+    ),
+    Route(
         "/v1/embeddings",
         EmbeddingService,
         EmbeddingList,
@@ -84,7 +97,7 @@ def engine_router(state: ServerState, generator: Generator) -> APIRouter:
             name=route.name,
             description=route.description,
             response_model=route.answer,
-            responses=STREAMED if route.streams else None,
+            responses=(STREAMED if route.streams else {}) | route.errors,
             openapi_extra=endpoint.openapi_extra,
         )
     return router

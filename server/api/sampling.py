@@ -8,7 +8,7 @@ accepted as a number.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -19,6 +19,7 @@ from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
+MAX_ALLOWED = 10_000  # allowed_token_ids; the mask of so many takes less than a millisecond a token
 _INT64 = 2**63
 _INT31 = 2**31
 
@@ -28,11 +29,15 @@ TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
 # 4,300 digits, which has 4,301 (sys.int_info.default_max_str_digits).
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
+BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 StopString = Annotated[str, Field(min_length=1)]
 STOP_EXPECTED = f"a string or a list of strings, of at most {MAX_STOP_CHARACTERS:,} characters together"
 
 
-def _short(stop: str | list[str] | None) -> str | list[str] | None:
+Stop = TypeVar("Stop", bound="str | list[str] | None")
+
+
+def short_stop(stop: Stop) -> Stop:
     """Return the stop strings if their characters together are within the limit."""
     if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARACTERS:
         raise ValueError(STOP_EXPECTED)
@@ -103,7 +108,7 @@ class SamplingFields(EngineBody):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[StopString | list[StopString] | None, AfterValidator(_short)] = None
+    stop: Annotated[StopString | list[StopString] | None, AfterValidator(short_stop)] = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -117,6 +122,13 @@ class SamplingFields(EngineBody):
     min_tokens: TokenCount | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    bad_words: list[BadWord] | None = Field(None, max_length=64)
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit"
+    )
 
     @property
     def streams(self) -> bool:
@@ -189,6 +201,8 @@ class SamplingFields(EngineBody):
             )
         for token in self.stop_token_ids or ():
             _in_vocabulary(token, vocab_size, "stop_token_ids")
+        for token in self.allowed_token_ids or ():
+            _in_vocabulary(token, vocab_size, "allowed_token_ids")
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -205,6 +219,8 @@ class SamplingFields(EngineBody):
             logit_bias=self._biases(vocab_size),
             min_tokens=self.min_tokens or 0,
             grammar=self.grammar(),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
         )
 
     def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -1,4 +1,4 @@
-"""Function tools of a request: which tools the chat template shows, and how calls are forced and parsed.
+"""Tools and reasoning of a request: what the chat template shows, and how calls are forced and parsed.
 
 A required call (``tool_choice`` required, or a function by name) is forced with any model, by a grammar made
 from the functions' JSON schemas. With ``tool_choice`` auto the model decides, and the model's tool parser finds
@@ -18,10 +18,17 @@ from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
+from tonnage.server.text.chat_template import SHIPPED
 from tonnage.server.text.grammar import Grammar
-from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
+from tonnage.server.text.tool_calls import CallDelta, Parsed, ToolDict, ToolUse, new_call_id
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+# JSON schema of the arguments of a function without parameters: only ``{}`` matches it
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# keywords of a JSON schema that may allow properties which ``properties`` does not name
+_OPEN_KEYWORDS = frozenset({
+    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "additionalProperties",
+    "unevaluatedProperties", "propertyNames", "minProperties", "dependentSchemas", "required", "enum", "const",
+})  # fmt: skip
 
 
 def tool_use(
@@ -33,6 +40,7 @@ def tool_use(
     parallel: bool = True,
     messages: Sequence[Mapping[str, Any]] = (),
     grammar: Grammar | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> ToolUse:
     """Return how a request's tools affect its prompt, its grammar and the parsing of its answer.
 
@@ -44,6 +52,8 @@ def tool_use(
         parallel: Whether the model may call several functions in one answer.
         messages: The conversation so far, which some tool parsers need.
         grammar: A format that the request requires for answers without a call (``response_format``), or None.
+            A forced call takes precedence over it.
+        template_arguments: Arguments of the chat template, which some parsers of reasoning need.
 
     Raises:
         ApiError: The server, model or engine does not support the combination, or fields contradict each other.
@@ -53,7 +63,7 @@ def tool_use(
             raise ApiError(
                 ErrorCode.INVALID_VALUE, "tool_choice is only allowed with tools", param="tool_choice"
             )
-        return ToolUse(grammar=grammar)
+        return _without_tools(state, grammar, template_arguments)
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(ErrorCode.INVALID_VALUE, "two tools have the same name", param="tools")
@@ -62,17 +72,18 @@ def tool_use(
             ErrorCode.INVALID_VALUE, f"tool_choice: {function} is not among the tools", param="tool_choice"
         )
     if choice == "none":
-        return ToolUse(grammar=grammar)
+        return _without_tools(state, grammar, template_arguments)
     if state.chat_template is None or not state.chat_template.knows_tools:
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
             "tools is not supported: the model's chat template does not show tools; leave it out, or start the "
-            "server with --chat-template FILE",
+            f"server with --chat-template FILE (shipped: {', '.join(SHIPPED)})",
             param="tools",
         )
     if function is not None or choice == "required":
-        return _forced(state, tools, function, parallel, grammar)
-    if state.tool_parser is None:
+        return _forced(state, tools, function, parallel)
+    parser = state.output_parser
+    if parser is None or not parser.reads_tools:
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
             "tools with tool_choice auto is not supported: this server has no tool parser for the model; start "
@@ -80,16 +91,62 @@ def tool_use(
             "a function",
             param="tools",
         )
-    use = state.tool_parser.use(tools, messages, parallel=parallel)
-    if use.grammar is not None and grammar is not None:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "strict functions, or parallel_tool_calls false, and a format of the answer cannot both be forced",
-            param="tools",
-        )
+    use = parser.use(
+        tools,
+        messages,
+        parallel=parallel,
+        grammar=grammar,
+        template_arguments=template_arguments or {},
+    )
     if use.grammar is not None and "grammar" not in state.honours:
         raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
-    return ToolUse(use.shown, use.grammar or grammar, use.special_tokens, use.reader)
+    return use
+
+
+def _without_tools(
+    state: ServerState, grammar: Grammar | None, template_arguments: Mapping[str, Any] | None
+) -> ToolUse:
+    """Return how a request without tools is answered; an answer that matches a grammar has no reasoning."""
+    parser = state.output_parser
+    if parser is None or not parser.reads_reasoning or grammar is not None:
+        return ToolUse(grammar=grammar)
+    return parser.use((), (), parallel=True, grammar=None, template_arguments=template_arguments or {})
+
+
+def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
+    """Remove the tools that clients offer by default, and that the model can do without, from a request body.
+
+    Args:
+        document: The body.
+        kinds: The beginnings of the types of these tools.
+
+    Returns:
+        The places and types of the removed tools, for the header ``x-ignored-fields``.
+    """
+    tools = document.get("tools")
+    if not isinstance(tools, list):
+        return []
+    types = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
+    # the types become part of a header
+    dropped = {at: kind for at, kind in enumerate(types) if kind.startswith(kinds) and _TYPE.fullmatch(kind)}
+    if dropped:
+        document["tools"] = [tool for at, tool in enumerate(tools) if at not in dropped]
+    return [f"tools.{at} ({kind})" for at, kind in dropped.items()]
+
+
+def allowed_tools(tools: Sequence[ToolDict], names: Sequence[str]) -> list[ToolDict]:
+    """Return the tools with these names (``tool_choice`` of type allowed_tools); the model sees no others.
+
+    Raises:
+        ApiError: A name is not among the tools.
+    """
+    known = {tool["function"]["name"] for tool in tools}
+    for name in names:
+        if name not in known:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, f"tool_choice: {name} is not among the tools", param="tool_choice"
+            )
+    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def submission_with_tools(
@@ -112,10 +169,11 @@ def submission_with_tools(
         request.stop_strings(),
         request.cache_salt or "",
         request.priority,
-        use.special_tokens,
+        use.special_tokens or request.skip_special_tokens is False,
         use.reader is not None,
         lora,
         field,
+        bool(request.include_stop_str_in_output),
     )
 
 
@@ -124,14 +182,7 @@ def _forced(
     tools: Sequence[ToolDict],
     function: str | None,
     parallel: bool,
-    grammar: Grammar | None,
 ) -> ToolUse:
-    if grammar is not None:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "tool_choice forces a call; the answer cannot match another format too",
-            param="tool_choice",
-        )
     if "grammar" not in state.honours:
         raise _needs_grammar("tool_choice required, or a function by name,", "tool_choice")
     schema = (
@@ -140,7 +191,7 @@ def _forced(
         else next(_parameters(tool) for tool in tools if tool["function"]["name"] == function)
     )
     return ToolUse(
-        tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda: ForcedReader(function)
+        tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda prompt: ForcedReader(function)
     )
 
 
@@ -153,7 +204,11 @@ def _needs_grammar(what: str, param: str) -> ApiError:
 
 
 def _parameters(tool: ToolDict) -> dict[str, Any]:
-    return dict(tool["function"].get("parameters") or _NO_PARAMETERS)
+    """Return the JSON schema of a tool's arguments; a schema without any property allows only ``{}``."""
+    parameters = dict(tool["function"].get("parameters") or {})
+    if not parameters.get("properties") and not _OPEN_KEYWORDS & parameters.keys():
+        return parameters | _NO_PARAMETERS if parameters.get("type", "object") == "object" else parameters
+    return parameters
 
 
 def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
@@ -185,6 +240,7 @@ def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
     return array | ({} if parallel else {"maxItems": 1}) | {name: defs for name, defs in shared.items() if defs}
 
 
+_TYPE = re.compile(r"[a-z0-9_]{1,60}")
 _HEAD = re.compile(r'[\s}]*[\[,]\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"parameters"\s*:')
 _DECODER = json.JSONDecoder()
 
@@ -196,6 +252,8 @@ class ForcedReader:
     Arguments are passed on as written, even from a call that was cut off.
     """
 
+    reasoning_tokens = 0
+
     def __init__(self, function: str | None) -> None:
         self._function = function
         self._rest = ""  # text that is not parsed yet; within a call it starts with the call's arguments
@@ -203,11 +261,11 @@ class ForcedReader:
         self._calls = 0
         self._inside = False
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
+    def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
         """Parse the complete text of an answer; return an empty text (nothing else remains) and its calls."""
         return self.push(text, token_ids, finished=True)
 
-    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
+    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
         """Parse further text; return an empty text (nothing else remains) and the new pieces of calls."""
         self._rest += text
         deltas: list[CallDelta] = []
@@ -221,7 +279,7 @@ class ForcedReader:
                 self._passed_on = len(self._rest)
                 break
             self._inside, self._passed_on, self._rest = False, 0, self._rest[end:]
-        return "", deltas
+        return Parsed("", deltas)
 
     def _begins(self, deltas: list[CallDelta]) -> bool:
         """Return whether the text starts another call; if so, append the call's name to ``deltas``."""

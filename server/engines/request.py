@@ -30,6 +30,9 @@ class SamplingParams:
             ``raw_logprobs``). None for no log probabilities.
         prompt_logprobs: number of likeliest tokens to report at each prompt position, as with ``logprobs``.
         logit_bias: pairs (token id, value added to its logit).
+        allowed_token_ids: the tokens that may be drawn; empty for all tokens.
+        bad_words: texts that the output must not contain.
+        bad_token_ids: the token ids of ``bad_words``, one or two sequences for each; the API sets them.
         min_tokens: number of output tokens before which no stop token is drawn.
         pooling: parameters of an embedding request; None for a request for tokens. It needs an engine that
             ``embeds``.
@@ -51,6 +54,9 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: Grammar | None = None
     pooling: Pooling | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 # Names of the sampling parameters that every engine supports. An engine's ``Capabilities`` name further ones.

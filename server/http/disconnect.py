@@ -31,7 +31,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
         ClientDisconnected: The client disconnected before ``work`` ended.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(receive))
+    watch = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -42,7 +42,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
         await _cancel(watch)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected; ``receive`` is that of a request."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -13,6 +13,9 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tonnage.server.http.disconnect import wait_for_disconnect
+from tonnage.server.http.half_closed import PROBED_SECONDS
+
 # One start takes a third of a millisecond, so eight take less than 5 ms, which clients do not notice.
 STARTS_PER_ROUND = 8
 # When a round takes longer than this, fewer requests start in the next one. Prompts of a kilobyte take 2 ms
@@ -22,7 +25,7 @@ _ROUND_SECONDS = 0.008
 
 
 # Probes of load balancers and of Kubernetes, which take no time and never wait.
-_UNPACED = frozenset({"/health", "/ready"})
+_UNPACED = frozenset({"/health", "/ready", "/ping"})
 
 
 class RequestPacing:
@@ -52,8 +55,9 @@ class RequestPacing:
                 turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._waiting.append(turn)
                 await turn
-                if _is_gone(scope):
-                    return
+            if await _is_gone(scope):
+                await wait_for_disconnect(receive)
+                return
         await self._app(scope, receive, send)
 
     def _next_round(self) -> None:
@@ -71,7 +75,16 @@ class RequestPacing:
             asyncio.get_running_loop().call_soon(self._next_round)
 
 
-def _is_gone(scope: Scope) -> bool:
-    """Return whether the client has closed the connection, so that nothing can be answered any more."""
+async def _is_gone(scope: Scope) -> bool:
+    """Return whether the client has closed the connection, so that nothing can be answered any more.
+
+    A client that has closed its sending half may be gone or may wait for its answer. The request then waits for
+    the probe that tells (`tonnage.server.http.half_closed`).
+    """
     connection = scope.get("tonnage.connection")  # tonnage.server.http.protocol
-    return connection is not None and connection.transport.is_closing()
+    if connection is None:
+        return False
+    await asyncio.sleep(0)  # the end of a connection that arrived with the request is read in the next round
+    if connection.half_closed and not connection.transport.is_closing():
+        await asyncio.sleep(PROBED_SECONDS)
+    return bool(connection.transport.is_closing())

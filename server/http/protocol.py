@@ -78,6 +78,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return True
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
+    @property
+    def half_closed(self) -> bool:
+        """Whether the client has ended its sending, and may still wait for an answer."""
+        return self._half_closed is not None
+
     def connection_made(self, transport: Any) -> None:
         """Start the time limit of the first head; close other connections when there are too many."""
         super().connection_made(transport)

@@ -22,6 +22,7 @@ class Submission:
         all_tokens: Whether tokens without text are reported as well, which some parsers of tool calls need.
         lora: Name of the LoRA adapter; empty for the base model.
         field: Field of the request's body that has the prompt, for errors.
+        shows_stop: Whether the text ends with the stop string that ended it.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -34,6 +35,7 @@ class Submission:
     all_tokens: bool = False
     lora: str = ""
     field: str = "prompt"
+    shows_stop: bool = False
 
     @property
     def sequences(self) -> int:
@@ -57,6 +59,8 @@ class TokenCounts:
     choices: list[int] = field(default_factory=list)  # number of completion tokens of each choice
     # index of a prompt -> number of its tokens found in the prefix cache
     cached: dict[int, int] = field(default_factory=dict)
+    # number of completion tokens of the reasoning; None when the answers are not searched for reasoning
+    reasoning: int | None = None
 
     @property
     def completion(self) -> int:

@@ -20,7 +20,7 @@ from tonnage.server.security.keys import KeyRing
 from tonnage.server.security.rejection_limits import RejectionLimits
 
 # Paths that need no API key, because an orchestrator's health probes send none.
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping"})
 # Paths that show the counts of all tenants.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
 # Paths that users open in a browser; the pages' own files are below ASSETS.
@@ -66,6 +66,8 @@ class RequestId:
 class Authentication:
     """ASGI middleware that requires ``Authorization: Bearer KEY`` and puts the key's tenant into the scope.
 
+    The headers ``x-api-key`` and ``api-key`` may have the key instead.
+
     A browser cannot send that header by itself. For pages it is asked for ``Basic`` authentication, with the
     key as the password. Other paths do not accept ``Basic``, because a browser would also send it with requests
     that other sites cause.
@@ -93,6 +95,9 @@ class Authentication:
             return
         headers = Headers(scope=scope)
         header = headers.get("authorization", "")
+        # Anthropic's clients send x-api-key, and Azure's api-key.
+        if not header and (key := headers.get("x-api-key") or headers.get("api-key")):
+            header = f"Bearer {key}"
         browser = scope["method"] in ("GET", "HEAD") and _for_browsers(scope["path"])
         sent = _key(header, browser)
         tenant = self._keys.tenant(sent) if sent else None

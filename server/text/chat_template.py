@@ -31,6 +31,11 @@ _FAULTS = (
 )  # fmt: skip
 
 
+# Chat templates that are part of the distribution: each has the name of the tool parser that reads its calls.
+_SHIPPED = Path(__file__).with_name("templates")
+SHIPPED = ("hermes", "llama3_json", "mistral")
+
+
 class TemplateRefused(TonnageError):
     """Error for messages that the chat template rejects, such as roles that do not alternate."""
 
@@ -66,11 +71,15 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
-    def from_folder(cls, folder: str | Path, file: Path | None = None) -> ChatTemplate | None:
+    def from_folder(
+        cls, folder: str | Path, file: Path | None = None, *, tool_template: str | None = None
+    ) -> ChatTemplate | None:
         """Load a model's chat template; return None when the model has none.
 
-        The source is ``file``, if given. Else it is chat_template.jinja (with
-        additional_chat_templates/tool_use.jinja), or else the entry chat_template of tokenizer_config.json.
+        The source is ``file``, if given, or the template of ``SHIPPED`` that ``file`` names. Else it is
+        chat_template.jinja (with additional_chat_templates/tool_use.jinja), or else the entry chat_template of
+        tokenizer_config.json. The template ``tool_template`` of ``SHIPPED`` is used for requests with tools
+        when the model's own source does not show tools.
 
         Raises:
             ConfigError: A file or template is invalid.
@@ -99,7 +108,10 @@ class ChatTemplate:
             return None
         if not isinstance(source, str) or not isinstance(with_tools, str | None):
             raise ConfigError("is not a string", field="tokenizer_config.json: chat_template")
-        return cls(source, _special_tokens(config), with_tools)
+        found = cls(source, _special_tokens(config), with_tools)
+        if file is None and tool_template is not None and not found.knows_tools:
+            return cls(source, _special_tokens(config), _read(Path(tool_template)))
+        return found
 
     def render(
         self,
@@ -134,11 +146,16 @@ class ChatTemplate:
 
 
 def _read(file: Path) -> str:
+    """Return the text of a template: of a file, or of the shipped template with this name."""
+    if str(file) in SHIPPED and not file.exists():
+        file = _SHIPPED / f"{file}.jinja"
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read {file}: {getattr(error, 'strerror', error)}", field="chat_template"
+            f"cannot read {file}: {getattr(error, 'strerror', error)}",
+            field="chat_template",
+            hint=f"shipped templates: {', '.join(SHIPPED)}",
         ) from None
 
 

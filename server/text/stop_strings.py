@@ -77,12 +77,13 @@ class StopStrings:
     depend on how the text is split into pieces.
     """
 
-    __slots__ = ("_automaton", "_held", "_state", "stopped")
+    __slots__ = ("_automaton", "_held", "_state", "matched", "stopped")
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._automaton = automaton(tuple(stop)) if stop else None
         self._state, self._held = 0, ""
         self.stopped = False
+        self.matched = ""  # the stop string that ended the text
 
     @property
     def active(self) -> bool:
@@ -101,7 +102,9 @@ class StopStrings:
             state = follow(state, character)
             if self._automaton.match[state]:
                 self.stopped, self._held = True, ""
-                return text[: at - self._automaton.match[state]]
+                begin = at - self._automaton.match[state]
+                self.matched = text[begin:at]
+                return text[:begin]
         self._state = state
         shown = len(text) - self._automaton.depth[state]
         self._held = text[shown:]

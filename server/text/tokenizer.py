@@ -125,6 +125,25 @@ class Tokenizer:
             self._shown_bytes[token_id] = found
         return found
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of each word, at the beginning of a text and after a space.
+
+        The second form counts only if it has another first token and as many tokens, as in vLLM 0.32
+        (sampling_params.py: update_from_tokenizer).
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            first = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(f" {word.lstrip()}", add_special_tokens=False))
+            found += [first] if first else []
+            if first and spaced[0] != first[0] and len(spaced) == len(first):
+                found.append(spaced)
+        return tuple(found)
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is special, so that a text omits it by default."""
+        return token_id in self._special
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special tokens included; part of a character becomes U+FFFD."""
         text: str = self._rust.decode([token_id], skip_special_tokens=False)

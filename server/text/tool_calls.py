@@ -1,11 +1,11 @@
-"""Data types of tool calls, and the interface of the parsers that find calls in generated text."""
+"""Data types of tool calls and reasoning, and the interface of the parsers that find them in generated text."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tonnage.server.text.grammar import Grammar
 
@@ -36,29 +36,49 @@ class Call:
     arguments: str
 
 
-class CallReader(Protocol):
-    """Interface of a parser that separates the tool calls in one answer from the rest of its text.
+class Parsed(NamedTuple):
+    """The parts of a piece of an answer: text, pieces of tool calls, and reasoning, which precedes both."""
 
-    Each method returns the text outside of calls, and the calls.
+    text: str = ""
+    calls: Sequence[CallDelta] = ()
+    reasoning: str = ""
+
+
+class AnswerReader(Protocol):
+    """Interface of a parser that separates the tool calls and the reasoning in one answer from its text.
+
+    ``reasoning_tokens`` is the number of tokens of the reasoning; it is known at the end of the answer.
     """
 
-    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
+    reasoning_tokens: int
+
+    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
         """Parse the next part of the answer; ``finished`` says whether it is the last."""
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
+    def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
         """Parse the complete text of an answer."""
 
 
-class ToolParser(Protocol):
-    """Interface to the tool-call format of one model family.
+class OutputParser(Protocol):
+    """Interface to the formats of tool calls and reasoning of one model family.
 
-    ``tonnage.server.engines.vllm.tool_parser`` implements it with vLLM's parsers.
+    ``tonnage.server.engines.vllm.output_parser`` implements it with vLLM's parsers. ``reads_tools`` and
+    ``reads_reasoning`` say which of the two it finds.
     """
 
+    reads_tools: bool
+    reads_reasoning: bool
+
     def use(
-        self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool
+        self,
+        tools: Sequence[ToolDict],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        parallel: bool,
+        grammar: Grammar | None,
+        template_arguments: Mapping[str, Any],
     ) -> ToolUse:
-        """Return how a request with these tools is prompted, generated and parsed."""
+        """Return how a request with these tools, or without any, is prompted, generated and parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +89,16 @@ class ToolUse:
         shown: The tools that the chat template shows to the model.
         grammar: The grammar that the answer must match, or None.
         special_tokens: Whether the parser needs special tokens in the text.
-        reader: Function that creates the parser of one answer; None when no calls are expected.
+        reader: Function that creates the parser of one answer to a prompt with these token ids; None when
+            neither calls nor reasoning are expected.
+        reasons: Whether the answer may begin with reasoning, which is counted in the usage.
     """
 
     shown: tuple[ToolDict, ...] = ()
     grammar: Grammar | None = None
     special_tokens: bool = False
-    reader: Callable[[], CallReader] | None = None
+    reader: Callable[[Sequence[int]], AnswerReader] | None = None
+    reasons: bool = False
 
 
 def new_call_id() -> str:

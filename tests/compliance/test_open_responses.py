@@ -3,8 +3,8 @@
 The specification is openresponses.org/specification; its OpenAPI description of 2026-04-24 comes from
 llm-comply's package. The tests of openresponses/openresponses (src/lib/compliance-tests.ts) run under bun from
 a checkout, and no package index has them. This file repeats these after their descriptions:
-tool-calling-streaming, function-call-roundtrip, file-input, previous-response-id, file-search,
-offline-web-search and websocket-*.
+tool-calling-streaming, function-call-roundtrip, file-input, previous-response-id, file-search
+and websocket-*.
 """
 
 from __future__ import annotations
@@ -183,11 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "conversation": ({"conversation": "conv_1"}, "conversation"),
     "background": ({"background": True}, "background"),
     "file-search": ({"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}, "tools.0.type"),
-    "offline-web-search": ({"tools": [{"type": "web_search", "external_web_access": False}]}, "tools.0.type"),
-    "allowed_tools": (
-        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}},
-        "tool_choice",
-    ),
+    "forced-web-search": ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
     "truncation": ({"truncation": "auto"}, "truncation"),
     "include": ({"include": ["message.output_text.logprobs"]}, "include"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import httpx
 import openai
+from serving import PATIENCE
 from toolcalls import ASK, CLOCK, WEATHER, function, joined, told
 
 
@@ -50,3 +53,29 @@ def free_calls(client: openai.OpenAI) -> None:
     calls = told(answer.choices[0].message)
     assert len(calls) <= 1
     assert all(call in [("get_weather", {"city": c}) for c in ("Paris", "Oslo")] for call in calls)
+    for tool in (strict, WEATHER):
+        calls_beside_a_format(client, tool)
+
+
+def calls_beside_a_format(client: openai.OpenAI, tool: dict[str, Any]) -> None:
+    """Check that with a response format and tools, an answer is a call or has the format.
+
+    A bias of the token that begins a call decides which of both.
+    """
+    form = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    form["additionalProperties"] = False
+    body: dict[str, Any] = {
+        "model": "demo", "max_tokens": 80, "temperature": 0, "messages": ASK, "tools": [tool],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}},
+    }  # fmt: skip
+    url = str(client.base_url).removesuffix("v1/") + "tokenize"
+    ids = httpx.post(url, json={"prompt": "<tool_call>"}, trust_env=False, timeout=PATIENCE).json()["tokens"]
+    said = client.chat.completions.create(**body, logit_bias={str(ids[0]): -100}).choices[0].message
+    assert set(json.loads(said.content or "")) == {"yes"}
+    assert not said.tool_calls
+    if tool["function"].get("strict"):  # other arguments are free, and the bias would fill them
+        bias = {"logit_bias": {str(ids[0]): 100}, "parallel_tool_calls": False}
+        called = client.chat.completions.create(**body, **bias).choices[0]
+        ((name, arguments),) = told(called.message)
+        assert (name, called.finish_reason) == ("get_weather", "tool_calls")
+        assert arguments["city"] in ("Paris", "Oslo")

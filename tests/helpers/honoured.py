@@ -23,7 +23,7 @@ from tonnage.server.demo.model import ensure_demo
 
 # ChatML; shows tools as Hermes does, and what chat_template_kwargs name.
 TEMPLATE = """\
-{{- mark or '' }}{% if tools %}<|im_start|>system
+{{- mark or '' }}{{ reasoning_effort or '' }}{% if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}
@@ -311,6 +311,15 @@ def chat_template_kwargs(api: Api) -> None:
     assert more == len(TOKENIZER.encode("fox fox").ids)
 
 
+def effort(field: str, of: Callable[[str], Any]) -> Callable[[Api], None]:
+    def check(api: Api) -> None:
+        more = api.ask(**{field: of("xhigh")}).prompt_tokens - api.ask().prompt_tokens
+        assert more == len(TOKENIZER.encode("xhigh").ids)
+        assert "banana" in api.post(**{field: of("banana")}).json()["error"]["message"]
+
+    return check
+
+
 def chat_logprobs(api: Api) -> None:
     choice = api.ask(logprobs=True, tokens=3, ignore_eos=True).document["choices"][0]
     content = choice["logprobs"]["content"]
@@ -342,7 +351,45 @@ def metadata(api: Api) -> None:
     assert api.ask(metadata={"a": "b"}).document["metadata"] == {"a": "b"}
 
 
+def skip_special_tokens(api: Api) -> None:
+    special: dict[str, Any] = {"logit_bias": {str(TOKENIZER.token_to_id("<repo_name>")): 100}, "tokens": 2}
+    assert api.ask(**special).text == ""
+    assert api.ask(**special, skip_special_tokens=False).text == "<repo_name><repo_name>"
+
+
+def include_stop_str_in_output(api: Api) -> None:
+    stopped: dict[str, Any] = {"logit_bias": ONLY_WORD, "stop": ["x f"]}
+    assert api.ask(**stopped).text == " fo"
+    assert api.ask(**stopped, include_stop_str_in_output=True).text == " fox f"
+    assert api.streamed(**stopped, include_stop_str_in_output=True) == " fox f"
+
+
+def allowed_token_ids(api: Api) -> None:
+    assert api.ask(allowed_token_ids=[WORD], tokens=3).text == " fox fox fox"
+    assert "allowed_token_ids" in api.post(allowed_token_ids=[10**6]).json()["error"]["message"]
+
+
+def bad_words(api: Api) -> None:
+    """Check a word of one token, and words of several tokens whose beginning remains possible."""
+    assert "fox" not in api.ask(logit_bias=ONLY_WORD, bad_words=["fox"], ignore_eos=True).text
+    text = api.ask(tokens=16).text
+    first, second = text.split()[:2]
+    assert f"{first} {second}" not in api.ask(tokens=16, bad_words=[f"{first} {second}"]).text
+    assert text == api.ask(tokens=16, bad_words=["unlikely words"]).text
+
+
+def truncate_prompt_tokens(api: Api) -> None:
+    assert api.ask(prompt=LONG, truncate_prompt_tokens=5).prompt_tokens == 5
+    assert api.ask(prompt=LONG * 9, truncate_prompt_tokens=-1).finishes == ["length"]
+    assert "no token" in api.post(truncate_prompt_tokens=0).json()["error"]["message"]
+
+
 GENERATION: dict[str, Callable[[Api], None]] = {
+    "skip_special_tokens": skip_special_tokens,
+    "include_stop_str_in_output": include_stop_str_in_output,
+    "allowed_token_ids": allowed_token_ids,
+    "bad_words": bad_words,
+    "truncate_prompt_tokens": truncate_prompt_tokens,
     "model": model,
     "stream": stream,
     "stream_options": include_usage,
@@ -388,6 +435,7 @@ CHECKS: dict[str, dict[str, Callable[[Api], None]]] = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template_kwargs": chat_template_kwargs,
+        "reasoning_effort": effort("reasoning_effort", lambda value: value),
         "logprobs": chat_logprobs,
         "top_logprobs": top_logprobs,
     },
@@ -398,11 +446,12 @@ CHECKS: dict[str, dict[str, Callable[[Api], None]]] = {
         "max_output_tokens": limit("max_output_tokens"),
         "metadata": metadata,
         "chat_template_kwargs": chat_template_kwargs,
+        "reasoning": effort("reasoning", lambda value: {"effort": value}),
         "text": text_format,
     },
 }
-# Checked by forced_calls and free_calls.
-TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+# Checked by forced_calls and free_calls, and in server/test_reasoning.
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
 
 ROWS = [(path, field) for path, checks in CHECKS.items() for field in checks]
 ONCE = list({(field, check): (path, field) for path, field in reversed(ROWS)

@@ -51,6 +51,8 @@ async def test_request_whose_client_is_gone_before_its_turn_never_starts() -> No
     started = []
 
     class Connection:
+        half_closed = False
+
         class transport:
             closed = False
 
@@ -65,7 +67,11 @@ async def test_request_whose_client_is_gone_before_its_turn_never_starts() -> No
     scopes = [
         {"type": "http", "method": "GET", "path": str(at), "tonnage.connection": Connection} for at in range(40)
     ]
-    tasks = [asyncio.create_task(paced(scope, None, None)) for scope in scopes]
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    tasks = [asyncio.create_task(paced(scope, gone, None)) for scope in scopes]
     await asyncio.sleep(0)
     Connection.transport.closed = True
     await asyncio.gather(*tasks)

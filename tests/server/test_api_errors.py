@@ -163,7 +163,19 @@ async def test_body_over_the_size_limit_is_rejected(run_server, small_plan, chec
 async def test_unknown_route_and_wrong_method_are_rejected(server, checked) -> None:
     assert (await server.http.head("/health")).status_code == 200
     assert (await server.http.head("/ready")).status_code == 200
-    for path in ("/index.html", "/nope", "/v1/completions/", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
+    # HEAD on every GET route, a trailing slash on every route.
+    for path in ("/v1/models", "/v1/models/demo", "/version", "/metrics", "/memory", "/docs", "/ping"):
+        whole, head = await server.http.get(path), await server.http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert (await server.http.get("/v1/models/")).json() == (await server.http.get("/v1/models")).json()
+    assert (await server.http.post("/ping/")).json() == {"status": "ok"}
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1}
+    assert (await server.http.post("/v1/completions/", json=body)).status_code == 200
+    assert (await server.http.head("/v1/completions")).status_code == 405
+    assert (await server.http.head("/nope")).status_code == 404
+    assert (await server.http.get("/docs/nope/")).status_code == 404
+    for path in ("/index.html", "/nope", "/v1/completions/x", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
         assert checked(await server.http.get(path)).code == ErrorCode.UNKNOWN_URL
     for method, path, allow in (
         ("GET", "/v1/completions", "POST"),

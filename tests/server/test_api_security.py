@@ -45,12 +45,15 @@ async def test_every_route_except_the_probes_requires_an_api_key(run_server, sma
             for headers in ({}, bearer("wrong-key-of-the-tests"), {"authorization": KEY}):
                 method = "POST" if "POST" in methods else "GET"
                 response = await server.http.request(method, path, headers=headers)
-                if path in ("/health", "/ready"):
+                if path in ("/health", "/ready", "/ping"):
                     assert response.status_code == 200
                     continue
                 assert response.status_code == 401, path
                 error = response.json()["error"]
-                assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+                if path.startswith("/v1/messages"):
+                    assert error["type"] == "authentication_error"
+                else:
+                    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-should-retry"] == "false"
                 assert KEY not in response.text

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from tonnage.planner.errors import CheckpointError, ConfigError
+from tonnage.server.api.logprobs import CompletionLogprobs
+from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.text.stop_strings import StopAutomaton, StopStrings
 from tonnage.server.text.tokenizer import Tokenizer, detokenizer
 
@@ -179,3 +181,17 @@ def test_saved_tokenizer_truncation_and_padding_are_disabled(tokenizer_folder, t
     saved, plain = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tokenizer_folder)
     for text in ("fox", "one two three four five six seven eight nine ten eleven"):
         assert saved.encode(text) == plain.encode(text)
+
+
+def test_text_offsets_leave_out_special_tokens_that_the_text_omits(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n", add_special_tokens=False)
+    tokens = [None, *(TokenLogprobs(token, -1.0, ()) for token in ids[1:])]
+    for echo, shows in ((tokenizer.decode(ids), False), (tokenizer.decode_all(ids), True)):
+        lists = CompletionLogprobs(tokenizer, 0, echo, special_tokens=shows).take(tokens, ids)
+        for text, offset, token in zip(lists["tokens"], lists["text_offset"], ids, strict=True):
+            if shows or not tokenizer.is_special(token):
+                assert echo[offset : offset + len(text)] == text
+        assert all(0 <= offset <= len(echo) for offset in lists["text_offset"])
+    # A prompt of text in which a special token is written out: the echo is that text.
+    written = CompletionLogprobs(tokenizer, 0, tokenizer.decode_all(ids)).take(tokens, ids)
+    assert written["text_offset"] == lists["text_offset"]

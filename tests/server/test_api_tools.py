@@ -18,7 +18,7 @@ from tonnage.server.api.tools import ForcedReader
 from tonnage.server.app import create_app
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.settings import Settings
-from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.chat_template import SHIPPED, ChatTemplate
 from tonnage.server.text.tool_calls import CallDelta, calls_of
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
@@ -151,8 +151,30 @@ async def test_generated_tool_calls_are_parsed_in_responses(
             model="demo", messages=chat, tools=[WEATHER, CLOCK], max_tokens=1
         )
         assert again.usage.input_tokens == same.usage.prompt_tokens
-        refused = await server.http.post("/v1/responses", json=body | {"tools": [{"type": "web_search"}]})
+        refused = await server.http.post("/v1/responses", json=body | {"tools": [{"type": "file_search"}]})
         assert refused.json()["error"]["param"].startswith("tools.0")
+
+
+async def test_defaults_of_codex_are_ignored_with_a_note(server) -> None:
+    body: dict[str, Any] = {
+        "model": "demo", "input": "hello", "max_output_tokens": 2, "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "tools": [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}],
+    }  # fmt: skip
+    answer = await server.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-fields"] == "tools.0 (custom), tools.1 (web_search), include, store"
+    assert answer.json()["tools"] == []
+    for change, param in (
+        ({"tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search\r\nx-injected: 1"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search_日本"}]}, "tools.0.type"),
+    ):
+        refused = await server.http.post("/v1/responses", json=body | change)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -191,10 +213,13 @@ async def test_unsupported_tool_options_are_rejected(run_server, small_plan, tem
         for change, code, param in REFUSED:
             error = checked(await server.http.post("/v1/chat/completions", json=valid | change))
             assert (error.code, error.param) == (code, param), (change, error)
-    async with run_server(FakeEngine(small_plan())) as server:  # the demo's own template knows no tools
+    plain = template.with_name("plain.jinja")
+    plain.write_text("{{ messages[-1].content }}")
+    async with run_server(FakeEngine(small_plan()), chat_template=plain) as server:
         error = checked(await server.http.post("/v1/chat/completions", json=valid | {"tool_choice": NAMED}))
         assert (error.code, error.param) == ("unsupported_parameter", "tools")
         assert "--chat-template" in error.message
+        assert "hermes, llama3_json, mistral" in error.message
 
 
 async def test_incomplete_tool_parser_flags_and_missing_template_are_rejected(
@@ -232,8 +257,91 @@ def test_tool_use_template_is_used_for_requests_with_tools(tmp_path: Path) -> No
     assert ChatTemplate("{% if tools is not defined %}{% set tools = none %}{% endif %}{{ tools }}").knows_tools
 
 
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    *ASK,
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": f"call_{at:09}", "function": {"name": name, "arguments": arguments}}
+        for at, (name, arguments) in enumerate(CALLS)
+    ]},
+    {"role": "tool", "content": "sunny", "tool_call_id": "call_000000000"},
+    {"role": "tool", "content": "noon", "tool_call_id": "call_000000001"},
+    *ASK,
+]  # fmt: skip
+SHOWN = {
+    "hermes": (
+        "<|im_start|>system\nBe brief.\n\n# Tools",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"',
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|im_end|>",
+        "<|im_start|>assistant\n",
+    ),
+    "llama3_json": (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n\nBe brief.",
+        '{"name": "get_weather", "parameters": {"city": "Paris"',
+        "<|start_header_id|>ipython<|end_header_id|>\n\nsunny<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "mistral": (
+        "<s>[INST] What is the weather in Paris?[/INST]",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"',
+        '[TOOL_RESULTS] {"content": "sunny", "call_id": "000000000"}[/TOOL_RESULTS]',
+        "[/AVAILABLE_TOOLS][INST] Be brief.\n\nWhat is the weather in Paris?[/INST]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_template_shows_tools_calls_and_results(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    template = ChatTemplate.from_folder(tmp_path, Path(name))
+    assert template is not None
+    assert template.knows_tools
+    text = template.render(CONVERSATION, tools=[WEATHER, CLOCK])
+    begin, call, result, end = SHOWN[name]
+    assert text.startswith(begin)
+    assert text.endswith(end)
+    assert call in text
+    assert result in text
+    assert all(text.count(json.dumps(each["function"]["name"])) >= 2 for each in (WEATHER, CLOCK))
+    assert "get_time" not in template.render(ASK)
+    with pytest.raises(ConfigError, match=r"hermess.*hermes, llama3_json, mistral"):
+        ChatTemplate.from_folder(tmp_path, Path("hermess"))
+
+
+@needs_vllm
+async def test_calls_written_by_the_hermes_template_are_read_by_its_parser(
+    run_server, small_plan, tokenizer
+) -> None:
+    template = ChatTemplate.from_folder("", Path("hermes"))
+    assert template is not None
+    text = template.render(CONVERSATION[2:3], add_generation_prompt=False)
+    text = text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids))
+    # The demo model shows tools without any --chat-template.
+    async with run_server(engine, enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+        body: dict[str, Any] = {"model": "demo", "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 400}
+        answer = await server.openai.chat.completions.create(**body)
+        assert told(answer.choices[0].message) == CALLS
+
+
+def test_server_warns_at_start_when_its_template_shows_no_tools(
+    small_plan, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = tmp_path / "plain.jinja"
+    plain.write_text("{{ messages[-1].content }}")
+    flags: dict[str, Any] = {"model": "demo", "enable_auto_tool_choice": True}
+    create_app(Settings(**flags, tool_call_parser="hermes"), FakeEngine(small_plan()), tokenizer)
+    assert caplog.messages == []
+    for parser, named in (("mistral", "--chat-template mistral"), ("xlam", "--chat-template NAME (hermes,")):
+        settings = Settings(**flags, tool_call_parser=parser, chat_template=plain)
+        create_app(settings, FakeEngine(small_plan()), tokenizer)
+        assert "does not show tools" in caplog.messages[-1]
+        assert named in caplog.messages[-1]
+
+
 def pushed(reader: ForcedReader, text: str) -> Sequence[CallDelta]:
-    content, deltas = reader.push(text, (), finished=False)
+    content, deltas, _ = reader.push(text, (), finished=False)
     assert content == ""
     return deltas
 

@@ -209,3 +209,20 @@ def test_constraints_that_allow_no_token_fail_the_request(loop: EngineLoop) -> N
     (said,) = ask(loop, grammar=grammar, stop_token_ids=EOS, min_tokens=10)
     assert said[-1].finish_reason == "error"
     assert "allow no token" in (said[-1].error or "")
+
+
+def test_bad_words_forbid_only_their_last_token_after_the_others(loop: EngineLoop) -> None:
+    (plain,) = ask(loop)
+    first, second, third = tokens_of(plain)[:3]
+    (other,) = ask(loop, bad_token_ids=((first, second),))
+    assert tokens_of(other)[0] == first
+    assert tokens_of(other)[1] != second
+    # Only the output counts, not the prompt before it.
+    (same,) = ask(loop, bad_token_ids=((PROMPT[-1], first), (second, second, third)))
+    assert tokens_of(same) == tokens_of(plain)
+
+
+def test_allowed_token_ids_exclude_all_other_tokens(loop: EngineLoop) -> None:
+    for temperature in (0.0, 1.0):
+        (chunks,) = ask(loop, allowed_token_ids=(300, 400), temperature=temperature, seed=3)
+        assert set(tokens_of(chunks)) <= {300, 400}

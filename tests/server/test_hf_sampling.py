@@ -28,15 +28,40 @@ def allowed(logits: np.ndarray, params: SamplingParams) -> set[int]:
     weights = np.exp((logits - logits.max()) / params.temperature)
     weights /= weights.sum()
     order = [int(token) for token in np.argsort(-weights, kind="stable")]
+    order = [token for token in order if weights[token] >= params.min_p * weights[order[0]]]
     if params.top_k:
-        order = order[: params.top_k]
+        order = [token for token in order if weights[token] >= weights[order[: params.top_k][-1]]]
     total, mass, left = sum(weights[order]), 0.0, []
     for token in order:
         if left and mass >= params.top_p * total:
             break
         mass += weights[token]
         left.append(token)
-    return {token for token in left if weights[token] >= params.min_p * weights[order[0]]}
+    return set(left)
+
+
+@pytest.mark.parametrize("width", [4, 4 * TOP])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_top_k_keeps_all_tokens_that_are_as_likely_as_the_last(width: int, top_k: int) -> None:
+    logits = torch.full((1, width), -30.0)
+    logits[0, 1:4] = 5.0
+    params, rows = SamplingParams(max_tokens=1, top_k=top_k), 60
+    generators = [generator(seed, 0) for seed in range(rows)]
+    assert set(sample(logits.expand(rows, -1), [params] * rows, generators)) == {1, 2, 3}
+    # More tied tokens than are looked at first.
+    if width > TOP:
+        logits[0, :] = 5.0
+        assert max(sample(logits.expand(rows, -1), [params] * rows, generators)) > TOP
+
+
+@pytest.mark.parametrize("width", [6, 4 * TOP])
+def test_min_p_precedes_top_p_as_in_vllm(width: int) -> None:
+    """top_p is a share of what min_p keeps: of 0.5 and 0.3 it needs the first alone."""
+    weights = torch.full((1, width), 1e-9)
+    weights[0, :6] = torch.tensor([0.5, 0.3, 0.08, 0.06, 0.04, 0.02])
+    params, rows = SamplingParams(max_tokens=1, min_p=0.5, top_p=0.6), 60
+    generators = [generator(seed, 0) for seed in range(rows)]
+    assert set(sample(weights.log().expand(rows, -1), [params] * rows, generators)) == {0}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -84,6 +109,8 @@ def test_random_stream_depends_on_seed_and_sequence_index() -> None:
     assert generator(7, 0).random(4).tolist() == first
     assert generator(7, 1).random(4).tolist() != first
     assert generator(8, 0).random(4).tolist() != first
+    # A long seed is none of a short seed's sequences.
+    assert generator(7 + (3 << 32), 0).random(4).tolist() != generator(7, 3).random(4).tolist()
     assert generator(None, 0).random() != generator(None, 0).random()
 
 

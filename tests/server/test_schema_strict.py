@@ -11,6 +11,8 @@ from typing import Any
 
 import openai
 import pytest
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase as BetaMessageParams
+from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from openai.types import Completion, CompletionChoice, EmbeddingCreateParams, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_params
@@ -25,6 +27,8 @@ from tonnage.server.api.chat.protocol import FIELDS as CHAT_FIELDS
 from tonnage.server.api.completions.protocol import FIELDS as COMPLETION_FIELDS
 from tonnage.server.api.embeddings.protocol import FIELDS as EMBEDDING_FIELDS
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
+from tonnage.server.api.messages.protocol import COUNT_FIELDS
+from tonnage.server.api.messages.protocol import FIELDS as MESSAGES_FIELDS
 from tonnage.server.api.responses.protocol import FIELDS as RESPONSES_FIELDS
 from tonnage.server.engines.fake import FakeEngine
 
@@ -198,24 +202,30 @@ async def test_failed_response_sends_error_and_response_failed_events(run_server
             await read_on()
 
 
-OPENAI = {
+CLIENTS = {
     "/v1/completions": CompletionCreateParamsBase,
     "/v1/chat/completions": chat_params.CompletionCreateParamsBase,
     "/v1/responses": ResponseCreateParamsBase,
+    "/v1/messages": BetaMessageParams,
+    "/v1/messages/count_tokens": MessageCountTokensParams,
     "/v1/embeddings": EmbeddingCreateParams,
 }
+HEADERS = {"betas"}  # parameters of the anthropic package that it sends as headers
 FIELDS = {
     "/v1/completions": COMPLETION_FIELDS,
     "/v1/chat/completions": CHAT_FIELDS,
     "/v1/responses": RESPONSES_FIELDS,
+    "/v1/messages": MESSAGES_FIELDS,
+    "/v1/messages/count_tokens": COUNT_FIELDS,
     "/v1/embeddings": EMBEDDING_FIELDS,
 }
+NO_STREAM = ("/v1/embeddings", "/v1/messages/count_tokens")
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_every_openai_field_is_classified(path: str) -> None:
-    names = set(OPENAI[path].__annotations__) | ({"stream"} if path != "/v1/embeddings" else set())
-    assert names - TABLES[path].keys() == set()
+def test_every_field_of_the_clients_is_classified(path: str) -> None:
+    names = set(CLIENTS[path].__annotations__) | ({"stream"} if path not in NO_STREAM else set())
+    assert names - TABLES[path].keys() - HEADERS == set()
 
 
 @pytest.mark.parametrize("path", TABLES)
@@ -231,6 +241,7 @@ def test_honoured_fields_equal_request_model_fields(path: str) -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
 def test_every_vllm_field_is_classified() -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -240,6 +251,8 @@ def test_every_vllm_field_is_classified() -> None:
         ("/v1/completions", CompletionRequest),
         ("/v1/chat/completions", ChatCompletionRequest),
         ("/v1/responses", ResponsesRequest),
+        ("/v1/messages", AnthropicMessagesRequest),
+        ("/v1/messages/count_tokens", AnthropicCountTokensRequest),
         ("/v1/embeddings", EmbeddingCompletionRequest),
     ):
         assert set(model.model_fields) - TABLES[path].keys() == set(), path
@@ -258,6 +271,11 @@ async def test_ignored_fields_are_listed_and_unknown_fields_need_lenient_mode(ru
         response = await server.http.post("/v1/chat/completions", json=body | more)
         assert response.status_code == 200
         assert response.headers["x-ignored-fields"] == "store, metadata, foo, messages.0.bar"
+        response = await server.http.post("/v1/chat/completions", json=body | {"é\r\nx: 1": 1, "日": {"本": 2}})
+        assert (response.status_code, response.headers["x-ignored-fields"]) == (
+            200,
+            "store, metadata, ???x: 1, ?",
+        )
         # Lenient to what is unknown, not to what is known and has no effect.
         refused = await server.http.post("/v1/chat/completions", json=body | {"audio": {"voice": "x"}})
         assert refused.json()["error"]["code"] == "unsupported_parameter"

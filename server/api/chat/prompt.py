@@ -136,6 +136,12 @@ def _check(message: Message, at: int) -> None:
             f"{param}: only an assistant's message has refusal parts, the role is {message.role}; send text",
             param=param,
         )
+    if message.role == "tool" and not message.tool_call_id:
+        raise ApiError(
+            ErrorCode.MISSING_PARAMETER,
+            f"you must provide messages.{at}.tool_call_id, the id of the call that this is the result of",
+            param=f"messages.{at}.tool_call_id",
+        )
     for name in ("reasoning", "reasoning_content"):
         if getattr(message, name) is not None and message.role != "assistant":
             raise ApiError(

@@ -154,7 +154,37 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    """The tools of a request that the model may call, and whether it must call one of them."""
+
+    model_config = STRICT
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128, fail_fast=True)
+
+
+class AllowedToolsChoice(BaseModel):
+    """A value of ``tool_choice`` that restricts the request to some of its tools."""
+
+    model_config = STRICT
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+
+
+# OpenAI's and vLLM's values of the reasoning effort.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """Return the arguments of a chat template that stand for a reasoning effort, as in vLLM 0.32.
+
+    Templates read ``reasoning_effort``, or ``enable_thinking``, or neither.
+    """
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 class ChatRequest(SamplingFields):
@@ -173,6 +203,12 @@ class ChatRequest(SamplingFields):
     tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        return effort_arguments(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
     def grammar(self) -> Grammar | None:
         """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""
@@ -181,7 +217,10 @@ class ChatRequest(SamplingFields):
 
 CONTENT_EXPECTED = "a string or a list of text parts (the model takes no images, sounds or files)"
 
-CHOICE_EXPECTED = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+CHOICE_EXPECTED = (
+    'none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode": ..., "tools": [...]}}'
+)
 
 FIELDS = Fields(
     model=ChatRequest,
@@ -212,10 +251,11 @@ class ChoiceLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """An assistant's message of text, without tool calls."""
+    """An assistant's message of text, without tool calls; its content is null when it is cut off before."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
     refusal: None = None
     annotations: list[Any] = []
 
@@ -229,6 +269,7 @@ class ToolCallMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
     refusal: None = None
     annotations: list[Any] = []
     tool_calls: list[ToolCall]

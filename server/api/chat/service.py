@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import (
     FIELDS,
+    AllowedToolsChoice,
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -27,13 +28,13 @@ from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
-from tonnage.server.api.tools import submission_with_tools, tool_use
+from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
-from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of, merged
+from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of, merged
 
 
 class ChatService(OpenAIEvents):
@@ -47,7 +48,7 @@ class ChatService(OpenAIEvents):
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
         """Return the complete chat completion as JSON; cancelling the call aborts the request."""
-        submission, use = await self._prepare(request)
+        submission, use = await self.prepare(request)
         counts = TokenCounts()
         texts = [""] * submission.n
         token_ids: list[list[int]] = [[] for _ in texts]
@@ -64,7 +65,13 @@ class ChatService(OpenAIEvents):
                     if request.logprobs:
                         content = chat_logprobs(delta.logprobs, tokenizer, top)
                         held.hold(lists[delta.index].add({"content": content}))
-        messages = [_message(use, text, ids) for text, ids in zip(texts, token_ids, strict=True)]
+        prompt = submission.prompts[0]
+        messages = [
+            _message(use, text, ids, prompt, counts) for text, ids in zip(texts, token_ids, strict=True)
+        ]
+        if request.include_reasoning is False:
+            for message in messages:
+                message.reasoning_content = None
         ticket.finish(outcome_of_finishes(finishes))
         completion = ChatCompletion(
             id=f"chatcmpl-{ticket.request_id}",
@@ -94,10 +101,11 @@ class ChatService(OpenAIEvents):
 
         Closing the iterator aborts the request.
         """
-        submission, use = await self._prepare(request)
-        readers = [use.reader() for _ in range(submission.n)] if use.reader else None
+        submission, use = await self.prepare(request)
+        prompt = submission.prompts[0]
+        readers = [use.reader(prompt) for _ in range(submission.n)] if use.reader else None
         called: set[int] = set()
-        counts = TokenCounts()
+        counts = TokenCounts(reasoning=0 if use.reasons else None)
         finishes: dict[int, Finish] = {}
         events = _ChatEvents(self._state, ticket.request_id, request.model, request.include_usage())
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
@@ -111,7 +119,7 @@ class ChatService(OpenAIEvents):
                     begun.add(delta.index)
                     if continuous:  # vLLM sends the role with the usage from before the choice's first token
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
-                    event = events.role(delta.index)
+                    event = events.role(delta.index, b'""' if readers is None else b"null")
                 if continuous:
                     reported = list(counts.choices)
                     events.usage_member = usage_so_far(counts)
@@ -122,11 +130,15 @@ class ChatService(OpenAIEvents):
                 text = delta.text
                 calls: Sequence[CallDelta] = ()
                 if readers is not None:
-                    text, calls = readers[delta.index].push(
-                        text, delta.token_ids, finished=delta.finish_reason is not None
-                    )
+                    finished = delta.finish_reason is not None
+                    reader = readers[delta.index]
+                    text, calls, reasoning = reader.push(text, delta.token_ids, finished=finished)
+                    if finished and use.reasons:
+                        counts.reasoning = (counts.reasoning or 0) + reader.reasoning_tokens
+                    if reasoning and request.include_reasoning is not False:
+                        event += events.reasoning(delta.index, reasoning)
                 if text or delta.logprobs:
-                    event += events.content(delta.index, text, lists)
+                    event += events.content(delta.index, text if text or readers is None else None, lists)
                 if calls:
                     called.add(delta.index)
                     event += events.calls(delta.index, calls)
@@ -140,7 +152,18 @@ class ChatService(OpenAIEvents):
         if request.include_usage():
             yield events.usage(counts)
 
-    async def _prepare(self, request: ChatRequest) -> tuple[Submission, ToolUse]:
+    async def prepare(
+        self, request: ChatRequest, *, default_max_tokens: int | None = None
+    ) -> tuple[Submission, ToolUse]:
+        """Return the submission of a request to the engine, and how the request uses tools.
+
+        The request's messages and tools are emptied, because a request that waits does not need them.
+
+        Args:
+            request: The request.
+            default_max_tokens: Upper bound of the completion tokens of a request without a limit; None uses the
+                server's setting.
+        """
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
@@ -160,21 +183,10 @@ class ChatService(OpenAIEvents):
                 f"max_tokens is {request.max_tokens} and max_completion_tokens {limit}; send one of them",
                 param="max_tokens",
             )
-        use = self._tools(request)
-        state.check_ready()
-        prompt = await chat_prompt(
-            state,
-            generator,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            template_arguments=request.chat_template_kwargs,
-            tools=use.shown,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
-        max_tokens = generator.max_tokens(
-            limit, len(prompt), default=state.settings.default_chat_max_tokens, param=param, prompt="messages"
-        )
+        prompt, use = await self.prompt(request)
+        prompt = generator.truncated(prompt, request.truncate_prompt_tokens, limit)
+        default = state.settings.default_chat_max_tokens if default_max_tokens is None else default_max_tokens
+        max_tokens = generator.max_tokens(limit, len(prompt), default=default, param=param, prompt="messages")
         params = request.sampling(
             max_tokens,
             state.tokenizer.eos_token_ids,
@@ -186,30 +198,60 @@ class ChatService(OpenAIEvents):
         request.messages, request.tools = [], None
         return submission, use
 
+    async def prompt(self, request: ChatRequest) -> tuple[tuple[int, ...], ToolUse]:
+        """Return the token ids of a request's prompt, and how the request uses tools."""
+        use = self._tools(request)
+        self._state.check_ready()
+        prompt = await chat_prompt(
+            self._state,
+            self._generator,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            template_arguments=request.template_arguments(),
+            tools=use.shown,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        return prompt, use
+
     def _tools(self, request: ChatRequest) -> ToolUse:
         choice = request.tool_choice
+        tools: list[ToolDict] = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        if isinstance(choice, AllowedToolsChoice):
+            allowed = choice.allowed_tools
+            tools = allowed_tools(tools, [tool.function.name for tool in allowed.tools])
+            choice = allowed.mode
         return tool_use(
             self._state,
-            [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            tools,
             choice if isinstance(choice, str) else None,
             function=choice.function.name if isinstance(choice, NamedTool) else None,
             parallel=request.parallel_tool_calls is not False,
             messages=[message.model_dump(exclude_none=True) for message in request.messages],
             grammar=request.grammar(),
+            template_arguments=request.template_arguments(),
         )
 
 
-def _message(use: ToolUse, text: str, token_ids: Sequence[int]) -> AssistantMessage | ToolCallMessage:
+def _message(
+    use: ToolUse, text: str, token_ids: Sequence[int], prompt: Sequence[int], counts: TokenCounts
+) -> AssistantMessage | ToolCallMessage:
+    """Return the message of an answer, and add the tokens of its reasoning to ``counts``."""
     if use.reader is None:
         return AssistantMessage(content=text)
-    content, deltas = use.reader().whole(text, token_ids)
+    reader = use.reader(prompt)
+    content, deltas, thought = reader.whole(text, token_ids)
+    if use.reasons:
+        counts.reasoning = (counts.reasoning or 0) + reader.reasoning_tokens
     if not deltas:
-        return AssistantMessage(content=content)
+        # The content is null in an answer that was cut off within its reasoning.
+        shown = None if thought and not content else content
+        return AssistantMessage(content=shown, reasoning_content=thought or None)
     calls = [
         ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
         for call in calls_of(deltas)
     ]
-    return ToolCallMessage(content=content or None, tool_calls=calls)
+    return ToolCallMessage(content=content or None, reasoning_content=thought or None, tool_calls=calls)
 
 
 def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"]:
@@ -225,11 +267,16 @@ class _ChatEvents(ChunkWriter):
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
 
-    def role(self, index: int) -> bytes:
-        return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
+    def role(self, index: int, content: bytes) -> bytes:
+        # ``content`` is null where a call may follow: clients open a text block for an empty text
+        return self._choice(index, b'{"role":"assistant","content":%b,"refusal":null}' % content)
 
-    def content(self, index: int, text: str, logprobs: bytes) -> bytes:
-        return self._choice(index, b'{"content":%b}' % encode_basestring_ascii(text).encode(), logprobs)
+    def content(self, index: int, text: str | None, logprobs: bytes) -> bytes:
+        content = b"null" if text is None else encode_basestring_ascii(text).encode()
+        return self._choice(index, b'{"content":%b}' % content, logprobs)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        return self._choice(index, b'{"reasoning_content":%b}' % encode_basestring_ascii(text).encode())
 
     def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
         # Merge the pieces of one call within a chunk, since openai's stream() counts two pieces of a call as

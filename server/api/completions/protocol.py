@@ -19,6 +19,11 @@ from tonnage.server.api.sampling import (
 )
 from tonnage.server.text.grammar import Grammar
 
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
@@ -59,6 +64,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Details of a request's completion tokens; ``reasoning_tokens`` of them are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts over all prompts and choices of a request."""
 
@@ -66,6 +77,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=_is_none)
 
 
 class Choice(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
@@ -14,6 +14,7 @@ from tonnage.server.api.completions.protocol import (
     Choice,
     Completion,
     CompletionRequest,
+    CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
 )
@@ -60,7 +61,7 @@ class CompletionService(OpenAIEvents):
         counts = TokenCounts()
         answers = [_Answer(text) for text in echo]
         only_prompt = request.max_tokens == 0
-        builders = self._builders(request, len(answers))
+        builders = self._builders(request, echo)
         deltas = self._generator.run(submission, counts, ticket)
         with closing(HeldAnswer(self._state.outboxes)) as held:
             async with aclosing(deltas):
@@ -97,11 +98,15 @@ class CompletionService(OpenAIEvents):
             shown = with_logprobs(shown, [answer.lists.text() for answer in kept])
         return shown.encode()
 
-    def _builders(self, request: CompletionRequest, count: int) -> list[CompletionLogprobs]:
+    def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
         """Return a builder of log probabilities for each choice, or none if the request asks for none."""
         if request.logprobs is None:
             return []
-        return [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in range(count)]
+        special = request.skip_special_tokens is False
+        return [
+            CompletionLogprobs(self._state.tokenizer, request.logprobs, text, special_tokens=special)
+            for text in echo
+        ]
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
@@ -123,7 +128,7 @@ class CompletionService(OpenAIEvents):
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
         events = _CompletionEvents(self._state, ticket.request_id, request.model, request.include_usage())
-        logprobs = self._builders(request, len(echo))
+        logprobs = self._builders(request, echo)
         continuous = request.continuous_usage()
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
@@ -198,7 +203,9 @@ class CompletionService(OpenAIEvents):
             request.stop_strings(),
             request.cache_salt or "",
             request.priority,
+            request.skip_special_tokens is False,
             lora=lora,
+            shows_stop=bool(request.include_stop_str_in_output),
         )
         return submission, [text for text in self._echo(request, prompts) for _ in range(generated)]
 
@@ -222,9 +229,11 @@ class CompletionService(OpenAIEvents):
     async def _tokens(self, request: CompletionRequest, generated: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
         self._generator.check_sequences(len(_as_list(request.prompt)), generated)
-        return await self._generator.token_ids(
+        prompts = await self._generator.token_ids(
             self._filled_in(request), add_special_tokens=special, param="prompt"
         )
+        cut = request.truncate_prompt_tokens
+        return tuple(self._generator.truncated(prompt, cut, request.max_tokens) for prompt in prompts)
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
         """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
@@ -250,9 +259,9 @@ class CompletionService(OpenAIEvents):
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
             return [""] * len(prompts)
-        texts = _as_list(request.prompt)
+        texts, tokenizer = _as_list(request.prompt), self._state.tokenizer
         return [
-            text if isinstance(text, str) else self._state.tokenizer.decode(ids)
+            text if isinstance(text, str) and not request.truncate_prompt_tokens else tokenizer.decode(ids)
             for text, ids in zip(texts, prompts, strict=True)
         ]
 
@@ -326,6 +335,9 @@ def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
         completion_tokens=completion,
         total_tokens=counts.prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached_total),
+        completion_tokens_details=(
+            None if counts.reasoning is None else CompletionTokensDetails(reasoning_tokens=counts.reasoning)
+        ),
     )
 
 

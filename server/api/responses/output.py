@@ -38,13 +38,35 @@ def function_call(item_id: str, call: Call, status: str) -> dict[str, Any]:
     }
 
 
-def items(request_id: str, text: str, calls: Sequence[Call], status: str) -> list[dict[str, Any]]:
-    """Return the output items of a complete answer: its text as a message, then its calls.
+def reasoning_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
+    """Return a reasoning item of a response's output; a ``text`` of None makes an item without content."""
+    content = [] if text is None else [reasoning_part(text)]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def reasoning_part(text: str) -> dict[str, Any]:
+    """Return ``text`` as a part of a reasoning item's content."""
+    return {"type": "reasoning_text", "text": text}
+
+
+def items(
+    request_id: str, text: str, calls: Sequence[Call], status: str, thought: str = ""
+) -> list[dict[str, Any]]:
+    """Return the output items of a complete answer: its reasoning, its text as a message, then its calls.
 
     An empty text makes no message when there are calls.
     """
-    found = [message(f"msg_{request_id}", text, status)] if text or not calls else []
+    found = []
+    if thought:
+        cut = status if not text and not calls else "completed"
+        found.append(reasoning_item(f"rs_{request_id}", thought, cut))
+    if text or not calls:
+        found.append(message(_numbered(f"msg_{request_id}", len(found)), text, status))
     return found + [function_call(f"fc_{request_id}_{at}", call, status) for at, call in enumerate(calls)]
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name}_{index}" if index else name
 
 
 def event(fields: dict[str, Any]) -> bytes:
@@ -63,6 +85,7 @@ class OutputEvents:
         self._request_id = request_id
         self._number = 0
         self._text: str | None = None  # text of the message that is open, None when no message is
+        self._thought: str | None = None  # text of the reasoning that is open, None when no reasoning is
         self._call: Call | None = None  # the function call that is open, None when no call is
         self._index = -1  # index of the open call among the calls of the response
 
@@ -82,6 +105,20 @@ class OutputEvents:
             self._text += text
             events += self.numbered_event("response.output_text.delta", **self._place, delta=text, logprobs=[])
         return events
+
+    def reasoning(self, text: str) -> bytes:
+        """Return the events that append ``text`` to the open reasoning; if none is open, open one first."""
+        events = b""
+        if self._thought is None:
+            events += self.close("completed") + self._open(
+                reasoning_item(self._reasoning_id, None, "in_progress")
+            )
+            place = self._place | {"item_id": self._reasoning_id}
+            events += self.numbered_event("response.content_part.added", **place, part=reasoning_part(""))
+            self._thought = ""
+        self._thought += text
+        place = self._place | {"item_id": self._reasoning_id}
+        return events + self.numbered_event("response.reasoning_text.delta", **place, delta=text)
 
     def call(self, delta: CallDelta) -> bytes:
         """Return the events that append ``delta`` to the open function call.
@@ -111,6 +148,11 @@ class OutputEvents:
             events = self.numbered_event("response.output_text.done", **place, text=text, logprobs=[])
             events += self.numbered_event("response.content_part.done", **place, part=part(text))
             item = message(self._message_id, text, status)
+        elif self._thought is not None:
+            text, place = self._thought, self._place | {"item_id": self._reasoning_id}
+            events = self.numbered_event("response.reasoning_text.done", **place, text=text)
+            events += self.numbered_event("response.content_part.done", **place, part=reasoning_part(text))
+            item = reasoning_item(self._reasoning_id, text, status)
         elif self._call is not None:
             events = self.numbered_event(
                 "response.function_call_arguments.done",
@@ -124,7 +166,7 @@ class OutputEvents:
             return b""
         events += self.numbered_event("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
-        self._text = self._call = None
+        self._text = self._thought = self._call = None
         return events
 
     def _open(self, item: dict[str, Any]) -> bytes:
@@ -132,7 +174,11 @@ class OutputEvents:
 
     @property
     def _message_id(self) -> str:
-        return f"msg_{self._request_id}" + (f"_{len(self.items)}" if self.items else "")
+        return _numbered(f"msg_{self._request_id}", len(self.items))
+
+    @property
+    def _reasoning_id(self) -> str:
+        return _numbered(f"rs_{self._request_id}", len(self.items))
 
     @property
     def _call_id(self) -> str:

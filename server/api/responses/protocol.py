@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.chat.protocol import Dropped, FunctionName
+from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, effort_arguments
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
+from tonnage.server.api.tools import drop_tools
 from tonnage.server.text.grammar import Grammar
 
 
@@ -140,6 +141,16 @@ class NamedFunctionTool(BaseModel):
     name: FunctionName
 
 
+class AllowedFunctionTools(BaseModel):
+    """A value of ``tool_choice`` that restricts the request to some of its tools."""
+
+    model_config = STRICT
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunctionTool] = Field(min_length=1, max_length=128, fail_fast=True)
+
+
 class TextFormat(BaseModel):
     """The format of the answer's text: free text, a JSON object, or a JSON schema."""
 
@@ -161,6 +172,36 @@ class TextOptions(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+class ReasoningOptions(BaseModel):
+    """OpenAI's ``reasoning`` options; only ``effort`` has an effect, in chat templates that read it."""
+
+    model_config = STRICT
+
+    effort: Effort | None = None
+    summary: Annotated[str | None, Dropped] = None
+    generate_summary: Annotated[str | None, Dropped] = None
+
+
+# Values of ``include`` without effect: the items that would have these parts never occur here.
+_INCLUDED_NOWHERE = frozenset({
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+})  # fmt: skip
+
+
+def _drop_defaults(document: dict[str, Any]) -> list[str]:
+    """Remove what clients such as Codex send by default and what has no effect here; return its names."""
+    ignored = drop_tools(document, ("custom", "web_search"))
+    include = document.get("include")
+    if isinstance(include, list):
+        kept = [value for value in include if not isinstance(value, str) or value not in _INCLUDED_NOWHERE]
+        if len(kept) < len(include):
+            document["include"] = kept
+            ignored.append("include")
+    return ignored
+
+
 InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
 
 
@@ -173,9 +214,16 @@ class ResponseRequest(SamplingFields):
     metadata: dict[str, str] | None = Field(None, max_length=16)
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return effort_arguments(effort) | (self.chat_template_kwargs or {})
 
     def grammar(self) -> Grammar | None:
         """Return the grammar (JSON schema, regex, choices ...) that the answer must match, or None."""
@@ -193,9 +241,11 @@ FIELDS = Fields(
     expected={
         "input": "a string or a list of messages with text, function calls, their outputs and reasoning "
         "(the model takes no images, sounds or files)",
-        "tool_choice": 'none, auto, required or {"type": "function", "name": ...}',
+        "tool_choice": 'none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", '
+        '"mode": ..., "tools": [...]}',
         "stop": STOP_EXPECTED,
     },
+    drop=_drop_defaults,
 )
 
 

@@ -17,6 +17,7 @@ from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.responses import output
 from tonnage.server.api.responses.protocol import (
     FIELDS,
+    AllowedFunctionTools,
     FunctionCallItem,
     FunctionCallOutput,
     InputRefusal,
@@ -26,12 +27,12 @@ from tonnage.server.api.responses.protocol import (
     ResponseRequest,
 )
 from tonnage.server.api.sampling import check_stream_options
-from tonnage.server.api.tools import submission_with_tools, tool_use
+from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
 from tonnage.server.errors import ApiError, ErrorCode, envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
-from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
+from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class ResponseService:
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """Return the complete response as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
-        counts, text = TokenCounts(), ""
+        counts, text, thought = TokenCounts(), "", ""
         token_ids: list[int] = []
         finish: Finish = "stop"
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
@@ -90,16 +91,19 @@ class ResponseService:
                 finish = delta.finish_reason or finish
         calls: Sequence[CallDelta] = ()
         if use.reader is not None:
-            text, calls = use.reader().whole(text, token_ids)
+            reader = use.reader(submission.prompts[0])
+            text, calls, thought = reader.whole(text, token_ids)
+            counts.reasoning = reader.reasoning_tokens
         ticket.finish(outcome_of_finishes([finish]))
         response = self._response(request, ticket, submission)
-        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish))
+        shown = "" if request.include_reasoning is False else thought
+        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish), shown)
         return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a response; closing the iterator aborts the request."""
         submission, use = await self._prepare(request)
-        reader = None if use.reader is None else use.reader()
+        reader = None if use.reader is None else use.reader(submission.prompts[0])
         counts = TokenCounts()
         finish: Finish = "stop"
         response = self._response(request, ticket, submission)
@@ -117,7 +121,12 @@ class ResponseService:
                 calls: Sequence[CallDelta] = ()
                 finish = delta.finish_reason or finish
                 if reader is not None:
-                    text, calls = reader.push(text, delta.token_ids, finished=delta.finish_reason is not None)
+                    text, calls, thought = reader.push(
+                        text, delta.token_ids, finished=delta.finish_reason is not None
+                    )
+                    counts.reasoning = reader.reasoning_tokens
+                    if thought and request.include_reasoning is not False:
+                        data += events.reasoning(thought)
                 if text or reader is None:
                     data += events.text(text)
                 for call in calls:
@@ -126,7 +135,8 @@ class ResponseService:
                     yield data
         ticket.finish(outcome_of_finishes([finish]))
         data = events.close(_status(finish))
-        if not events.items:  # the model generated nothing: send an empty message
+        # The model generated nothing, or nothing but reasoning: send an empty message.
+        if all(item["type"] == "reasoning" for item in events.items):
             data = events.text("") + events.close(_status(finish))
         done = _finished(response, events.items, finish, counts)
         yield data + events.numbered_event(f"response.{done['status']}", response=done)
@@ -143,11 +153,12 @@ class ResponseService:
             state,
             generator,
             messages,
-            template_arguments=request.chat_template_kwargs,
+            template_arguments=request.template_arguments(),
             tools=use.shown,
             add_special_tokens=bool(request.add_special_tokens),
             param="input",
         )
+        prompt = generator.truncated(prompt, request.truncate_prompt_tokens, request.max_output_tokens)
         max_tokens = generator.max_tokens(
             request.max_output_tokens,
             len(prompt),
@@ -162,14 +173,19 @@ class ResponseService:
 
     def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
         choice = request.tool_choice
+        tools: list[ToolDict] = [tool.for_template() for tool in request.tools or ()]
+        if isinstance(choice, AllowedFunctionTools):
+            tools = allowed_tools(tools, [tool.name for tool in choice.tools])
+            choice = choice.mode
         return tool_use(
             self._state,
-            [tool.for_template() for tool in request.tools or ()],
+            tools,
             choice if isinstance(choice, str) else None,
             function=choice.name if isinstance(choice, NamedFunctionTool) else None,
             parallel=request.parallel_tool_calls is not False,
             messages=[message.model_dump(exclude_none=True) for message in messages],
             grammar=request.grammar(),
+            template_arguments=request.template_arguments(),
         )
 
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
@@ -199,7 +215,10 @@ class ResponseService:
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
             "prompt_cache_key": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": request.reasoning.effort if request.reasoning else None,
+                "summary": None,
+            },
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
@@ -265,7 +284,7 @@ def _shown_text(request: ResponseRequest) -> dict[str, Any]:
 
 def _shown_choice(request: ResponseRequest) -> Any:
     choice = request.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice or "auto"
+    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
 
 
 def _status(finish: Finish) -> str:
@@ -289,7 +308,7 @@ def _finished(
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached_total, "cache_write_tokens": 0},
             "output_tokens": counts.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
             "total_tokens": counts.prompt + counts.completion,
         },
     }

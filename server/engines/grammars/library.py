@@ -145,7 +145,8 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
         elif isinstance(node, dict):
             schema = node.get("json_schema")
             if isinstance(schema, dict | bool):
-                found.append(Grammar("json_schema", json.dumps(schema)))
+                # llguidance compiles no schema that is true (any value), which has the same meaning as {}
+                found.append(Grammar("json_schema", json.dumps({} if schema is True else schema)))
             level += [value for key, value in node.items() if key != "json_schema"]
     return found
 

@@ -66,6 +66,8 @@ _HONOURED = BASIC_PARAMS | {
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "min_tokens",
     "priority",
 }

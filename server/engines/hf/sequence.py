@@ -123,4 +123,7 @@ def generator(seed: int | None, index: int) -> np.random.Generator:
     """
     if seed is None:
         return np.random.Generator(np.random.Philox())
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))
+    # The index is a spawn key, because in the entropy it would be one more word of the seed: seed a + (b << 32)
+    # with index 0 would draw as seed a with index b.
+    sequence = np.random.SeedSequence(seed & (2**64 - 1), spawn_key=(index,) if index else ())
+    return np.random.Generator(np.random.Philox(sequence))

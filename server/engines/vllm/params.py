@@ -19,6 +19,8 @@ HONOURED = BASIC_PARAMS | {
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "min_tokens",
     "grammar",
     "priority",
@@ -54,6 +56,8 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias) or None,
+        allowed_token_ids=list(params.allowed_token_ids) or None,
+        bad_words=list(params.bad_words) or None,  # vLLM makes token ids of them as our tokenizer does
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         structured_outputs=_structured(checked),

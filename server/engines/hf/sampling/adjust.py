@@ -1,6 +1,7 @@
 """Adjustments of logits that a request asks for before sampling, and log probabilities.
 
-The order is that of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties.
+The order is that of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar,
+allowed_token_ids, bad_words, min_tokens, logit_bias, penalties.
 Temperature and truncation follow in ``draw``. Log probabilities come from the unadjusted logits.
 """
 
@@ -47,7 +48,7 @@ def needs_adjusting(drawing: Drawing) -> bool:
     return (
         drawing.matcher is not None
         or drawing.generated < params.min_tokens
-        or bool(params.logit_bias)
+        or bool(params.logit_bias or params.allowed_token_ids or params.bad_token_ids)
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
@@ -72,6 +73,14 @@ def _adjust_row(logits: torch.Tensor, drawing: Drawing) -> None:
     params = drawing.params
     if drawing.matcher is not None:
         drawing.matcher.mask(logits)
+    if params.allowed_token_ids:
+        allowed = list(params.allowed_token_ids)
+        kept = logits[allowed]
+        logits.fill_(float("-inf"))
+        logits[allowed] = kept
+    for *begin, last in params.bad_token_ids:
+        if len(begin) <= drawing.generated and (not begin or drawing.tokens[-len(begin) :] == begin):
+            logits[last] = float("-inf")
     if drawing.generated < params.min_tokens and params.stop_token_ids:
         logits[list(params.stop_token_ids)] = float("-inf")
     if params.logit_bias:

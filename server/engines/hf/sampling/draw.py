@@ -91,41 +91,45 @@ def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def _draw_truncated(
     probabilities: torch.Tensor, params: Sequence[SamplingParams], draws: torch.Tensor
 ) -> list[int]:
-    """Draw a token per row after truncation by top_k, then top_p, then min_p.
+    """Draw a token per row after truncation by min_p, then top_k, then top_p.
 
-    vLLM and transformers truncate in the same order.
+    The order is vLLM's (v1/sample/sampler.py, 0.32.0). transformers truncates by min_p last.
     """
     width = probabilities.shape[-1]
     values, order = probabilities.topk(min(TOP, width), dim=-1)
     tokens = []
     for row, wish in enumerate(params):
         top, ids = values[row], order[row]
-        # Check whether the TOP likeliest tokens include every token that truncation keeps. min_p alone bounds
-        # the kept tokens only without top_p and top_k.
-        enough = 0 < wish.top_k <= len(top) or (wish.top_k == 0 and float(top.sum()) >= wish.top_p)
-        if (
-            wish.min_p > 0
-            and float(top[-1]) < wish.min_p * float(top[0])
-            and wish.top_k == 0
-            and wish.top_p == 1
-        ):
-            enough = True
-        if not enough and len(top) < width:
+        if len(top) < width and not _holds_kept(top, wish):
             top, ids = probabilities[row].sort(descending=True)
         tokens.append(int(ids[_invert(_kept(top, wish)[None], draws[row : row + 1])[0]]))
     return tokens
 
 
+def _holds_kept(top: torch.Tensor, params: SamplingParams) -> bool:
+    """Return whether ``top``, the likeliest tokens of a row, includes every token that truncation keeps."""
+    last = float(top[-1])
+    if params.min_p > 0 and last < params.min_p * float(top[0]):
+        return True
+    if params.top_k > 0:
+        return params.top_k < len(top) and last < float(top[params.top_k - 1])
+    # top_p is a share of what min_p keeps, whose sum is known only with all of it
+    return params.min_p == 0 and float(top.sum()) >= params.top_p
+
+
 def _kept(top: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return ``top`` (probabilities in descending order) with the tokens that truncation excludes set to 0."""
+    """Return ``top`` (probabilities in descending order) with the tokens that truncation excludes set to 0.
+
+    top_k keeps all tokens that are as likely as the last of the k, as vLLM and transformers do.
+    """
     kept = top.clone()
-    if params.top_k:
-        kept[params.top_k :] = 0
-    if params.top_p < 1:
-        total = kept.sum() if params.top_k else kept.new_tensor(1.0)
-        before = kept.cumsum(dim=-1) - kept
-        kept[before >= params.top_p * total] = 0  # the token that makes the sum reach top_p is kept
     if params.min_p > 0:
         kept[top < params.min_p * top[0]] = 0
+    if 0 < params.top_k < len(top):
+        kept[top < top[params.top_k - 1]] = 0
+    if params.top_p < 1:
+        total = kept.sum() if params.top_k or params.min_p > 0 else kept.new_tensor(1.0)
+        before = kept.cumsum(dim=-1) - kept
+        kept[before >= params.top_p * total] = 0  # the token that makes the sum reach top_p is kept
     kept[0] = top[0]
     return kept

@@ -1,0 +1,167 @@
+"""Conversion of a request to Anthropic's API into a request for a chat completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from tonnage.server.api.chat.protocol import (
+    ChatRequest,
+    FunctionCall,
+    FunctionDefinition,
+    Message,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+    effort_arguments,
+)
+from tonnage.server.api.messages.protocol import (
+    AnthropicMessage,
+    AnthropicTool,
+    AnthropicToolChoice,
+    CountTokensRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from tonnage.server.api.sampling import JsonSchema, ResponseFormat
+from tonnage.server.errors import ApiError, ErrorCode
+
+# Claude Code's first block of a system prompt. It differs from request to request, so that no later token would
+# be found in the prefix cache. vLLM 0.32 drops it, too (entrypoints/anthropic/serving.py).
+_BILLING = "x-anthropic-billing-header"
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """Return the chat request with the prompt, tools and sampling of ``body``, but without its limit of tokens.
+
+    Raises:
+        ApiError: A block is not allowed for the role of its message, or ``tool_choice`` lacks a name.
+    """
+    messages = _messages(body)
+    continues = messages[-1].role == "assistant"
+    choice = body.tool_choice or AnthropicToolChoice(type="auto")
+    more: dict[str, Any] = {}
+    if isinstance(body, MessagesRequest):
+        more = {
+            "stream": body.stream,
+            "stop": body.stop_sequences or None,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+            "cache_salt": body.cache_salt,
+            "priority": body.priority,
+            "add_special_tokens": body.add_special_tokens,
+        }
+    return ChatRequest.model_construct(
+        model=body.model,
+        messages=messages,
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tool_choice=_tool_choice(choice) if body.tools or choice.type in ("any", "tool") else None,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        response_format=_format(body),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        chat_template_kwargs=_template_arguments(body),
+        **more,
+    )
+
+
+def _messages(body: CountTokensRequest) -> list[Message]:
+    """Return the conversation as chat messages; consecutive turns of the user become one, as in Anthropic's."""
+    found: list[Message] = []
+    system = body.system if isinstance(body.system, str) else _text(body.system or ())
+    if system:
+        found.append(Message(role="system", content=system))
+    for at, message in enumerate(body.messages):
+        blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else None
+        for made in _converted(message, message.content if blocks is None else blocks, at):
+            last = found[-1] if found else None
+            if made.role == "user" and last is not None and last.role == "user":
+                found[-1] = Message(role="user", content=f"{last.text()}\n{made.text()}")
+            else:
+                found.append(made)
+    return found
+
+
+def _converted(message: AnthropicMessage, blocks: Sequence[Any], at: int) -> list[Message]:
+    """Return the chat messages of one turn: results of tools come before the user's text."""
+    calls: list[ToolCall] = []
+    results: list[Message] = []
+    texts: list[TextBlock] = []
+    thoughts: list[str] = []
+    allowed = (ThinkingBlock, ToolUseBlock) if message.role == "assistant" else (ToolResultBlock,)
+    for number, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            texts.append(block)
+            continue
+        if message.role == "system" or not isinstance(block, allowed):
+            if message.role == "assistant" and block.type == "redacted_thinking":
+                continue
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"messages.{at}.content.{number}: a {block.type} block is not allowed in a message of the role "
+                f"{message.role}",
+                param=f"messages.{at}.content.{number}",
+            )
+        if isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            function = FunctionCall(name=block.name, arguments=json.dumps(block.input))
+            calls.append(ToolCall(id=block.id, type="function", function=function))
+        else:
+            content = block.content if isinstance(block.content, str) else _text(block.content or ())
+            results.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
+    if message.role == "assistant":
+        thought = "\n".join(thoughts) or None
+        return [Message(role="assistant", content=_text(texts), reasoning=thought, tool_calls=calls or None)]
+    return [*results, Message(role=message.role, content=_text(texts))] if texts or not results else results
+
+
+def _text(blocks: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks if not block.text.startswith(_BILLING))
+
+
+def _tool_choice(choice: AnthropicToolChoice) -> Literal["none", "auto", "required"] | NamedTool:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise ApiError(
+                ErrorCode.MISSING_PARAMETER, "you must provide tool_choice.name", param="tool_choice.name"
+            )
+        return NamedTool(type="function", function=NamedFunction.model_construct(name=choice.name))
+    if choice.type == "any":
+        return "required"
+    return "none" if choice.type == "none" else "auto"
+
+
+def _tool(tool: AnthropicTool) -> Tool:
+    """Return a tool of a chat request, without validation: its name may be longer than OpenAI allows."""
+    function = FunctionDefinition.model_construct(
+        name=tool.name,
+        description=tool.description,
+        parameters={"type": "object"} | tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool.model_construct(type="function", function=function)
+
+
+def _format(body: CountTokensRequest) -> ResponseFormat | None:
+    form = body.output_config.format if body.output_config else None
+    if form is None:
+        return None
+    schema = JsonSchema.model_validate({"name": "answer", "schema": form.schema_})
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+def _template_arguments(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the arguments of the chat template; templates ignore those that they do not use."""
+    arguments: dict[str, Any] = {}
+    if body.thinking is not None:
+        arguments["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        arguments = effort_arguments(body.output_config.effort) | arguments
+    return arguments | (body.chat_template_kwargs or {})

@@ -1,0 +1,28 @@
+"""ASGI middleware that serves HEAD requests and paths with a trailing slash, which clients and probes send."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class LenientPaths:
+    """ASGI middleware that routes HEAD like GET, and a path with trailing slashes like the path without them.
+
+    A redirect would lose the body of a POST request in many clients. Paths below ``kept`` are left as they are,
+    because their pages have relative links. The HTTP server sends no body in answer to HEAD.
+    """
+
+    def __init__(self, app: ASGIApp, kept: tuple[str, ...] = ()) -> None:
+        self._app = app
+        self._kept = kept
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app with the path and the method that its routes have."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            if path.endswith("/") and len(path) > 1 and not path.startswith(self._kept):
+                scope["path"] = path.rstrip("/") or "/"
+            if scope["method"] == "HEAD":
+                # a copy, because the HTTP server reads the method of its own scope
+                scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
