@@ -238,7 +238,7 @@ def _check_surrogates(body: bytes | bytearray) -> None:
         if isinstance(value, str):
             if (at := next((at for at, c in enumerate(value) if "\ud800" <= c <= "\udfff"), -1)) >= 0:
                 raise ApiError(
-                    ErrorCode.INVALID_ENCODING,
+                    ErrorCode.INVALID_JSON,
                     f"{path[:120]}: character {at} is half of a surrogate pair (U+{ord(value[at]):X}), "
                     "which is no text; send both halves or the character itself",
                     param=path.partition(".")[0].partition("[")[0] or None,

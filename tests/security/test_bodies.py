@@ -485,7 +485,7 @@ async def test_half_of_a_surrogate_pair_is_refused_with_its_field(
     server, checked, path: str, body: str, param: str, where: str
 ) -> None:
     error = checked(await server.http.post(path, content=body, headers={"content-type": "application/json"}))
-    assert (error.code, error.param) == (ErrorCode.INVALID_ENCODING, param)
+    assert (error.code, error.param) == (ErrorCode.INVALID_JSON, param)
     assert where in error.message
     assert "half of a surrogate pair" in error.message
 
