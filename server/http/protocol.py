@@ -42,6 +42,13 @@ RESERVED_FILES = 96
 MAX_PIPELINED = 16
 
 
+# Number of half-closed connections that are kept for their answers. Above it the end of a client's sending is
+# a disconnect, as in nginx and Go. Without a limit, 5,000 clients that disconnected were all probed, which
+# paused a stream for 1.3 s and left 46 MB of the heap in use (benchmarks/abuse.py resets).
+MOST_HALF_CLOSED = 64
+_half_closed: set[asyncio.Protocol] = set()
+
+
 def max_connections() -> int:
     """Return the maximum number of connections: MAX_CONNECTIONS, or fewer when the process may open few files.
 
@@ -97,6 +104,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_stalled()
         if self._half_closed is not None:
             self._half_closed.stop()
+            _half_closed.discard(self)
         super().connection_lost(exc)
 
     # -- receiving ---------------------------------------------------------------------------------------
@@ -124,6 +132,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return False
         self.cycle.keep_alive = False
         if self._half_closed is None:
+            if len(_half_closed) >= MOST_HALF_CLOSED:
+                return False
+            _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
             self._half_closed.watch(self._answering)
         return True

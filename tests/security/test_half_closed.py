@@ -12,7 +12,7 @@ import pytest
 from serving import PATIENCE
 
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.http import half_closed
+from tonnage.server.http import half_closed, protocol
 
 STORY: dict[str, Any] = {"model": "demo", "prompt": "hello", "max_tokens": 12, "seed": 1, "ignore_eos": True}
 
@@ -127,3 +127,25 @@ async def test_disconnected_client_frees_its_blocks(run_server, small_plan, stre
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
         assert stats.generation_tokens < 500
+
+
+async def test_half_closed_connections_beyond_the_limit_count_as_disconnected(
+    run_server, small_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MOST_HALF_CLOSED", 2)
+    async with run_server(FakeEngine(small_plan(1024), token_rate=20)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        opened = []
+        for number in range(4):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(request(STORY | {"max_tokens": 20, "stream": False}))
+            await server.until(lambda number=number: server.state.accounts.received == number + 1)
+            writer.write_eof()
+            opened.append((reader, writer))
+        answers = [await reader.read(-1) for reader, _ in opened]
+        assert [b" 200 " in answer for answer in answers] == [True, True, False, False]
+        await server.until(lambda: server.state.accounts.outcomes["aborted"] == 2)
+        assert (await server.complete(max_tokens=1)).status_code == 200
+        for _, writer in opened:
+            writer.close()
+        await server.until(lambda: not protocol._half_closed)
