@@ -232,6 +232,10 @@ class Engine(ABC):
         """Return the bytes that kernels add to the weights after loading (padding, copies in another type)."""
         return 0
 
+    def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
+        """Return the bytes that one rank allocates with its weights for the tokens of a step."""
+        return 0
+
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:

@@ -195,7 +195,10 @@ class Sizer:
         chosen, notes = within_draft(architecture, chosen)
         engine = engine_of(chosen.flags.engine)
         supported = support(engine, chosen, stored_format(source, quantization), architecture)
-        parts = self._held(architecture, quantization, chosen.flags)
+        parts = [
+            (part, replace(held, buffers=engine.step_buffers(part, chosen)))
+            for part, held in self._held(architecture, quantization, chosen.flags)
+        ]
         draft = add_draft(source, architecture, chosen.flags)
         chosen, notes = replace(chosen, draft=draft.drafting), (*notes, *draft.notes)
         return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)

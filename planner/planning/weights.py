@@ -63,6 +63,7 @@ class HeldWeights:
         rounding: bytes that the allocator adds by rounding.
         offloaded: bytes moved to the host's memory.
         padding_high: upper bound of `padding`, where the engine selects a kernel only while loading.
+        buffers: bytes of tensors that the engine allocates with the weights, for the tokens of a step.
     """
 
     loaded: Weights
@@ -70,11 +71,12 @@ class HeldWeights:
     rounding: int
     offloaded: int
     padding_high: int = 0
+    buffers: int = 0
 
     @property
     def bytes(self) -> int:
-        """Return the bytes on the device: loaded, padding and rounding, less the offloaded bytes."""
-        return self.loaded.total + self.padding + self.rounding - self.offloaded
+        """Return the bytes on the device: loaded, padding, rounding and buffers, less the offloaded bytes."""
+        return self.loaded.total + self.padding + self.rounding + self.buffers - self.offloaded
 
     def added_terms(self) -> list[Term]:
         """Return the terms of allocator rounding and kernel padding that are not zero."""
@@ -86,6 +88,11 @@ class HeldWeights:
             Term(
                 "weights.kernel_padding", self.padding,
                 "experts padded to the MXFP4 kernel's tiles; 16-bit copies of MLA's up-projections", "--gpu",
+            ),
+            Term(
+                "weights.deepstack_buffers", self.buffers,
+                "levels * max_num_batched_tokens * hidden_size * bytes of dtype",
+                "deepstack_input_embeds of vLLM's model class",
             ),
         )  # fmt: skip
         return [term for term in terms if term.value]

@@ -272,6 +272,20 @@ class VLLM(Engine):
         """Return the bytes that kernels' padding and copies add to the weights of one rank."""
         return kernel_padding(architecture, quantization, flags)
 
+    def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
+        """Return the bytes of Qwen3-VL's buffers for features of a picture in the first language layers.
+
+        The model class allocates one for each level (deepstack_input_embeds in qwen3_vl.py, 0.11 to 0.33), on
+        the ranks that have the vision tower.
+        """
+        seen = architecture.vision
+        if seen is None or not seen.deep:
+            return 0
+        if not any(tensor.role == "vision" for tensor in self.tensors(architecture, chosen.flags)):
+            return 0
+        each = architecture.hidden_size * DTYPE_BYTES[chosen.flags.dtype]
+        return seen.deep * chosen.max_num_batched_tokens * each
+
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
