@@ -114,7 +114,8 @@ def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> d
     missing = [kind for kind in kinds[first:] if kind not in own] if first > 0 else ["any"]
     if missing:
         raise ConfigError(
-            f"{shown(shared)} of {len(kinds)} layers leave no {missing[0]} layer to read from",
+            f"{shown(shared)} of {len(kinds)} layers share the KV cache of an earlier layer of their kind, but "
+            f"no earlier layer is of the kind {missing[0]}",
             field="num_kv_shared_layers",
         )
     return {i: own[kinds[i]] for i in range(first, len(kinds))}

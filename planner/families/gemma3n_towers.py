@@ -29,12 +29,12 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     name = config.get("architecture", "mobilenetv5_300m_enc")
     if name != "mobilenetv5_300m_enc":
         raise UnsupportedArchitecture(
-            f"{shown(name)} is not supported; of timm's towers only mobilenetv5_300m_enc is",
+            f"the vision tower {shown(name)} is not supported; of timm, mobilenetv5_300m_enc is",
             field="vision_config.architecture",
         )
     if config.get("model_args"):
         raise UnsupportedArchitecture(
-            "arguments of timm's towers are not supported", field="vision_config.model_args"
+            "arguments for the vision tower of timm are not supported", field="vision_config.model_args"
         )
     at = f"{at}.timm_model"
     conv(t, f"{at}.conv_stem.conv", (64, 3, 3, 3), True)

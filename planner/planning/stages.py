@@ -114,8 +114,8 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         and any(layer.value_head_size is not None for layer in architecture.cache_layers)
     ):
         raise DeploymentError(
-            f"{architecture.model_type} has no adapter, and keys and values of unlike sizes may be a latent: "
-            f"how {flags.engine} stores them is not known",
+            f"it is not known how {flags.engine} stores the KV cache of {architecture.model_type}: its keys "
+            "and values have different sizes, so it may store a latent",
             field="--engine", hint="--engine hf is planned",
         )  # fmt: skip
     if flags.tensor_parallel_size == flags.pipeline_parallel_size == flags.data_parallel_size == 1:

@@ -267,8 +267,8 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
     stack = stack_of(setup)
     if stack.model_types and model_type not in stack.model_types:
         raise DeploymentError(
-            f"{stack.shown} runs modules of its own, which are planned for {', '.join(stack.model_types)}, not "
-            f"for {model_type}",
+            f"{stack.shown} replaces modules of the model; this is planned only for "
+            f"{', '.join(stack.model_types)}, and the model is {model_type}",
             field="--stack", hint="--stack transformers",
         )  # fmt: skip
     if setup.stack == "torchtune":

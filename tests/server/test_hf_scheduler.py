@@ -17,6 +17,7 @@ from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.grammars.library import GrammarError
+from tonnage.server.engines.hf.pace import LEAST_TOKENS
 from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.hf.sequence import HFSequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
@@ -263,3 +264,29 @@ def test_grammar_rejecting_a_sampled_token_fails_only_its_own_request() -> None:
         ("error", f"grammar: token {following_of((5, 6, 7))} does not match")
     ]
     assert sum(len(c.token_ids) for c in chunks if c.request_id == "y") == 5
+
+
+def test_slow_prompts_of_one_key_shorten_the_steps_of_another_keys_stream() -> None:
+    scheduler = HFScheduler(plan_for(100, max_num_batched_tokens=256), policy=Policy(keys=2))
+    stream, long = requests(1)[0], tuple(range(3, 403))
+    scheduler.add(replace(stream, tenant="stream"))
+    step(scheduler)
+    scheduler._pace.took(256, 25.6)  # 0.1 s a token
+    scheduler.add(replace(stream, request_id="long", prompt_token_ids=long, tenant="long"))
+    batch, picked, _ = scheduler.schedule()
+    assert batch is not None
+    assert [sequence.chunk for sequence in picked] == [1, LEAST_TOKENS]
+    scheduler.publish(picked)
+    scheduler._pace.took(256, 0.01)
+    # The stream has no token to compute before its last one is appended, so the prompt has the whole step.
+    assert [sequence.chunk for sequence in scheduler.schedule()[1]] == [256]
+
+
+def test_steps_stay_whole_where_one_key_has_all_requests() -> None:
+    scheduler = HFScheduler(plan_for(100, max_num_batched_tokens=256), policy=Policy(keys=2))
+    stream, long = requests(1)[0], tuple(range(3, 403))
+    scheduler.add(stream)
+    step(scheduler)
+    scheduler._pace.took(256, 25.6)
+    scheduler.add(replace(stream, request_id="long", prompt_token_ids=long))
+    assert [sequence.chunk for sequence in scheduler.schedule()[1]] == [1, 255]

@@ -27,10 +27,12 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     inner = found.get("quant_config")
     weights = inner.get("weight_quant_params") if isinstance(inner, dict) else None
     if not isinstance(weights, dict):
-        raise UnsupportedArchitecture("parameters per layer are not supported yet", field=f"{AT}.quant_config")
+        raise UnsupportedArchitecture(
+            "HQQ with different parameters for each layer is not supported", field=f"{AT}.quant_config"
+        )
     bits = bits_of(weights, "nbits", (1, 2, 3, 4, 8))
     if bits == 3:
-        raise UnsupportedArchitecture("3 bits are not planned yet", field=f"{AT}.quant_config.nbits")
+        raise UnsupportedArchitecture("HQQ with 3 bits is not supported", field=f"{AT}.quant_config.nbits")
     skip = skipped(found, "skip_modules")
     return Quantization(
         "hqq", skip, AT, LinearFormat(HQQ, bits, size_of(weights, "group_size", 64)), method="hqq"

@@ -19,6 +19,7 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.errors import Refused
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.pace import StepPace
 from tonnage.server.engines.hf.sampling.adjust import Matcher
 from tonnage.server.engines.hf.sequence import Draw, HFSequence, first_sequence, forked
 from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws, share
@@ -53,6 +54,7 @@ class HFScheduler:
         self.core: scheduler.Scheduler[HFSequence] = scheduler.Scheduler(
             self.manager, budget=self.manager.limits.max_num_batched_tokens
         )
+        self._pace = StepPace(self.core.budget, self.manager.block_size if self.manager.cached_states else 0)
         self.counters = self.core.counters
         self.generation_tokens = 0
         self._matcher = matcher
@@ -114,6 +116,8 @@ class HFScheduler:
         """
         sample_laws(self.manager, self.core.steps + 1)
         self._begun = time.perf_counter()
+        if self.manager.admission.shares.several:
+            self._set_budget()
         step = self.core.step()
         for sequence in step.preempted:
             sequence.prompt_logprobs = [None]
@@ -127,6 +131,15 @@ class HFScheduler:
             for index in sequence.indices
         ]
         return (self._batch(step.picked, step.copies) if step.picked else None), step.picked, refused
+
+    def _set_budget(self) -> None:
+        """Shorten the step while a prompt of one key would delay the stream of another."""
+        decoding = [s.tenant for s in self.running.values() if s.length - s.computed == 1]
+        prompts = {s.tenant for s in self.running.values() if s.length - s.computed > 1}
+        prompts |= {s.tenant for s in self.entries.values()}
+        others = len({*decoding, *prompts}) > 1 and decoding and prompts
+        most = self.manager.limits.max_num_batched_tokens
+        self.core.budget = self._pace.budget(len(decoding)) if others else most
 
     def _match(self, request: GenerationRequest) -> Matcher | None:
         grammar = request.params.grammar
@@ -175,8 +188,10 @@ class HFScheduler:
         Call it after the model's forward; ``picked`` are the sequences of the batch.
         """
         tokens = sum([sequence.chunk for sequence in picked])
+        seconds = time.perf_counter() - self._begun
+        self._pace.took(sum([s.chunk for s in picked if s.chunk > 1]), seconds)
         self.core.computed(picked)
-        self.core.took(tokens, len(picked), time.perf_counter() - self._begun)
+        self.core.took(tokens, len(picked), seconds)
 
     def fork(self, draws: list[Draw]) -> list[Draw]:
         """Fork each sequence whose request wants n > 1 answers; return the draws of parents and forks.
