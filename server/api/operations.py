@@ -69,10 +69,14 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         state.check_ready()
         return {"status": "ready"}
 
-    @router.post("/ping", include_in_schema=False)
     @router.get("/ping")
     async def ping() -> dict[str, str]:
         """Return what /health returns; SageMaker and other hosts probe this path."""
+        return {"status": "ok"}
+
+    @router.post("/ping", operation_id="post_ping")
+    async def posted_ping() -> dict[str, str]:
+        """Return what /health returns, as vLLM does for POST too."""
         return {"status": "ok"}
 
     @router.get("/memory")

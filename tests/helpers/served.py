@@ -44,6 +44,8 @@ VARIES = (
     (re.compile(r" {2,}"), " "),  # columns are as wide as their numbers
 )
 _MEASURED = re.compile(rf"^(?:{_ROWS})\b.*", re.M)
+# The verdict of a component with an interval; another machine's may differ.
+_VERDICT = re.compile(r"\b(?:ok|below|OUTSIDE),")
 _NUMBER = re.compile(r"[+-]?\d[\d,.]*(?: [KMG]iB)?")
 
 
@@ -52,7 +54,7 @@ def compared(lines: list[str]) -> str:
     text = "\n".join(line.strip() for line in lines)
     for pattern, name in VARIES:
         text = pattern.sub(name, text)
-    return _MEASURED.sub(lambda row: _NUMBER.sub("#", row[0]), text)
+    return _MEASURED.sub(lambda row: _VERDICT.sub("VERDICT,", _NUMBER.sub("#", row[0])), text)
 
 
 def asked(command: str) -> str | None:

@@ -74,7 +74,7 @@ async def test_refusal_part_is_rendered_as_assistant_text(server) -> None:
 WRONG: list[tuple[str, str, Any]] = [
     (CHAT, "metadata", "a"), (CHAT, "metadata", {"a": 1}), (CHAT, "metadata", {str(i): "" for i in range(17)}),
     (CHAT, "store", 1), (CHAT, "store", "true"),
-    (CHAT, "service_tier", 1), (CHAT, "reasoning_effort", {"effort": "low"}),
+    (CHAT, "service_tier", 1),
     ("/v1/responses", "store", 0), ("/v1/responses", "service_tier", ["auto"]),
 ]  # fmt: skip
 
@@ -91,7 +91,7 @@ async def test_ignored_fields_are_type_checked(run_server, small_plan, lenient: 
             response = await server.http.post(path, json={"model": "demo", name: value} | given)
             error = response.json()["error"]
             assert (response.status_code, error["code"], error["param"]) == (400, "invalid_type", name)
-            right = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "reasoning_effort": "low"}
+            right = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
             for good in (right[name], None):
                 response = await server.http.post(path, json={"model": "demo", name: good} | given)
                 assert response.status_code == 200
