@@ -74,11 +74,6 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         """Return what /health returns; SageMaker and other hosts probe this path."""
         return {"status": "ok"}
 
-    @router.post("/ping", operation_id="post_ping")
-    async def posted_ping() -> dict[str, str]:
-        """Return what /health returns, as vLLM does for POST too."""
-        return {"status": "ok"}
-
     @router.get("/memory")
     async def memory(request: Request) -> dict[str, Any]:
         """Return the memory plan together with the measured bytes.
