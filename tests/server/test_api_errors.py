@@ -169,7 +169,7 @@ async def test_unknown_route_and_wrong_method_are_rejected(server, checked) -> N
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-type"] == whole.headers["content-type"]
     assert (await server.http.get("/v1/models/")).json() == (await server.http.get("/v1/models")).json()
-    assert (await server.http.post("/ping/")).json() == {"status": "ok"}
+    assert (await server.http.get("/ping/")).json() == {"status": "ok"}
     body = {"model": "demo", "prompt": "a", "max_tokens": 1}
     assert (await server.http.post("/v1/completions/", json=body)).status_code == 200
     assert (await server.http.head("/v1/completions")).status_code == 405
