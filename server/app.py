@@ -136,7 +136,7 @@ def create_app(
         state.accounts.on_finish.append(request_log.write)
     # With an access log, failed requests are not logged a second time, since it has a line for each request.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
-    _add_middleware(app, settings, keys, refusals)
+    _add_middleware(app, settings, keys, refusals, operations_only=operations_only)
     return app
 
 
@@ -171,7 +171,9 @@ def _output_parser(settings: Settings, folder: Path) -> Callable[[], OutputParse
     return None if name is None and reasoning is None else partial(load_output_parser, name, reasoning, folder)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: FailedRequestLog) -> None:
+def _add_middleware(
+    app: FastAPI, settings: Settings, keys: KeyRing, refusals: FailedRequestLog, *, operations_only: bool
+) -> None:
     """Add the ASGI middleware, innermost first.
 
     The request id and CORS headers are added outside of authentication, so that a rejection for a missing or
@@ -187,7 +189,9 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: F
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    hosts = allowed_hosts(settings.host, settings.allowed_hosts, keys=bool(keys))
+    # The operations page of a Ray replica listens on the node's address, whatever --host says.
+    host = "" if operations_only else settings.host
+    hosts = allowed_hosts(host, settings.allowed_hosts, keys=bool(keys))
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(AnthropicForm)
