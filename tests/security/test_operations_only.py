@@ -21,7 +21,7 @@ async def test_operations_page_serves_metrics_and_health_only(page: httpx.AsyncC
     async with page:
         assert (await page.get("/health")).status_code == 200
         # It listens on the node's address, so every name of the node is answered.
-        assert (await page.get("/ready", headers={"host": "192.0.2.2:42937"})).status_code == 200
+        assert (await page.get("/health", headers={"host": "192.0.2.2:42937"})).status_code == 200
         assert "tonnage_memory_planned_bytes" in (await page.get("/metrics")).text
         assert (await page.get("/memory")).status_code == 200
         paths = (await page.get("/openapi.json")).json()["paths"]
