@@ -126,9 +126,10 @@ class SamplingFields(EngineBody):
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
     bad_words: list[BadWord] | None = Field(None, max_length=64)
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, lt=_INT31)] | None = Field(
-        None, description="keep the last tokens of the prompt; -1: as many as fit"
-    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit",
+        json_schema_extra={"not": {"const": 0}},
+    )  # fmt: skip
 
     @property
     def streams(self) -> bool:
