@@ -258,8 +258,11 @@ class Scheduler(Generic[S]):
         return _Wishes(order, [s.id for s in order], ends, decodes)
 
     def _parts(self, sequences: list[S], budget: int) -> dict[str, int] | None:
-        """Return the part of the token budget that each key has for prompts, or None if no key shares it."""
-        if not self.admission.shares.several:
+        """Return the part of the token budget that each key has for prompts, or None if it is not divided.
+
+        Chunks that end at block boundaries share the budget undivided: a part below a block computes nothing.
+        """
+        if not self.admission.shares.several or self._aligned:
             return None
         wanted: dict[str, int] = {}
         for sequence in sequences:
@@ -270,11 +273,12 @@ class Scheduler(Generic[S]):
     def _spared(self) -> int:
         """Return the part of the token budget that running prompts leave to a waiting request of another key.
 
-        It is 0 unless a seat is free for such a request, and admission may decide differently than in the last
-        step.
+        The part is 0 unless a seat is free for such a request, and admission may decide differently than in the
+        last step. Where chunks end at block boundaries the part is 0, as in `_parts`.
         """
         held = self.manager.reservations
-        if not self.admission.shares.several or not self.waiting or not self._changed:
+        several = self.admission.shares.several and not self._aligned
+        if not several or not self.waiting or not self._changed:
             return 0
         computing = {s.tenant for s in self.running.values() if s.length - s.computed > 1}
         if not computing:

@@ -106,3 +106,18 @@ def test_wrong_number_of_keys_is_refused(keys: object) -> None:
     with pytest.raises(BadOption, match="keys"):
         read_policy({"tonnage": {"keys": keys}}, {})
     assert read_policy({"tonnage": {"keys": 3}}, {}).keys == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_key_that_is_alone_takes_few_steps_more_than_on_a_server_of_one_key(mode: str) -> None:
+    """Blocks are short, so that admission decides on one request after each departure."""
+    steps = {}
+    for keys in (1, 2):
+        found = world(mode, keys=keys, blocks=101)
+        for at in range(80):
+            found.add(request(f"{at}", 20 + at % 60, 90, arrival=at, key="alone"), 20 + 7 * at % 70)
+        while found.scheduler.requests:
+            found.step()
+        assert len(found.ended) == 80
+        steps[keys] = found.steps
+    assert steps[2] <= 1.06 * steps[1]

@@ -137,7 +137,7 @@ class VllmAdmission(AdmissionAdapter):
         if not most and not self._may_stall():
             return [], []
         state = self._state(most)
-        allowed = self._may_start(chain((head,), waiting), most, step, state) if most else []
+        allowed = self._may_start(chain((head,), waiting), most, room, step, state) if most else []
         if not self._may_stall(state):
             return allowed, []
         return self._granted(allowed, state)
@@ -160,10 +160,10 @@ class VllmAdmission(AdmissionAdapter):
         """Record how many blocks of all groups a step took from the pool."""
         self._slack -= blocks
 
-    def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
+    def _may_start(self, waiting: Iterable[Any], most: int, room: int, step: int, state: State) -> list[Any]:
         """Return the requests at the head of the queue that admission accepts, and add them to `state`.
 
-        `most` is the upper bound of these requests.
+        `most` is the upper bound of these requests, and `room` the number of free seats.
         """
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens
@@ -175,7 +175,7 @@ class VllmAdmission(AdmissionAdapter):
             new = self._newcomer(request, hit)
             if self._keys is not None:
                 seats, new.kept = self._keys.kept(request)
-                if len(allowed) + seats >= most:
+                if len(allowed) + seats >= room:
                     break
             short = decisions.decide(state, new, self.rules)
             if short > 0:

@@ -221,21 +221,25 @@ class AdmissionMixin(Scheduler):
             self._sort_out()
         streaming = self.num_waiting_for_streaming_input
         room = getattr(self, self._names.seats) - len(self.running) - streaming
-        if not self.admission.shares.several:
-            return self.admission.plan(self._candidates(), room, self.current_step)
-        keys = KeyShares(
-            self.admission.shares, self.running, lambda request: sum(self._account.reservation(request))
-        )
-        stalled: list[Request] = []
-        if self.admission.mode is AdmissionMode.GREEDY:
-            allowed = keys.may_start(self._candidates(), room)
+        several = self.admission.shares.several
+        if several and self.waiting:
+            allowed, stalled = self._plan_shares(room)
         else:
-            waiting = keys.ordered(self._candidates())
-            allowed, stalled = self.admission.plan(waiting, room, self.current_step, keys)
-        if self.current_step % 2:
+            allowed, stalled = self.admission.plan(self._candidates(), room, self.current_step)
+        if several and self.current_step % 2:
             allowed, behind = shortest_first(allowed, self.running)
             stalled = list(dict.fromkeys([*stalled, *behind]))
         return allowed, stalled
+
+    def _plan_shares(self, room: int) -> tuple[list[Request], list[Request]]:
+        """Return what `_plan` does, where several API keys share `room` free seats."""
+        assert self.admission is not None
+        keys = KeyShares(
+            self.admission.shares, self.running, lambda request: sum(self._account.reservation(request))
+        )
+        if self.admission.mode is AdmissionMode.GREEDY:
+            return keys.may_start(self._candidates(), room), []
+        return self.admission.plan(keys.ordered(self._candidates()), room, self.current_step, keys)
 
     def _candidates(self) -> Iterator[Request]:
         """Yield the waiting requests that only lack free blocks, in queue order.
