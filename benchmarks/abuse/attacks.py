@@ -84,24 +84,12 @@ async def resets(server: AttackedServer) -> Answers:
 def pages(clients: int, seconds: float, *paths: str) -> Attack:
     """Return an attack in which each client reads one of ``paths`` after another for ``seconds``."""
 
-    async def run(server: AttackedServer) -> Answers:
-        answers: Answers = Counter()
+    async def read(server: AttackedServer, number: int) -> str:
+        async with connection(server.port) as (reader, writer):
+            writer.write(request(paths[number % len(paths)], ABUSER, extra="Connection: close\r\n"))
+            return (await reader.read(-1))[9:12].decode() or "closed"
 
-        async def client(number: int) -> None:
-            while True:
-                async with connection(server.port) as (reader, writer):
-                    extra = "Connection: close\r\n"
-                    writer.write(request(paths[number % len(paths)], ABUSER, extra=extra))
-                    answers[(await reader.read(-1))[9:12].decode() or "closed"] += 1
-
-        tasks = [asyncio.create_task(client(number)) for number in range(clients)]
-        await asyncio.sleep(seconds)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return answers
-
-    return run
+    return repeated(clients, seconds, read)
 
 
 async def unread_files(server: AttackedServer) -> Answers:
@@ -306,17 +294,17 @@ def _go_on(process: psutil.Process) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-def flood(clients: int, seconds: float, body: dict[str, Any]) -> Attack:
-    """Return an attack in which each client sends one request after another, and disconnects at the end."""
+def repeated(clients: int, seconds: float, once: Callable[[AttackedServer, int], Awaitable[str]]) -> Attack:
+    """Return an attack in which each client calls ``once`` with its number again and again, for ``seconds``."""
 
     async def run(server: AttackedServer) -> Answers:
         answers: Answers = Counter()
 
-        async def client() -> None:
+        async def client(number: int) -> None:
             while True:
-                answers[await ask(server.port, COMPLETIONS, ABUSER, body)] += 1
+                answers[await once(server, number)] += 1
 
-        tasks = [asyncio.create_task(client()) for _ in range(clients)]
+        tasks = [asyncio.create_task(client(number)) for number in range(clients)]
         await asyncio.sleep(seconds)
         for task in tasks:
             task.cancel()
@@ -324,6 +312,11 @@ def flood(clients: int, seconds: float, body: dict[str, Any]) -> Attack:
         return answers
 
     return run
+
+
+def flood(clients: int, seconds: float, body: dict[str, Any]) -> Attack:
+    """Return an attack in which each client sends one request after another, and disconnects at the end."""
+    return repeated(clients, seconds, lambda server, _: ask(server.port, COMPLETIONS, ABUSER, body))
 
 
 async def idle(seconds: float) -> Answers:

@@ -17,6 +17,8 @@ from tonnage.cache.scheduler.sequence import Step
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 1, 8, "float32", 4)
+# A hybrid: chunks of prompts end at blocks, where the recurrent state is cached.
+HYBRID = KVLayout((KVGroup("full", (0,)), KVGroup("state", (1,))), 64, 1, 1, 8, "float32", 4)
 LIMITS = Limits(LAYOUT, 640, 2048, 32, 256)
 MODES = list(AdmissionMode)
 
@@ -169,6 +171,26 @@ def test_no_key_waits_forever() -> None:
                 sequence.forks = 0  # no forks in this test: the first sequence stands for the request
         run(scheduler)
     assert scheduler.idle
+
+
+def test_prompts_of_a_hybrid_end_although_many_keys_share_the_budget() -> None:
+    """A part of the budget would be below a block, while another key's stream decodes."""
+    manager = KVCacheManager(
+        HYBRID, 400, max_num_seqs=32, max_model_len=2048, max_num_batched_tokens=128,
+        policy=Policy(AdmissionMode.GUARANTEED, keys=8),
+    )  # fmt: skip
+    assert manager.cached_states
+    scheduler: Scheduler[Numbered] = Scheduler(manager, budget=128)
+    arrive(scheduler, "stream", most=400)
+    run(scheduler)
+    prompts = [arrive(scheduler, f"key-{at}", prompt=300, most=1) for at in range(6)]
+    for _ in range(100):
+        run(scheduler)
+        if not any(each.id in scheduler.running or each.id in scheduler.waiting for each in prompts):
+            break
+    else:
+        raise AssertionError("prompts do not end while the stream runs")
+    assert running(scheduler) == {"stream": 1}
 
 
 def test_share_counts_one_further_key_until_all_are_there() -> None:
