@@ -102,7 +102,7 @@ class Shares:
     def kept(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, int]:
         """Return the seats and blocks that must stay free for other keys when ``request`` starts.
 
-        They are 0 for a key within its share, and for a request that runs alone.
+        Both are 0 for a key within its share, and for a request that runs alone.
         """
         if not any(use.sequences for use in uses.values()) or self.within(uses, request, blocks):
             return 0, 0

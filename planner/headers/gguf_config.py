@@ -122,7 +122,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
 def gguf_name(name: str, model_type: str) -> str:
     """Return the name in a GGUF file of a tensor of transformers' state dict, or the name itself if not known.
 
-    It is the inverse of `state_dict_name`.
+    This function is the inverse of `state_dict_name`.
     """
     stem, _, suffix = name.rpartition(".")
     for ours, theirs in _TOP_NAMES.items():
